@@ -1,0 +1,156 @@
+"""The rules that a graph must meet, one function a rule. Each says where, what was found, the rule and the fix."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from rlgraph.columns import COLUMNS
+from rlgraph.errors import GraphError
+
+if TYPE_CHECKING:
+    from rlgraph.graph import Feedback, Graph, Node, Output
+
+
+def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
+    if not isinstance(name, str) or not name:
+        raise GraphError(f"Pool({name!r}): the name of a pool is a non-empty string")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf")):
+        raise GraphError(f"pool '{name}' has share={share!r}; a share is a positive number, or None to let the compiler choose")
+    for key, count in (("gpus", gpus), ("cpus", cpus)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise GraphError(f"pool '{name}' has {key}={count!r}; an exact count is a whole number of at least 1")
+    if gpus is not None and cpus is not None:
+        raise GraphError(f"pool '{name}' has both gpus={gpus} and cpus={cpus}; a pool is of one kind: make two pools")
+    if share != 1 and (gpus is not None or cpus is not None):
+        raise GraphError(f"pool '{name}' has a share and an exact count; give one of them")
+
+
+def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
+    where = f"feedback '{name}'"
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise GraphError(
+            f"{where} has depth={depth!r}; depth is how many weight versions a trained batch may be behind, "
+            "a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
+        )
+    if buffers not in (1, 2) or isinstance(buffers, bool):
+        raise GraphError(f"{where} has buffers={buffers!r}; a generator holds 1 copy of the weights, or 2 to receive while it decodes")
+    if depth == 0 and buffers == 2:
+        raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
+    if depth == 0 and freshest:
+        raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
+
+
+def check_close(feedback: "Feedback", weights: Any) -> None:
+    where = f"feedback '{feedback.name}'"
+    if getattr(weights, "kind", None) != "weights":
+        raise GraphError(f"{where} was closed with {describe(weights)}; close it with the weights of an update, as close(step.weights)")
+    if feedback.source is not None:
+        raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
+
+
+def check_inputs(name: str, inputs: Sequence[Any], reads: Sequence[str]) -> None:
+    where = f"node '{name}'"
+    for given in inputs:
+        if getattr(given, "kind", None) != "batch":
+            raise GraphError(f"{where} was given {describe(given)}; pass outputs of other nodes")
+    carried = Counter(column for output in set(inputs) for column in output.columns)
+    names = [output.node.name for output in inputs]
+    for column in reads:
+        if carried[column] == 0:
+            raise GraphError(f"{where} reads column '{column}', which none of its inputs {names} carries; {_fix(column, inputs)}")
+        if carried[column] > 1:
+            both = [output.node.name for output in inputs if column in output.columns]
+            raise GraphError(f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own")
+    for output in inputs:
+        if not set(output.columns) & set(reads):
+            raise GraphError(
+                f"{where} reads nothing of its input '{output.node.name}', which carries {list(output.columns)}; "
+                f"it reads {list(reads)}: leave that input out"
+            )
+
+
+def _fix(column: str, inputs: Sequence["Output"]) -> str:
+    upstream = [output.node for output in inputs]
+    while upstream:
+        node = upstream.pop(0)
+        if column in node.writes:
+            return f"pass the output of '{node.name}' to it"
+        upstream += [output.node for output in node.inputs]
+    if column in COLUMNS:
+        return f"pass the output of '{COLUMNS[column].written_by}' to it"
+    return "pass the output of a node that writes it"
+
+
+def check_rows(node: "Node") -> None:
+    for output in node.inputs:
+        if output.node.rows <= 0 or node.rows % output.node.rows:
+            raise GraphError(
+                f"node '{node.name}' joins {node.rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
+                "one must be a multiple of the other"
+            )
+
+
+def check_outputs(name: str, outputs: Sequence[Any]) -> None:
+    if not outputs:
+        raise GraphError(f"graph '{name}' has no outputs; pass what it should give, as Graph('{name}', step.metrics)")
+    for output in outputs:
+        if not hasattr(output, "kind") or not hasattr(output, "node"):
+            raise GraphError(f"graph '{name}' was given {describe(output)} as an output; pass what a node returned, as step.metrics")
+
+
+def names_are_unique(graph: "Graph") -> None:
+    for name, count in Counter(node.name for node in graph.nodes).items():
+        if count > 1:
+            raise GraphError(f"graph '{graph.name}' has {count} nodes called '{name}'; give each its own with name=")
+    for name, count in Counter(pool.name for pool in graph.pools).items():
+        if count > 1:
+            raise GraphError(f"graph '{graph.name}' has {count} different pools called '{name}'; use one Pool object, or two names")
+
+
+def feedbacks_are_closed(graph: "Graph") -> None:
+    for feedback in graph.feedbacks:
+        if feedback.source is None:
+            raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with weights.close(step.weights)")
+
+
+def feedbacks_close_a_cycle(graph: "Graph") -> None:
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        trained = feedback.source.node
+        for reader in (node for node in graph.nodes if node.feedback is feedback):
+            if not nx.has_path(graph.forward, reader, trained):
+                raise GraphError(
+                    f"feedback '{feedback.name}' closes no cycle: '{trained.name}' does not depend on '{reader.name}', "
+                    "which uses its weights; pass the rollout to the update"
+                )
+
+
+def depth_buys_something(graph: "Graph") -> None:
+    pools = {node.pool.name for node in graph.nodes if node.pool is not None}
+    for feedback in graph.feedbacks:
+        if feedback.depth > 0 and len(pools) == 1:
+            raise GraphError(
+                f"feedback '{feedback.name}' has depth={feedback.depth}, but every model is in pool '{next(iter(pools))}' and nothing can "
+                "overlap: stale batches would buy no time; use depth=0, or put generator and policy in two pools"
+            )
+
+
+GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
+    names_are_unique,
+    feedbacks_are_closed,
+    feedbacks_close_a_cycle,
+    depth_buys_something,
+)
+
+
+def describe(value: Any) -> str:
+    """Return a short name for a value that is not what was asked for."""
+    node = getattr(value, "node", None)
+    if node is not None and hasattr(value, "kind"):
+        return f"the {value.kind} of '{node.name}'"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= 60 else f"a {type(value).__name__}"

@@ -1,0 +1,75 @@
+"""The columns that travel on edges: name, dtype, dimensions and who writes them.
+
+Dimensions: N prompts of a step, B responses (B = N x group_size, the responses of one prompt side by side),
+P prompt tokens, T response tokens. Prompts are padded on the left, responses on the right, with token 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+Column: TypeAlias = torch.Tensor | list[str]
+Columns: TypeAlias = Mapping[str, Column]
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """What a column holds: its dtype (`str` for text), its dimensions, and the node that usually writes it."""
+
+    dtype: torch.dtype | type[str]
+    dims: tuple[str, ...]
+    written_by: str
+    meaning: str
+
+
+COLUMNS: dict[str, ColumnSpec] = {
+    "prompt_texts": ColumnSpec(str, ("N",), "prompts", "prompts as text"),
+    "prompt_ids": ColumnSpec(torch.int64, ("N",), "prompts", "position of each prompt in the data order, counted over epochs"),
+    "prompts": ColumnSpec(torch.int64, ("B", "P"), "rollout", "prompt token ids"),
+    "prompt_mask": ColumnSpec(torch.bool, ("B", "P"), "rollout", "true on prompt tokens, false on padding"),
+    "responses": ColumnSpec(torch.int64, ("B", "T"), "rollout", "response token ids; `list[str]` parameters get them as text"),
+    "response_mask": ColumnSpec(torch.bool, ("B", "T"), "rollout", "true on tokens the policy wrote, false on padding and tool tokens"),
+    "rollout_log_probs": ColumnSpec(torch.float32, ("B", "T"), "rollout", "log-probs of the engine when the token was sampled"),
+    "weight_version": ColumnSpec(torch.int32, ("B", "T"), "rollout", "version of the weights that wrote each token"),
+    "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
+    "old_log_probs": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "log-probs of the trainer at the start of the update"),
+    "ref_log_probs": ColumnSpec(torch.float32, ("B", "T"), "reference.log_probs", "log-probs of the frozen reference"),
+    "values": ColumnSpec(torch.float32, ("B", "T"), "critic.values", "value estimates"),
+    "rewards": ColumnSpec(torch.float32, ("B",), "reward", "one reward a response"),
+    "token_rewards": ColumnSpec(torch.float32, ("B", "T"), "kl_shaped_rewards", "rewards by token"),
+    "advantages": ColumnSpec(torch.float32, ("B", "T"), "advantages", "advantage of each response token"),
+    "returns": ColumnSpec(torch.float32, ("B", "T"), "advantages", "regression target of the critic"),
+    "rollout_is_weights": ColumnSpec(torch.float32, ("B", "T"), "rollout_correction", "importance weights of trainer over engine"),
+}
+
+
+def rows_of(columns: Columns) -> int:
+    """Return how many rows the columns have; every column of one batch has the same number."""
+    first = next(iter(columns.values()))
+    return len(first)
+
+
+def repeat_rows(column: Column, times: int) -> Column:
+    """Return the column with each row repeated `times` in place: dims [N, ...] become [N x times, ...]."""
+    if isinstance(column, torch.Tensor):
+        return column.repeat_interleave(times, dim=0)
+    return [row for row in column for _ in range(times)]
+
+
+def concat_rows(parts: Sequence[Columns]) -> dict[str, Column]:
+    """Return the parts below one another, as if one worker had written them; [B, T] columns are padded to the longest T."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {name: _concat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _concat(columns: Sequence[Column]) -> Column:
+    tensors = [c for c in columns if isinstance(c, torch.Tensor)]
+    if not tensors:
+        return [row for column in columns for row in column]
+    if tensors[0].ndim < 2:
+        return torch.cat(tensors)
+    width = max(t.shape[1] for t in tensors)
+    return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])

@@ -1,0 +1,52 @@
+"""Every error rlgraph raises. Each message says where, what was found, the rule and the fix.
+
+All of them cross process boundaries, so each carries one string and nothing else.
+"""
+
+
+class RlgraphError(Exception):
+    """Base of all errors that rlgraph raises on purpose."""
+
+
+class GraphError(RlgraphError):
+    """A graph breaks a rule; raised while it is declared."""
+
+
+class PlanError(RlgraphError):
+    """A sound graph does not fit the cluster it is compiled for."""
+
+
+class ConfigError(RlgraphError):
+    """A configuration key or value is unknown, missing or of the wrong type."""
+
+
+class DataError(RlgraphError):
+    """A data set, a model folder or a prompt cannot be used as it is."""
+
+
+class ChannelError(RlgraphError):
+    """Base of the three ways in which a channel stops a worker."""
+
+
+class ChannelClosed(ChannelError):
+    """The other end finished and closed the channel."""
+
+
+class ChannelBroken(ChannelError):
+    """The other end failed or died."""
+
+
+class ChannelTimeout(ChannelError):
+    """The other end was silent for longer than the deadline."""
+
+
+class StalenessError(RlgraphError):
+    """A batch is older than the bound of its graph: a defect of rlgraph, never of its user."""
+
+
+class NodeError(RlgraphError):
+    """A node raised; the message names node, step and worker and holds the original traceback."""
+
+
+class WorkerDied(RlgraphError):
+    """A worker process ended without a word."""

@@ -1,0 +1,214 @@
+"""Declare a graph: pools, nodes, the outputs that join them, the feedback edge, and the graph found from its outputs."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import networkx as nx
+
+from rlgraph import checks
+from rlgraph.errors import GraphError
+
+Work: TypeAlias = Literal["generate", "train", "forward", "host"]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that nodes time-share. Nodes of one pool never run at the same time; nodes of two pools overlap.
+
+    `share` is the pool's part of the cluster's GPUs relative to the other pools (None: the compiler chooses);
+    `gpus` is an exact count instead; `cpus` makes it a pool of host cores. On a cluster without GPUs shares divide the cores.
+
+    Raises GraphError for a share, a count or a name that cannot be.
+    """
+
+    name: str
+    share: float | None = 1
+    gpus: int | None = None
+    cpus: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.check_pool(self.name, self.share, self.gpus, self.cpus)
+
+
+class Operation(Protocol):
+    """What a node does, as a picklable value. A worker calls `start` once and the result at each firing."""
+
+    @property
+    def work(self) -> Work:
+        """The kind of work, which is what costs are estimated from."""
+
+    def start(self, context: Any) -> Any:
+        """Return the function that the worker calls with (step, columns) at each firing."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers."""
+
+    role: ClassVar[str] = "model"
+    path: str
+    pool: Pool
+
+    @property
+    def group(self) -> int:
+        """Devices that one worker of this model needs."""
+        return 1
+
+    @property
+    def ranks(self) -> int | None:
+        """Workers of this model, where the user says so; None means as many as the pool's devices allow."""
+        return None
+
+    def load(self, context: Any) -> Any:
+        """Return the engine; called once in each of the model's workers."""
+        raise NotImplementedError
+
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One stage of a graph: what it does, what it reads from which outputs, what it writes, where it lives.
+
+    `rows` is how many rows it writes in a step; `pool` is None for a host node, which runs in a process of its own.
+    """
+
+    name: str
+    operation: Operation
+    inputs: tuple["Output", ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    rows: int
+    model: Model | None = None
+    feedback: "Feedback | None" = None
+    serial: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def pool(self) -> Pool | None:
+        return self.model.pool if self.model else None
+
+    def source_of(self, column: str) -> "Node":
+        """Return the node whose output carries `column` to this one."""
+        return next(output.node for output in self.inputs if column in output.columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What a node gives: a batch of columns, a new version of weights, or the metrics of a step."""
+
+    node: Node
+    kind: Literal["batch", "weights", "metrics"] = "batch"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.node.writes if self.kind == "batch" else ()
+
+
+class Feedback:
+    """The back edge of a graph: weights of a later step for an earlier stage. Made by `rlgraph.feedback`."""
+
+    def __init__(self, name: str, depth: int, buffers: int, freshest: bool) -> None:
+        checks.check_feedback(name, depth, buffers, freshest)
+        self.name, self.depth, self.buffers, self.freshest = name, depth, buffers, freshest
+        self.source: Output | None = None
+
+    def close(self, weights: Output) -> None:
+        """Join the back edge to the update whose weights it carries, as `feedback.close(step.weights)`."""
+        checks.check_close(self, weights)
+        self.source = weights
+
+
+def feedback(name: str, *, depth: int, buffers: int = 1, freshest: bool = False) -> Feedback:
+    """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
+
+    A version is one step of the graph. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
+    seed and depth alone; `freshest=True` takes the newest published version instead. `buffers=2` lets the generator
+    receive the next version while it decodes; with 1 it receives between two steps.
+
+    Raises GraphError for a negative depth, or for buffers other than 1 and 2.
+    """
+    return Feedback(name, depth, buffers, freshest)
+
+
+def declare(
+    name: str,
+    operation: Operation,
+    inputs: Iterable[Any],
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+    rows: int | None = None,
+    model: Model | None = None,
+    feedback: Feedback | None = None,
+) -> Node:
+    """Return a checked node. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses.
+
+    Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read.
+    """
+    outputs = tuple(inputs)
+    checks.check_inputs(name, outputs, reads)
+    if rows is None:
+        rows = max(output.node.rows for output in outputs)
+    node = Node(name, operation, outputs, reads, writes, rows, model, feedback)
+    checks.check_rows(node)
+    return node
+
+
+class Graph:
+    """All nodes that its outputs depend on, feedback included. Checked when it is made; a value from then on.
+
+    Raises GraphError naming the place, what was found, the rule and the fix.
+    """
+
+    def __init__(self, name: str, *outputs: Output) -> None:
+        self.name = name
+        checks.check_outputs(name, outputs)
+        self.outputs = outputs
+        self.nodes = _reachable(outputs)
+        self.feedbacks = tuple(dict.fromkeys(n.feedback for n in self.nodes if n.feedback is not None))
+        for rule in checks.GRAPH_RULES:
+            rule(self)
+
+    @cached_property
+    def forward(self) -> "nx.DiGraph[Node]":
+        """The forward part as a networkx graph; each edge holds the columns it carries."""
+        graph: nx.DiGraph[Node] = nx.DiGraph()
+        graph.add_nodes_from(self.nodes)
+        for node in self.nodes:
+            for column in node.reads:
+                source = node.source_of(column)
+                columns = graph.edges[source, node]["columns"] if graph.has_edge(source, node) else ()
+                graph.add_edge(source, node, columns=(*columns, column))
+        return graph
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools in order of first use, host pools of tools included."""
+        extra = (getattr(n.operation, "host_pool", None) for n in self.nodes)
+        return tuple(dict.fromkeys(p for p in (*(n.pool for n in self.nodes), *extra) if p is not None))
+
+    def node(self, name: str) -> Node:
+        """Return the node called `name`. Raises GraphError with the names there are."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise GraphError(f"graph '{self.name}' has no node '{name}'; it has {[n.name for n in self.nodes]}")
+
+
+def _reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
+    """Return every node the outputs depend on, producers first, otherwise in order of declaration."""
+    found: set[Node] = set()
+    open_nodes = [output.node for output in outputs]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in found:
+            continue
+        found.add(node)
+        open_nodes += [output.node for output in node.inputs]
+        if node.feedback is not None and node.feedback.source is not None:
+            open_nodes.append(node.feedback.source.node)
+    return tuple(sorted(found, key=lambda node: node.serial))

@@ -1,0 +1,143 @@
+"""The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.schedule import Schedule
+
+Transport: TypeAlias = Literal["local", "shm", "object_store", "nccl"]
+CostSource: TypeAlias = Literal["nominal", "given", "measured"]
+
+
+@dataclass(frozen=True)
+class PlannedPool:
+    """Devices of a pool: GPU numbers, or for pools on the host the number of cores."""
+
+    name: str
+    device: Literal["gpu", "cpu"]
+    gpus: tuple[int, ...]
+    cpus: int
+    busy: float  # predicted share of the period in which the pool works
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of one firing."""
+
+    name: str
+    work: str
+    model: str | None
+    pool: str | None
+    workers: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    rows: int
+    seconds: float
+    cost: CostSource
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """One process: rank `rank` of `world` of a model, or host nodes. It fires `nodes` in this order, once a step."""
+
+    name: str
+    pool: str | None
+    model: str | None
+    rank: int
+    world: int
+    gpus: tuple[int, ...]
+    threads: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedChannel:
+    """What one node sends to its readers: the columns they read, the transport, and how many batches it holds.
+
+    `kind` "order" carries nothing: it keeps nodes of one pool that run in different processes from overlapping.
+    """
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    columns: tuple[str, ...]
+    transport: Transport
+    slots: int
+    bytes: int | None  # of one batch, where the columns' sizes are known
+    kind: Literal["batch", "order"] = "batch"
+    tokens: int = 0  # messages that are there before the first step
+
+
+@dataclass(frozen=True)
+class PlannedLoop:
+    """A feedback edge: its staleness bound and what it costs."""
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    depth: int
+    buffers: int
+    freshest: bool
+    staleness: float  # expected in the steady state; the bound is `depth`
+    transport: Transport
+    slots: int
+    publish_s: float
+    hidden: bool  # whether publishing costs the period nothing
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The steady state: seconds a step, the cycle that sets it, and advice in words."""
+
+    period_s: float
+    simulated_s: float
+    critical: tuple[str, ...]  # event names along the critical cycle
+    critical_tokens: int
+    cost: CostSource
+    advice: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What holds for any timing: derived from the schedule's tokens, not observed."""
+
+    staleness_bound: int
+    deadlock_free: bool
+    open_batches: int
+    buffered_bytes: int | None
+    period_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placement, workers, channels, loops, schedule, prediction and certificate of one graph on one cluster."""
+
+    graph: str
+    cluster: Cluster
+    pools: tuple[PlannedPool, ...]
+    nodes: tuple[PlannedNode, ...]
+    workers: tuple[PlannedWorker, ...]
+    channels: tuple[PlannedChannel, ...]
+    loops: tuple[PlannedLoop, ...]
+    schedule: Schedule
+    window: int  # steps that may be in flight
+    prediction: Prediction
+    certificate: Certificate
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
+        return msgspec.json.decode(text, type=Plan)
+
+    def node(self, name: str) -> PlannedNode:
+        return next(node for node in self.nodes if node.name == name)
+
+    def worker(self, name: str) -> PlannedWorker:
+        return next(worker for worker in self.workers if worker.name == name)

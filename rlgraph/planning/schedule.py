@@ -1,0 +1,59 @@
+"""The schedule of a plan: a marked graph of events. An event's firing k starts when all it depends on has finished.
+
+A dependency with t tokens lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
+firing k - t of `before`. The number of tokens on a cycle never changes (Commoner, 1971), which is what bounds staleness.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+EventKind: TypeAlias = Literal["fire", "publish", "receive", "load"]
+Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that takes time once a step: a node fires, or weights are published, received or loaded."""
+
+    name: str
+    kind: EventKind
+    node: str
+    worker: str
+    pool: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """Firing k of `after` waits for firing k - `tokens` of `before`."""
+
+    before: str
+    after: str
+    tokens: int
+    reason: Reason
+    via: str = ""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All events of one step and what they wait for, as data."""
+
+    events: tuple[Event, ...]
+    dependencies: tuple[Dependency, ...]
+
+    def seconds(self) -> Mapping[str, float]:
+        return {event.name: event.seconds for event in self.events}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One firing of an event on the clock of a timeline, in seconds from the start; predicted and measured alike."""
+
+    name: str
+    kind: EventKind | Literal["wait"]
+    step: int
+    worker: str
+    start_s: float
+    end_s: float
+    version: int | None = None
