@@ -1,0 +1,118 @@
+"""What an engine is: the two protocols that generators and trainers keep, and the values that pass through them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.columns import Columns
+from rlgraph.errors import GraphError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled: at most `max_tokens` of them, at `temperature` (0 is greedy), from the `top_k` most
+    likely tokens (0: all) that make up a probability of `top_p`. A response ends with its end-of-text token or one of
+    `stop_token_ids`, both of which it keeps; `ignore_eos` lets it run on past the end-of-text token.
+
+    Raises GraphError for a value out of its range.
+    """
+
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("Sampling", "max_tokens", self.max_tokens, 1)
+        check_real("Sampling", "temperature", self.temperature, self.temperature >= 0, "a number of at least 0, and 0 is greedy")
+        check_real("Sampling", "top_p", self.top_p, 0 < self.top_p <= 1, "a probability above 0 and at most 1, and 1 keeps all tokens")
+        check_count("Sampling", "top_k", self.top_k, 0)
+        if not isinstance(self.stop_token_ids, tuple):
+            raise GraphError(f"Sampling(stop_token_ids={self.stop_token_ids!r}): give token ids as a tuple, like (2,)")
+        for token in self.stop_token_ids:
+            check_count("Sampling", "stop_token_ids", token, 0)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response: its token ids, and the log-prob of each under the distribution it was drawn from."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class GenerateEngine(Protocol):
+    """A model that writes responses, and takes new weights between two decode steps."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
+        """Return one response for each prompt, in the order given; a response depends on weights, prompt and seed."""
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take new weights: full tensors under their Hugging Face names. Every later token comes from them."""
+
+    def context_length(self) -> int:
+        """Return how many tokens prompt and response may have together."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+class PolicyLoss(Protocol):
+    """A loss of the policy over the rows of a micro-batch.
+
+    Called with log-probs `[b, T]`, the rows of the batch, the totals of the whole mini-batch over all ranks, and the
+    entropy `[b, T]` where `needs_entropy`. The results of all micro-batches of all ranks add up to the loss and to the
+    metrics of the mini-batch.
+    """
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the loss needs besides the log-probs."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss is to be called with the entropy of each distribution."""
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return this micro-batch's part of the loss and of the metrics."""
+
+
+class TrainEngine(Protocol):
+    """A model that is trained: one rank of it. All ranks are called with the same batch and in the same order."""
+
+    def log_probs(self, batch: Columns) -> torch.Tensor:
+        """Return the log-probs `[B, T]` of the responses under the current weights, float32, 0 on padding."""
+
+    def update(self, batch: Columns, loss: PolicyLoss) -> dict[str, float]:
+        """Take one optimizer step over the batch and return its metrics, the same on every rank."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's rows (along dim 0) of every parameter under its Hugging Face name, without a copy."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what is needed to go on from here: weights and optimizer state of this rank."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned on the same rank of a world of the same size."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+def check_count(where: str, name: str, value: Any, least: int) -> None:
+    """Raise GraphError unless the value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise GraphError(f"{where}({name}={value!r}): {name} is a whole number of at least {least}")
+
+
+def check_real(where: str, name: str, value: Any, in_range: bool, rule: str) -> None:
+    """Raise GraphError unless the value is a finite number in its range; `rule` says what it may be."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range or value == float("inf"):
+        raise GraphError(f"{where}({name}={value!r}): {name} is {rule}")
