@@ -1,0 +1,84 @@
+"""The writer's door: lets in the readers that know the key, on a thread that ends with the last of them."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from multiprocessing import AuthenticationError
+
+from rlgraph.channels.tokens import Failed, Goodbye, Link, Welcome, listen
+
+HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
+
+
+class Door:
+    """Links to the readers, in the order in which they came."""
+
+    def __init__(self, address: str, authkey: bytes, readers: int, welcome: Welcome) -> None:
+        self.links: list[Link] = []
+        self._address, self._authkey, self._readers, self._welcome = address, authkey, readers, welcome
+        self._lock = threading.Lock()
+        self._shut = False
+        self._listener = listen(address, backlog=readers + 8)
+        self._bell = os.eventfd(0)  # rung when a reader has come in, for the thread that waits in `put`
+        threading.Thread(target=self._admit, name=f"door of {address}", daemon=True).start()
+
+    @property
+    def full(self) -> bool:
+        """Whether all readers are in."""
+        return len(self.links) == self._readers
+
+    def handles(self) -> list[int]:
+        """Return what to wait on: news of the readers, or a new one."""
+        return [self._bell, *(link.fileno() for link in self.links)]
+
+    def news(self, handles: Iterable[int]) -> list[Link]:
+        """Return the links among the handles that are ready."""
+        if self._bell in handles:
+            os.eventfd_read(self._bell)
+        return [link for link in self.links if link.fileno() in handles]
+
+    def shut(self, last: Goodbye | Failed) -> None:
+        """Send a last token to the readers and let nobody in any more."""
+        with self._lock:
+            if self._shut:
+                return
+            self._shut = True
+            if not self.full:
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                self._close_listener()
+        for link in self.links:
+            link.send(last)
+            link.close()
+        os.close(self._bell)
+
+    def _admit(self) -> None:
+        while not self.full:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._shut:
+                    return
+                raise
+            try:
+                link = Link(sock, self._authkey, HANDSHAKE_S, server=True)
+            except (AuthenticationError, EOFError, OSError):
+                continue  # whoever it was has been told, and the place stays free for a reader
+            with self._lock:
+                if self._shut:
+                    link.close()
+                    return
+                self._enter(link)
+
+    def _enter(self, link: Link) -> None:
+        link.send(self._welcome)
+        self.links.append(link)
+        if self.full:
+            self._close_listener()
+        os.eventfd_write(self._bell, 1)
+
+    def _close_listener(self) -> None:
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._address)

@@ -1,0 +1,132 @@
+"""Channels inside one process: messages pass by reference, and nobody waits, since nobody else could end the wait."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import ChannelError
+
+
+@dataclass(frozen=True)
+class _Message:
+    step: int
+    columns: Columns
+    size: int
+
+
+@dataclass
+class _Queue:
+    """What one reader has not released yet, oldest first; `taken` of its messages are in the reader's hands."""
+
+    messages: deque[_Message] = field(default_factory=deque)
+    taken: deque[Taken] = field(default_factory=deque)
+
+
+@dataclass
+class _Shared:
+    name: str
+    slots: int
+    queues: list[_Queue]
+    stop: Stop | None = None
+
+    @property
+    def used(self) -> int:
+        return max(len(queue.messages) for queue in self.queues)
+
+
+class LocalWriter:
+    """The writer of a `local_channel`."""
+
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+        self._end = End(shared.name, "the writer")
+        self._meter = Meter(shared.slots)
+
+    def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
+        check_columns(self._end, step, columns)
+        shared = self._shared
+        if shared.stop is not None:
+            raise self._end.stopped(step, shared.stop)
+        if shared.used == shared.slots:
+            state = f"all {shared.slots} slots are taken, and in one process nobody else could free one: take and release first"
+            raise self._end.timeout(step, 0, state)
+        stored = {name: _stored(column, dtype) for name, column in columns.items()}
+        message = _Message(step, stored, sum(_size(column) for column in stored.values()))
+        for queue in shared.queues:
+            queue.messages.append(message)
+        self._meter.message(message.size, shared.used)
+
+    def close(self) -> None:
+        self._shared.stop = self._shared.stop or Stop("the writer")
+
+    def fail(self, reason: str) -> None:
+        self._shared.stop = Stop("the writer", f"failed: {reason}")
+
+    def statistics(self) -> Statistics:
+        self._meter.use(self._shared.used)
+        return self._meter.statistics()
+
+
+class LocalReader:
+    """A reader of a `local_channel`."""
+
+    def __init__(self, shared: _Shared, queue: _Queue) -> None:
+        self._shared = shared
+        self._queue = queue
+        self._end = End(shared.name, "a reader")
+        self._meter = Meter(shared.slots)
+
+    def take(self, step: int, timeout_s: float) -> dict[str, Column]:
+        queue, stop = self._queue, self._shared.stop
+        waiting = len(queue.messages) - len(queue.taken)
+        if stop is not None and not (waiting and stop == Stop("the writer")):
+            raise self._end.stopped(step, stop)
+        if not waiting:
+            raise self._end.timeout(step, 0, "no message is there, and in one process nobody else could put one: fire the writer first")
+        message = queue.messages[len(queue.taken)]
+        if message.step != step:
+            raise self._end.defect(step, f"the next message is that of step {message.step}; both ends must count steps alike")
+        queue.taken.append(Taken(step, message.columns))
+        self._meter.message(message.size, len(queue.taken))
+        return dict(message.columns)
+
+    def release(self) -> None:
+        if not self._queue.taken:
+            raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
+        self._queue.messages.popleft()
+        taken = self._queue.taken.popleft()
+        self._meter.use(len(self._queue.taken))
+        taken.check_unchanged(self._end)
+
+    def close(self) -> None:
+        self._shared.stop = self._shared.stop or Stop("a reader")
+
+    def fail(self, reason: str) -> None:
+        self._shared.stop = Stop("a reader", f"failed: {reason}")
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+
+def local_channel(name: str, slots: int, readers: int) -> tuple[LocalWriter, list[LocalReader]]:
+    """Return the ends of a channel inside this process. Columns pass by reference, so nobody may change them after `put`.
+
+    What would have to wait raises ChannelTimeout at once. Raises ChannelError for slots or readers that cannot be.
+    """
+    check_channel(name, slots, readers)
+    shared = _Shared(name, slots, [_Queue() for _ in range(readers)])
+    return LocalWriter(shared), [LocalReader(shared, queue) for queue in shared.queues]
+
+
+def _stored(column: Column, dtype: torch.dtype | None) -> Column:
+    if isinstance(column, torch.Tensor):
+        column = column.detach()
+        return column.to(dtype) if dtype is not None and column.is_floating_point() else column
+    return column
+
+
+def _size(column: Column) -> int:
+    return column.nbytes if isinstance(column, torch.Tensor) else sum(len(row.encode()) for row in column)

@@ -1,0 +1,213 @@
+"""Channels between processes of one host: tokens on a socket, columns in shared memory that has no name.
+
+A slot is a memfd segment of the writer, whose handle travels over the socket: when the last process that maps it ends, however it
+ends, the memory is gone.
+"""
+
+import mmap
+import os
+import time
+from collections import Counter, deque
+
+import torch
+
+from rlgraph.channels import layout, tokens
+from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.door import Door
+from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Link, Token
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import ChannelError
+
+
+class ShmWriter:
+    """The writer; listens at `address`, a path in a folder of the job, for `readers` readers that know `authkey`.
+
+    Returns at once; the first `put` waits for the readers. Raises ChannelError for slots, readers or a path that cannot be.
+    """
+
+    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str) -> None:
+        check_channel(name, slots, readers)
+        tokens.check_address(name, address)
+        self._end = End(name, "the writer")
+        self._meter = Meter(slots)
+        self._readers = readers
+        self._free = list(range(slots))
+        self._unread: Counter[int] = Counter()  # for each slot, the readers that have not released it
+        self._segments: dict[int, mmap.mmap] = {}
+        self._stop: Stop | None = None
+        self._door = Door(address, authkey, readers, tokens.Welcome(slots))
+
+    def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
+        check_columns(self._end, step, columns)
+        message = layout.Layout(columns, dtype)
+        slot = self._take_slot(step, timeout_s)
+        handle = None
+        try:
+            if slot not in self._segments or len(self._segments[slot]) < message.size:
+                handle, segment = _new_segment(self._end.channel, message.size)
+            else:
+                segment = self._segments[slot]
+            message.write(segment)
+            full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment))
+            for link in self._door.links:
+                link.send(full, handle)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        finally:
+            if handle is not None:
+                os.close(handle)
+        self._segments[slot] = segment
+        self._unread[slot] = self._readers
+        self._meter.message(message.size, self._meter.slots - len(self._free))
+
+    def close(self) -> None:
+        self._end_with(Goodbye(), Stop("this end"))
+
+    def fail(self, reason: str) -> None:
+        self._end_with(Failed(reason[: tokens.MAX_REASON]), Stop("this end", f"failed: {reason}"))
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+    def _take_slot(self, step: int, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        if self._stop is None:
+            self._hear(deadline=0)
+        while self._stop is None and not (self._free and self._door.full):
+            with self._meter.blocked():
+                heard = self._hear(deadline)
+            if not heard:
+                raise self._end.timeout(step, timeout_s, self._state())
+        if self._stop is not None:
+            raise self._end.stopped(step, self._stop)
+        return self._free.pop()  # the slot used last: its pages are the warmest
+
+    def _hear(self, deadline: float) -> bool:
+        """Wait until a reader says something or comes in, then hear all there is; return False if the deadline passes first."""
+        heard = False
+        while self._stop is None and (handles := tokens.ready(self._door.handles(), deadline)):
+            heard, deadline = True, 0
+            for link in self._door.news(handles):
+                self._obey(link.receive(), link)
+        return heard
+
+    def _obey(self, token: Token | None, link: Link) -> None:
+        if not isinstance(token, Free):
+            self._stop = self._stop or tokens.stop(token, "a reader", link)
+            return
+        self._unread[token.slot] -= 1
+        if not self._unread[token.slot]:
+            self._free.append(token.slot)
+            self._meter.use(self._meter.slots - len(self._free))
+
+    def _state(self) -> str:
+        if not self._door.full:
+            return f"{len(self._door.links)} of {self._readers} readers have connected; the others were not made, or died before"
+        return f"all {self._meter.slots} slots are taken: a reader has stopped, or is slower than this deadline"
+
+    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
+        self._stop = stop
+        self._door.shut(last)
+        self._segments.clear()
+
+
+class ShmReader:
+    """A reader of the writer that listens at `address`; waits up to `timeout_s` for the writer to be there.
+
+    Raises ChannelTimeout if it is not, ChannelError if it refuses the authkey.
+    """
+
+    def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float) -> None:
+        tokens.check_address(name, address)
+        self._end = End(name, "a reader")
+        self._link, welcome = tokens.connect(name, address, authkey, timeout_s)
+        self._meter = Meter(welcome.slots)
+        self._segments: dict[int, mmap.mmap] = {}
+        self._full: deque[Full] = deque()
+        self._taken: deque[tuple[int, Taken]] = deque()
+        self._stop: Stop | None = None
+        self._open = True
+
+    def take(self, step: int, timeout_s: float) -> dict[str, Column]:
+        self._await(step, timeout_s)
+        full = self._full[0]
+        if full.step != step:
+            raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
+        self._full.popleft()
+        columns = layout.read(self._segments[full.slot], full.header)
+        self._taken.append((full.slot, Taken(step, columns)))
+        self._meter.message(full.size, len(self._taken))
+        return columns
+
+    def release(self) -> None:
+        if not self._taken:
+            raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
+        slot, taken = self._taken.popleft()
+        self._meter.use(len(self._taken))
+        if self._open:
+            self._link.send(Free(slot))
+        taken.check_unchanged(self._end)
+
+    def close(self) -> None:
+        self._end_with(Goodbye(), Stop("this end"))
+
+    def fail(self, reason: str) -> None:
+        self._end_with(Failed(reason[: tokens.MAX_REASON]), Stop("this end", f"failed: {reason}"))
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+    def _await(self, step: int, timeout_s: float) -> None:
+        """Return when the next message is there."""
+        deadline = time.monotonic() + timeout_s
+        if self._stop is None:
+            self._hear(deadline=0)
+        while self._stop is None and not self._full:
+            with self._meter.blocked():
+                heard = self._hear(deadline)
+            if not heard:
+                raise self._end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
+        if self._stop is not None and not (self._full and self._stop.reason is None and self._open):
+            raise self._end.stopped(step, self._stop)
+
+    def _hear(self, deadline: float) -> bool:
+        """Wait until the writer says something, then hear all there is; return False if the deadline passes first."""
+        heard = False
+        while self._stop is None and tokens.ready([self._link.fileno()], deadline):
+            heard, deadline = True, 0
+            self._obey(self._link.receive())
+        return heard
+
+    def _obey(self, token: Token | None) -> None:
+        if isinstance(token, Full) and self._map(token):
+            self._full.append(token)
+        else:
+            self._stop = tokens.stop(None if isinstance(token, Full) else token, "the writer", self._link)
+
+    def _map(self, full: Full) -> bool:
+        """Map the slot's new memory, if it has some; return False if the writer died before it sent the handle."""
+        if full.segment:
+            handle = self._link.receive_handle()
+            if handle is None:
+                return False
+            self._segments[full.slot] = mmap.mmap(handle, full.segment)  # views of the old memory keep it alive
+            os.close(handle)
+        return True
+
+    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
+        if self._open:
+            self._open = False
+            self._stop = stop
+            self._link.send(last)
+            self._link.close()
+            self._full.clear()
+            self._segments.clear()
+
+
+def _new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
+    """Return memory for at least `size` bytes and its handle; pages that are never touched take no memory."""
+    capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
+    handle = os.memfd_create(f"rlgraph {channel}"[:200])
+    os.ftruncate(handle, capacity)
+    return handle, mmap.mmap(handle, capacity)

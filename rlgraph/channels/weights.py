@@ -1,0 +1,109 @@
+"""Versions of weights on a feedback edge: every trainer rank publishes its rows, every generator receives them all.
+
+The payload goes through ordinary channels, one for each trainer rank, whose slots stage the versions: publishing is one
+copy (and cast) into a free slot, and no rank ever builds a full parameter that it does not own.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rlgraph.channels.base import Reader, Writer
+from rlgraph.errors import ChannelError, ChannelTimeout
+
+A_DAY_S = 86_400.0  # the receiving thread has no deadline of its own: who waits for it has one
+
+
+class WeightsWriter:
+    """One trainer rank's end."""
+
+    def __init__(self, writer: Writer, dtype: torch.dtype) -> None:
+        self.writer, self.dtype = writer, dtype
+
+    def publish(self, version: int, rows: Mapping[str, torch.Tensor], timeout_s: float) -> None:
+        """Stage this rank's rows of every parameter, cast to the engine's dtype; returns as soon as they are copied."""
+        self.writer.put(version, rows, timeout_s, dtype=self.dtype)
+
+
+class WeightsReader:
+    """A generator's end. With `buffers=2` a thread receives the next version into a second buffer while the engine decodes."""
+
+    def __init__(self, readers: Sequence[Reader], buffers: int) -> None:
+        self.readers = readers
+        self._ahead = _Ahead(self) if buffers == 2 else None
+
+    def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        """Return version `version` of all parameters, valid until `done`. Versions are received one after another.
+
+        Raises ChannelTimeout, ChannelBroken or ChannelClosed as the channel does.
+        """
+        if self._ahead is not None:
+            return self._ahead.receive(version, timeout_s)
+        return self.take(version, timeout_s)
+
+    def done(self) -> None:
+        """Give the version's buffer back; the engine has its own copy now."""
+        if self._ahead is not None:
+            self._ahead.free()
+        else:
+            self.release()
+
+    def take(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        """Return the rows of all ranks below one another, without a copy where there is one rank."""
+        parts = [reader.take(version, timeout_s) for reader in self.readers]
+        if len(parts) == 1:
+            return {name: _tensor(part) for name, part in parts[0].items()}
+        return {name: torch.cat([_tensor(part[name]) for part in parts]) for name in parts[0]}
+
+    def release(self) -> None:
+        for reader in self.readers:
+            reader.release()
+
+
+@dataclass
+class _Ahead:
+    """Receives one version ahead into its own buffer. The thread ends with the channel."""
+
+    weights: WeightsReader
+    buffer: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.staged = threading.Semaphore(0)
+        self.empty = threading.Semaphore(1)
+        self.error: ChannelError | None = None
+        threading.Thread(target=self._run, name="receive weights", daemon=True).start()
+
+    def _run(self) -> None:
+        version = 1
+        while True:
+            self.empty.acquire()
+            try:
+                arrived = self.weights.take(version, A_DAY_S)
+            except ChannelError as error:
+                self.error = error
+                self.staged.release()
+                return
+            for name, tensor in arrived.items():
+                if name not in self.buffer:
+                    self.buffer[name] = torch.empty_like(tensor)
+                self.buffer[name].copy_(tensor)
+            self.weights.release()
+            version += 1
+            self.staged.release()
+
+    def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        if not self.staged.acquire(timeout=timeout_s):
+            raise ChannelTimeout(f"no version {version} of the weights within {timeout_s:.1f} s; the trainer has not published it")
+        if self.error is not None:
+            raise self.error
+        return self.buffer
+
+    def free(self) -> None:
+        self.empty.release()
+
+
+def _tensor(column: object) -> torch.Tensor:
+    assert isinstance(column, torch.Tensor)
+    return column
