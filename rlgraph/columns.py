@@ -23,6 +23,11 @@ class ColumnSpec:
     written_by: str
     meaning: str
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element; text has no fixed size and gives 0."""
+        return self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 0
+
 
 COLUMNS: dict[str, ColumnSpec] = {
     "prompt_texts": ColumnSpec(str, ("N",), "prompts", "prompts as text"),
@@ -62,14 +67,15 @@ def concat_rows(parts: Sequence[Columns]) -> dict[str, Column]:
     """Return the parts below one another, as if one worker had written them; [B, T] columns are padded to the longest T."""
     if len(parts) == 1:
         return dict(parts[0])
-    return {name: _concat([part[name] for part in parts]) for name in parts[0]}
+    return {name: _concat(name, [part[name] for part in parts]) for name in parts[0]}
 
 
-def _concat(columns: Sequence[Column]) -> Column:
+def _concat(name: str, columns: Sequence[Column]) -> Column:
     tensors = [c for c in columns if isinstance(c, torch.Tensor)]
     if not tensors:
         return [row for column in columns for row in column]
     if tensors[0].ndim < 2:
         return torch.cat(tensors)
     width = max(t.shape[1] for t in tensors)
-    return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+    left = name in COLUMNS and "P" in COLUMNS[name].dims
+    return torch.cat([torch.nn.functional.pad(t, (width - t.shape[1], 0) if left else (0, width - t.shape[1])) for t in tensors])

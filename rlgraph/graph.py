@@ -49,7 +49,7 @@ class Model:
     """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers."""
 
     role: ClassVar[str] = "model"
-    path: str
+    path: str = field(kw_only=False)
     pool: Pool
 
     @property

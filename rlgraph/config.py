@@ -1,0 +1,41 @@
+"""Configuration: a dataclass gives names, types and defaults; a YAML file and key=value arguments change them."""
+
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlgraph.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
+    """Return an instance of the dataclass `cls`: its defaults < `config=FILE.yaml` < `key=value` arguments.
+
+    `arguments` are those of the command line if None. `--help` prints the keys with their defaults and ends the program.
+
+    Raises ConfigError for an unknown key, a value of the wrong type, a missing file, or an argument without `=`.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    base = OmegaConf.structured(cls)
+    if any(a in ("-h", "--help") for a in given):
+        print(f"Settings, as key=value, or in a file given as config=FILE.yaml:\n\n{OmegaConf.to_yaml(base)}")
+        raise SystemExit(0)
+    for argument in given:
+        if "=" not in argument or argument.startswith("-"):
+            raise ConfigError(f"argument '{argument}' is no setting; write key=value, with a key of {sorted(base)}")
+    files = [a.removeprefix("config=") for a in given if a.startswith("config=")]
+    pairs = [a for a in given if not a.startswith("config=")]
+    try:
+        merged = OmegaConf.merge(base, *(OmegaConf.load(f) for f in files), OmegaConf.from_dotlist(pairs))
+        instance = OmegaConf.to_object(merged)
+    except FileNotFoundError as error:
+        raise ConfigError(f"config={error.filename}: there is no such file") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"setting '{error.full_key}': {reason}; the keys are {sorted(base)}") from error
+    assert isinstance(instance, cls)
+    return instance

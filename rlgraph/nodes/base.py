@@ -1,0 +1,97 @@
+"""What a node is made of: a function of columns. A user's own node is made exactly as the library's nodes are."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from rlgraph.columns import Columns
+from rlgraph.errors import GraphError
+from rlgraph.graph import Output, Work, declare
+
+Metrics: TypeAlias = Mapping[str, float]
+Fired: TypeAlias = Columns | tuple[Columns, Metrics]
+Stage: TypeAlias = Callable[[int, Columns], Fired]
+
+
+@dataclass
+class Context:
+    """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
+
+    `rendezvous` is where the ranks of one model meet, for torch.distributed.
+    """
+
+    engine: Any = None
+    rank: int = 0
+    world: int = 1
+    threads: int = 1
+    rendezvous: str = ""
+    version: int = 0
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    def tokenizer(self, path: str) -> Any:
+        """Return the tokenizer of a model folder, loaded once."""
+        if path not in self.cache:
+            from transformers import AutoTokenizer
+
+            self.cache[path] = AutoTokenizer.from_pretrained(path)
+        return self.cache[path]
+
+
+@dataclass(frozen=True)
+class FunctionOperation:
+    """Run a plain function of columns."""
+
+    function: Callable[[Columns], Fired]
+    work: Work = "host"
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.function(columns)
+
+
+class FunctionNode:
+    """A function that declares a node when it is called with outputs. Made by `rlgraph.node`."""
+
+    def __init__(self, function: Callable[[Columns], Fired], reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.reads, self.writes = function, reads, writes
+
+    def __call__(self, *inputs: Output, name: str | None = None) -> Output:
+        """Declare a node that runs the function, and return its output."""
+        title = name or self.function.__name__
+        return Output(declare(title, FunctionOperation(self.function), inputs, reads=self.reads, writes=self.writes))
+
+
+def node(*, reads: str | Sequence[str], writes: str | Sequence[str]) -> Callable[[Callable[[Columns], Fired]], FunctionNode]:
+    """Make a node of a function from columns to columns, as `@rg.node(reads="response_mask", writes="rewards")`.
+
+    `reads` and `writes` are column names, as a list or separated by spaces. The function gets the columns it reads and
+    returns those it writes, or a pair of columns and metrics (name -> number). It runs in a process of its own on the host.
+
+    Raises GraphError for a function that does not take exactly one argument, or a node that writes nothing.
+    """
+    read, written = _names(reads), _names(writes)
+
+    def wrap(function: Callable[[Columns], Fired]) -> FunctionNode:
+        name = getattr(function, "__name__", repr(function))
+        if not callable(function) or len(inspect.signature(function).parameters) != 1:
+            raise GraphError(f"node '{name}' must be a function of one argument, the columns it reads, as in def {name}(batch)")
+        if not read or not written:
+            raise GraphError(f"node '{name}' reads {list(read)} and writes {list(written)}; a node reads and writes at least one column each")
+        return FunctionNode(function, read, written)
+
+    return wrap
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(names.split()) if isinstance(names, str) else tuple(names)
+
+
+def checked_columns(node: str, writes: Sequence[str], columns: Columns) -> None:
+    """Raise GraphError unless `columns` are those that the node said it writes, with equally many rows."""
+    if set(columns) != set(writes):
+        raise GraphError(f"node '{node}' returned columns {sorted(columns)}; it declares {list(writes)}: return exactly those")
+    rows = {name: len(column) for name, column in columns.items()}
+    if len(set(rows.values())) > 1:
+        raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry a row")

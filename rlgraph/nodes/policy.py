@@ -1,0 +1,140 @@
+"""The policy: the model that is trained, its log-probs and its update."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from rlgraph.columns import Columns
+from rlgraph.engines.base import PolicyLoss
+from rlgraph.engines.fsdp import AdamW
+from rlgraph.errors import GraphError
+from rlgraph.graph import Model, Node, Output, Work, declare
+from rlgraph.nodes.base import Context, Fired, Stage
+
+TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedModel(Model):
+    """What policy, critic and reference share: FSDP2 over a Hugging Face folder, float32 master weights, `dtype` compute.
+
+    `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
+    data-parallel processes (None: one for each GPU of the pool, one on the host).
+    """
+
+    optimizer: AdamW = field(default_factory=AdamW)
+    data_parallel: int | None = None
+    micro_batch_tokens: int = 16384
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("micro_batch_tokens", 1), ("data_parallel", 1)):
+            count = getattr(self, name)
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < least):
+                raise GraphError(f"{type(self).__name__}({name}={count!r}): {name} is a whole number of at least {least}")
+
+    @property
+    def ranks(self) -> int | None:
+        return self.data_parallel
+
+    def load(self, context: Any) -> Any:
+        from rlgraph.engines import load
+
+        return load.train_engine(self, context)
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbs:
+    """Log-probs [B, T] of the responses under the model's present weights."""
+
+    model: TrainedModel
+    column: str
+    work: Work = "forward"
+
+    def check(self, node: Node) -> None:
+        check_folder(self.model.path)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: {self.column: context.engine.log_probs(columns)}
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update gives: new weights for a feedback edge, and the metrics of the step."""
+
+    weights: Output
+    metrics: Output
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Policy(TrainedModel):
+    """The model that is trained. `path` is a folder in Hugging Face format."""
+
+    role: ClassVar[str] = "policy"
+
+    def log_probs(self, *inputs: Output, name: str = "old_log_probs") -> Output:
+        """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update."""
+        return Output(declare(name, LogProbs(self, "old_log_probs"), inputs, reads=TOKENS, writes=("old_log_probs",), model=self))
+
+    def update(self, *inputs: Output, loss: PolicyLoss, name: str = "update") -> Update:
+        """Declare one optimizer step on the batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
+
+        The loss declares what it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
+        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss.
+
+        Raises GraphError for a column that the loss reads and no input carries.
+        """
+        check_loss(name, loss)
+        carried = [column for output in inputs for column in getattr(output, "columns", ())]
+        wanted = [c for c in loss.reads if c != "old_log_probs"]
+        behaviour = "old_log_probs" if "old_log_probs" in carried or "old_log_probs" not in loss.reads else "rollout_log_probs"
+        if "old_log_probs" in loss.reads:
+            wanted.append(behaviour)
+        wanted += [c for c in getattr(loss, "optional_reads", ()) if c in carried]
+        reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
+        operation = PolicyUpdate(self, loss, behaviour)
+        node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
+        return Update(Output(node, "weights"), Output(node, "metrics"))
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyUpdate:
+    """One optimizer step; the metrics tell how the batch did."""
+
+    policy: TrainedModel
+    loss: PolicyLoss
+    behaviour: str
+    work: Work = "train"
+
+    def check(self, node: Node) -> None:
+        check_folder(self.policy.path)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Fired:
+        batch = columns if self.behaviour == "old_log_probs" else {**columns, "old_log_probs": columns[self.behaviour]}
+        return {}, {**context.engine.update(batch, self.loss), **_lengths(columns)}
+
+
+def _lengths(columns: Columns) -> Mapping[str, float]:
+    mask = columns["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    lengths = mask.sum(-1).float()
+    return {"response_length/mean": lengths.mean().item(), "response_length/max": lengths.max().item()}
+
+
+def check_folder(path: str) -> None:
+    """Raise DataError for a folder that holds no model."""
+    from rlgraph.engines.pretrained import check_model
+
+    check_model(path)
+
+
+def check_loss(name: str, loss: object) -> None:
+    """Raise GraphError for what is no loss object."""
+    if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
+        raise GraphError(f"node '{name}' has loss={loss!r}; pass a loss object, as loss=rg.ClippedLoss()")

@@ -1,0 +1,97 @@
+"""Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rlgraph.columns import Column
+from rlgraph.errors import DataError
+from rlgraph.graph import Output, Work, declare
+from rlgraph.nodes.base import Context, Stage
+
+
+class Dataset(Protocol):
+    """Anything with a length and items: a list, a `reasoning_gym` data set, a Hugging Face `Dataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Draw the prompts of a step; which ones is a function of (seed, step) alone."""
+
+    data: Dataset
+    count: int
+    seed: int
+    prompt_field: str
+    fields: tuple[str, ...]  # of an item, beside the prompt
+    work: Work = "host"
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.batch(step)
+
+    def batch(self, step: int) -> dict[str, Column]:
+        """Return the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field."""
+        positions = range(step * self.count, (step + 1) * self.count)
+        items = [self.item(position) for position in positions]
+        columns: dict[str, Column] = {
+            "prompt_texts": [item[self.prompt_field] for item in items],
+            "prompt_ids": torch.tensor(list(positions), dtype=torch.int64),
+        }
+        for name in self.fields:
+            columns[plural(name)] = _column(name, [item[name] for item in items])
+        return columns
+
+    def item(self, position: int) -> Mapping[str, Any]:
+        """Return the item at a place of the endless order: one seeded permutation of the data set after another."""
+        epoch, place = divmod(position, len(self.data))
+        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        item = self.data[int(order[place])]
+        if not isinstance(item.get(self.prompt_field), str):
+            raise DataError(f"item {int(order[place])} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text")
+        return item
+
+
+def prompts(data: Dataset, count: int, *, seed: int = 0, prompt: str = "prompt", name: str = "prompts") -> Output:
+    """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
+
+    Each item is a mapping with the prompt as text under `prompt`; every other field becomes a column named in the plural,
+    so that a reward reads `answer` as `answers`. A step may hold items of two epochs, and a data set smaller than `count`
+    is walked more than once a step.
+
+    Raises DataError for an empty data set, items without a prompt, or fields that are neither text nor numbers.
+    """
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise DataError(f"{name}: the data set is a {type(data).__name__}; it needs __len__ and __getitem__, as a list of dicts has")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise DataError(f"{name}: count={count!r}; a step takes a whole number of prompts, at least 1")
+    if len(data) == 0:
+        raise DataError(f"{name}: the data set is empty; it needs at least one item")
+    first = data[0]
+    if not isinstance(first, Mapping) or not isinstance(first.get(prompt), str):
+        found = sorted(first) if isinstance(first, Mapping) else type(first).__name__
+        raise DataError(f"{name}: the first item is {found}; each item is a mapping with text under '{prompt}': name its field with prompt=")
+    fields = tuple(f for f in first if f != prompt)
+    for f in fields:
+        _column(f, [first[f]])
+    writes = ("prompt_texts", "prompt_ids", *(plural(f) for f in fields))
+    return Output(declare(name, Prompts(data, count, seed, prompt, fields), (), reads=(), writes=writes, rows=count))
+
+
+def plural(field: str) -> str:
+    """Return the column name of an item's field: `answer` becomes `answers`."""
+    return field if field.endswith("s") else field + "s"
+
+
+def _column(name: str, values: list[Any]) -> Column:
+    if all(isinstance(v, str) for v in values):
+        return values
+    if all(isinstance(v, int | float) for v in values):
+        whole = all(isinstance(v, int) for v in values)
+        return torch.tensor(values, dtype=torch.int64 if whole else torch.float32)
+    raise DataError(f"field '{name}' of the data set holds {type(values[0]).__name__}; a field is text or a number: turn it into text")
+

@@ -1,0 +1,162 @@
+"""Rollout: the generator, and its node that samples responses under the current weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rlgraph.columns import Column, Columns, repeat_rows
+from rlgraph.engines.base import Response, Sampling
+from rlgraph.errors import DataError, GraphError
+from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
+from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.tools import Tools
+
+WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "group_ids")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Generator(Model):
+    """The model that writes responses. `path` is a folder in Hugging Face format.
+
+    `max_context` bounds prompt and response together, in tokens (None: as the model's configuration says).
+    `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines.
+    """
+
+    role: ClassVar[str] = "generator"
+    sampling: Sampling = field(default_factory=Sampling)
+    engine: Literal["vllm", "transformers"] = "vllm"
+    tensor_parallel: int = 1
+    max_context: int | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("vllm", "transformers"):
+            raise GraphError(f"Generator(engine={self.engine!r}): the engines are 'vllm' and 'transformers'")
+
+    @property
+    def group(self) -> int:
+        return self.tensor_parallel
+
+    def load(self, context: Any) -> Any:
+        from rlgraph.engines import load
+
+        return load.generate_engine(self, context)
+
+    def rollout(
+        self,
+        prompts: Output,
+        weights: Feedback | None = None,
+        *,
+        group_size: int = 1,
+        tools: Tools | None = None,
+        max_turns: int | None = None,
+        name: str = "rollout",
+    ) -> Output:
+        """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
+
+        Without `weights` the model's own are used throughout. Writes `prompts` [B, P], `responses` [B, T], their masks,
+        `rollout_log_probs`, `weight_version` and `group_ids`; the responses of one prompt lie side by side.
+
+        Raises GraphError for a group size below 1, turns without tools, or weights that are no feedback edge.
+        """
+        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+            raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
+        if weights is not None and not isinstance(weights, Feedback):
+            raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
+        if max_turns is not None and tools is None:
+            raise GraphError(f"node '{name}' has max_turns={max_turns} but no tools, so there is one turn; pass tools= or leave max_turns out")
+        operation = Rollout(self, group_size, tools, max_turns)
+        reads = ("prompt_texts", "prompt_ids")
+        rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
+        node = declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights)
+        return Output(node)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """Tokenise the prompts, sample, and pad the responses to the longest."""
+
+    generator: Generator
+    group_size: int
+    tools: Tools | None
+    max_turns: int | None
+    work: Work = "generate"
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """The most tokens a response of a batch can have."""
+        return {"T": self.generator.sampling.max_tokens}
+
+    @property
+    def host_pool(self) -> Any:
+        """The pool that tools run on."""
+        return self.tools.pool if self.tools else None
+
+    def check(self, node: Node) -> None:
+        """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        from transformers import AutoTokenizer
+
+        from rlgraph.engines.pretrained import check_model
+
+        if self.tools is not None:
+            raise GraphError(f"node '{node.name}' uses tools, which this version declares, plans and draws but does not run yet")
+        context = self.generator.max_context or check_model(self.generator.path).context_length
+        room = context - self.generator.sampling.max_tokens
+        if room < 1:
+            raise DataError(f"node '{node.name}' samples {self.generator.sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
+        source = node.source_of("prompt_texts").operation
+        if not isinstance(source, Prompts):
+            return
+        tokenizer = AutoTokenizer.from_pretrained(self.generator.path)
+        texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
+        for index, tokens in enumerate(tokenizer(texts)["input_ids"]):
+            if not 0 < len(tokens) <= room:
+                raise DataError(
+                    f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: a context of "
+                    f"{context} less {self.generator.sampling.max_tokens} for the response; drop the prompt, or lower max_tokens"
+                )
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(context, step, columns)
+
+    def fire(self, context: Context, step: int, columns: Columns) -> dict[str, Column]:
+        texts, ids = columns["prompt_texts"], columns["prompt_ids"]
+        assert isinstance(ids, torch.Tensor)
+        mine = slice(len(ids) * context.rank // context.world, len(ids) * (context.rank + 1) // context.world)
+        ids = ids[mine]
+        encoded = context.tokenizer(self.generator.path)(list(texts[mine]))["input_ids"] if len(ids) else []
+        repeated = [tokens for tokens in encoded for _ in range(self.group_size)]
+        # A response is a function of (seed, place of its prompt in the data order, place in its group, weights).
+        seeds = [_seed(self.generator.seed, int(i), member) for i in ids for member in range(self.group_size)]
+        responses = context.engine.generate(repeated, self.generator.sampling, seeds)
+        return _columns(repeated, responses, repeat_rows(ids.clone(), self.group_size), context.version)
+
+
+def _seed(seed: int, prompt: int, member: int) -> int:
+    return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
+
+
+def _columns(prompts: list[list[int]], responses: list[Response], group_ids: Column, version: int) -> dict[str, Column]:
+    rows, width = len(prompts), max((len(p) for p in prompts), default=0)
+    length = max((len(r.tokens) for r in responses), default=0)
+    columns: dict[str, Column] = {
+        "prompts": torch.zeros(rows, width, dtype=torch.int64),
+        "prompt_mask": torch.zeros(rows, width, dtype=torch.bool),
+        "responses": torch.zeros(rows, length, dtype=torch.int64),
+        "response_mask": torch.zeros(rows, length, dtype=torch.bool),
+        "rollout_log_probs": torch.zeros(rows, length),
+        "weight_version": torch.full((rows, length), version, dtype=torch.int32),
+        "group_ids": group_ids,
+    }
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        count = len(response.tokens)
+        columns["prompts"][row, width - len(prompt) :] = torch.tensor(prompt)  # type: ignore[index]
+        columns["prompt_mask"][row, width - len(prompt) :] = True  # type: ignore[index]
+        columns["responses"][row, :count] = torch.tensor(response.tokens)  # type: ignore[index]
+        columns["response_mask"][row, :count] = True  # type: ignore[index]
+        columns["rollout_log_probs"][row, :count] = torch.tensor(response.log_probs)  # type: ignore[index]
+    return columns

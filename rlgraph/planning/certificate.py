@@ -1,0 +1,53 @@
+"""What a schedule guarantees for any timing, derived from its tokens."""
+
+from collections.abc import Sequence
+
+import networkx as nx
+
+from rlgraph.graph import Graph
+from rlgraph.planning.events import open_batches, publish_event, readers
+from rlgraph.planning.plan import Certificate, PlannedChannel
+from rlgraph.planning.schedule import Schedule
+
+
+def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
+    """Return the bound on staleness, freedom from deadlock, and the most bytes that can be buffered."""
+    sizes = [channel.slots * channel.bytes for channel in channels if channel.bytes is not None]
+    return Certificate(
+        staleness_bound=staleness_bound(graph, schedule),
+        deadlock_free=deadlock_free(schedule),
+        open_batches=open_batches(graph),
+        buffered_bytes=sum(sizes) if sizes else None,
+        period_s=period_s,
+    )
+
+
+def deadlock_free(schedule: Schedule) -> bool:
+    """Return whether every cycle holds a token: then the marked graph is live (Commoner, 1971)."""
+    return bool(nx.is_directed_acyclic_graph(_tokens(schedule, only_empty=True)))
+
+
+def staleness_bound(graph: Graph, schedule: Schedule) -> int:
+    """Return how many versions a batch can be behind when it is trained: the tokens on its loop, less the one in service.
+
+    The tokens on a cycle never change, so the fewest on any cycle through rollout and publish bound the open batches.
+    """
+    tokens = _tokens(schedule, only_empty=False)
+    worst = 0
+    for feedback in graph.feedbacks:
+        publish = publish_event(feedback.name)
+        for node in readers(graph, feedback):
+            there = nx.shortest_path_length(tokens, publish, node.name, weight="tokens")
+            back = nx.shortest_path_length(tokens, node.name, publish, weight="tokens")
+            worst = max(worst, there + back - 1)
+    return worst
+
+
+def _tokens(schedule: Schedule, only_empty: bool) -> "nx.DiGraph[str]":
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for d in schedule.dependencies:
+        if only_empty and d.tokens:
+            continue
+        fewest = min(d.tokens, graph.edges[d.before, d.after]["tokens"]) if graph.has_edge(d.before, d.after) else d.tokens
+        graph.add_edge(d.before, d.after, tokens=fewest)
+    return graph

@@ -1,0 +1,193 @@
+"""From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import networkx as nx
+
+from rlgraph.columns import COLUMNS
+from rlgraph.graph import Graph, Node
+from rlgraph.planning import events
+from rlgraph.planning.advice import advise
+from rlgraph.planning.certificate import certify
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.costs import Costs, checked
+from rlgraph.planning.period import Cycle, critical_cycle, simulate, simulated_period
+from rlgraph.planning.placement import Counts, devices, splits, workers
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
+from rlgraph.planning.schedule import Schedule
+
+
+def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
+    """Return the plan with the least predicted period among the splits that the graph's shares leave open.
+
+    Raises PlanError where the graph does not fit the cluster, or the costs do not fit the graph.
+    """
+    priced = checked(graph, costs)
+    counts = _best_split(graph, cluster, priced)
+    hosts, crew, schedule = _scheduled(graph, cluster, counts, priced)
+    cycle = critical_cycle(schedule)
+    channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
+    loops = tuple(_loops(graph, schedule, cycle))
+    draft = Plan(
+        graph=graph.name,
+        cluster=cluster,
+        pools=tuple(_pools(graph, cluster, counts, schedule, cycle)),
+        nodes=tuple(_nodes(graph, crew, schedule, priced)),
+        workers=crew,
+        channels=channels,
+        loops=loops,
+        schedule=schedule,
+        window=events.open_batches(graph) + 3,
+        prediction=Prediction(cycle.period_s, simulated_period(schedule), cycle.events, cycle.tokens, priced.source, ()),
+        certificate=certify(graph, schedule, channels, cycle.period_s),
+    )
+    return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
+
+
+def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> Counts:
+    """Return the split of least period; the load of the busiest pool, which bounds it below, says which to try first."""
+    candidates = list(splits(graph, cluster))
+    if len(candidates) == 1:
+        return candidates[0]
+
+    def load(counts: Counts) -> float:
+        return max(sum(costs.of(n.name, counts[p.name]) for n in graph.nodes if n.pool is p) for p in graph.pools)
+
+    best, least = candidates[0], float("inf")
+    for counts in sorted(candidates, key=load):
+        if load(counts) >= least:
+            break
+        period = critical_cycle(_scheduled(graph, cluster, counts, costs)[2]).period_s
+        if period < least:
+            best, least = counts, period
+    return best
+
+
+def _scheduled(
+    graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
+) -> tuple[Mapping[str, str], tuple[PlannedWorker, ...], Schedule]:
+    order = {node.name: index for index, node in enumerate(graph.nodes)}
+    crew = workers(graph, cluster, counts, order)
+    hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
+    return hosts, crew, events.schedule(graph, hosts, counts, costs)
+
+
+def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, cycle: Cycle) -> list[PlannedPool]:
+    gpus = devices(graph, cluster, counts)
+    planned = []
+    for pool in graph.pools:
+        busy = sum(e.seconds for e in schedule.events if e.pool == pool.name) / cycle.period_s if cycle.period_s else 0.0
+        on_gpu = bool(gpus[pool.name])
+        planned.append(PlannedPool(pool.name, "gpu" if on_gpu else "cpu", gpus[pool.name], 0 if on_gpu else counts[pool.name], busy))
+    return planned
+
+
+def _nodes(graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, costs: Costs) -> list[PlannedNode]:
+    seconds = schedule.seconds()
+    return [
+        PlannedNode(
+            name=node.name,
+            work=node.operation.work,
+            model=next((w.model for w in crew if node.name in w.nodes), None),
+            pool=node.pool.name if node.pool else None,
+            workers=tuple(w.name for w in crew if node.name in w.nodes),
+            reads=node.reads,
+            writes=node.writes,
+            rows=node.rows,
+            seconds=seconds[node.name],
+            cost=costs.source,
+        )
+        for node in graph.nodes
+    ]
+
+
+def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
+    """One channel for each writer and transport; it carries what its readers read, and nothing else."""
+    home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
+    planned = []
+    for writer in graph.nodes:
+        by_transport: dict[Transport, list[Node]] = {}
+        for reader in graph.forward.successors(writer):
+            by_transport.setdefault("local" if home[reader.name] == home[writer.name] else "shm", []).append(reader)
+        for transport, found in by_transport.items():
+            needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
+            columns = tuple(c for c in writer.writes if c in needed)
+            name = writer.name if transport == "shm" else f"{writer.name} (local)"
+            readers = tuple(reader.name for reader in found)
+            size = _bytes(graph, writer, columns) if transport == "shm" else None
+            planned.append(PlannedChannel(name, writer.name, readers, columns, transport, events.slots(graph, writer), size))
+    return planned
+
+
+def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
+    """Return the most bytes one batch can have, or None where a column has no known bound, as text has none."""
+    sizes = {dim: size for node in graph.nodes for dim, size in getattr(node.operation, "dims", {}).items()}
+    total = 0
+    for column in columns:
+        spec = COLUMNS.get(column)
+        if spec is None or spec.dtype is str or any(dim not in sizes for dim in spec.dims[1:]):
+            return None
+        cells = writer.rows
+        for dim in spec.dims[1:]:
+            cells *= sizes[dim]
+        total += cells * spec.itemsize
+    return total
+
+
+def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
+    """Nodes of one pool in different processes take turns: each tells the next that it is done, unless data does so anyway."""
+    home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
+    planned = []
+    for pool in graph.pools:
+        turns = [n for n in graph.nodes if n.pool is pool]
+        for before, after in zip(turns, turns[1:] + turns[:1], strict=True):
+            tokens = 0 if before.serial < after.serial else 1
+            told = nx.has_path(graph.forward, before, after) if tokens == 0 else _waits_for_weights(after, before)
+            if home[before.name] != home[after.name] and not told:
+                name = f"turn {before.name} to {after.name}"
+                planned.append(PlannedChannel(name, before.name, (after.name,), (), "shm", tokens + 1, 0, "order", tokens))
+    return planned
+
+
+def _waits_for_weights(rollout: Node, update: Node) -> bool:
+    """Return whether the next step's rollout waits for this step's update anyway."""
+    feedback = rollout.feedback
+    return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
+
+
+def _loops(graph: Graph, schedule: Schedule, cycle: Cycle) -> list[PlannedLoop]:
+    free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind != "fire" else e for e in schedule.events))
+    hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - 1e-6)
+    planned = []
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
+        publish_s = sum(e.seconds for e in schedule.events if e.kind != "fire" and e.name in moving)
+        planned.append(
+            PlannedLoop(
+                name=feedback.name,
+                writer=feedback.source.node.name,
+                readers=tuple(n.name for n in events.readers(graph, feedback)),
+                depth=feedback.depth,
+                buffers=feedback.buffers,
+                freshest=feedback.freshest,
+                staleness=_expected_staleness(graph, schedule, feedback) if feedback.freshest else float(feedback.depth),
+                transport="shm",
+                slots=feedback.depth + 1,
+                publish_s=publish_s,
+                hidden=hidden,
+            )
+        )
+    return planned
+
+
+def _expected_staleness(graph: Graph, schedule: Schedule, feedback: events.Feedback) -> float:
+    """Return the mean gap between the version a rollout takes and the one it is trained at, once the pipeline is full."""
+    steps = 60
+    spans = simulate(schedule, steps)
+    published = sorted(s.end_s for s in spans if s.name == events.publish_event(feedback.name))
+    first = events.load_event(feedback.name, events.readers(graph, feedback)[0].name)
+    starts = {s.step: s.start_s for s in spans if s.name == first}
+    gaps = [step - min(sum(end <= starts[step] for end in published), step) for step in range(steps // 2, steps)]
+    return sum(gaps) / len(gaps)

@@ -1,0 +1,128 @@
+"""From a graph to its schedule: the events of a step, and what each waits for."""
+
+from collections.abc import Mapping
+
+import networkx as nx
+
+from rlgraph.graph import Feedback, Graph, Node
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.placement import Counts
+from rlgraph.planning.schedule import Dependency, Event, EventKind, Schedule
+
+Hosts = Mapping[str, str]  # the worker of each node, by name
+
+
+def open_batches(graph: Graph) -> int:
+    """Return how many batches may be admitted to rollout and not yet published: the largest depth and one."""
+    return 1 + max((f.depth for f in graph.feedbacks), default=0)
+
+
+def slots(graph: Graph, node: Node) -> int:
+    """Return how many batches the channel of `node` holds: enough never to hold up what its loop admits.
+
+    What lies before the loop (prompts) has one more, so that it is ready when the loop takes its next batch.
+    """
+    return open_batches(graph) + (0 if graph.feedbacks and in_loop(graph, node) else 1)
+
+
+def in_loop(graph: Graph, node: Node) -> bool:
+    """Return whether `node` lies downstream of a rollout that a feedback edge drives."""
+    driven = [n for n in graph.nodes if n.feedback is not None]
+    return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
+
+
+def schedule(graph: Graph, hosts: Hosts, counts: Counts, costs: Costs) -> Schedule:
+    """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock."""
+    events = [*(_fire(node, hosts, counts, costs) for node in graph.nodes), *_weights_events(graph, hosts, costs)]
+    ordered = _ordered(graph, events)
+    flow = [*_data(graph), *_loops(graph)]
+    turns = [*_turns(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
+    return Schedule(tuple(ordered), tuple(flow + turns))
+
+
+def _fire(node: Node, hosts: Hosts, counts: Counts, costs: Costs) -> Event:
+    devices = counts[node.pool.name] if node.pool else 1
+    return Event(node.name, "fire", node.name, hosts[node.name], node.pool.name if node.pool else None, costs.of(node.name, devices))
+
+
+def publish_event(feedback: str) -> str:
+    """Return the name of the event that stages a version of a feedback edge."""
+    return f"publish {feedback}"
+
+
+def receive_event(feedback: str, reader: str) -> str:
+    """Return the name of the event that brings a version to the workers of node `reader`."""
+    return f"receive {feedback} for {reader}"
+
+
+def load_event(feedback: str, reader: str) -> str:
+    """Return the name of the event that puts a version into the engine of node `reader`."""
+    return f"load {feedback} for {reader}"
+
+
+def readers(graph: Graph, feedback: Feedback) -> list[Node]:
+    """Return the nodes that use the weights of a feedback edge."""
+    return [node for node in graph.nodes if node.feedback is feedback]
+
+
+def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
+    found = []
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        source = feedback.source.node
+        pool = source.pool.name if source.pool else None
+        found.append(Event(publish_event(feedback.name), "publish", source.name, hosts[source.name], pool, costs.publish_s))
+        for node in readers(graph, feedback):
+            pool = node.pool.name if node.pool else None
+            load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
+            found.append(Event(load_event(feedback.name, node.name), "load", node.name, hosts[node.name], pool, load_s))
+            if feedback.buffers == 2:  # received beside decoding, so on no pool's time
+                found.append(Event(receive_event(feedback.name, node.name), "receive", node.name, hosts[node.name], None, costs.receive_s))
+    return found
+
+
+def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
+    """Order the events of a step: nodes as declared, weights loaded just before a rollout and published just after an update."""
+    serial = {node.name: node.serial for node in graph.nodes}
+    rank: dict[EventKind, int] = {"receive": 0, "load": 1, "fire": 2, "publish": 3}
+    return sorted(events, key=lambda e: (serial[e.node], rank[e.kind]))
+
+
+def _data(graph: Graph) -> list[Dependency]:
+    found = []
+    for writer, reader in graph.forward.edges:
+        found.append(Dependency(writer.name, reader.name, 0, "data", writer.name))
+        found.append(Dependency(reader.name, writer.name, slots(graph, writer), "slots", writer.name))
+    return found
+
+
+def _loops(graph: Graph) -> list[Dependency]:
+    found = []
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        publish = publish_event(feedback.name)
+        found.append(Dependency(feedback.source.node.name, publish, 0, "loop", feedback.name))
+        for node in readers(graph, feedback):
+            load = load_event(feedback.name, node.name)
+            arrives = load
+            if feedback.buffers == 2:
+                arrives = receive_event(feedback.name, node.name)
+                found.append(Dependency(arrives, load, 0, "loop", feedback.name))
+                found.append(Dependency(load, arrives, 1, "slots", feedback.name))
+            found.append(Dependency(publish, arrives, feedback.depth + 1, "loop", feedback.name))
+            found.append(Dependency(load, node.name, 0, "loop", feedback.name))
+    return found
+
+
+def _turns(ordered: list[Event]) -> list[Dependency]:
+    """Events of one pool, and those of one worker on the host, take turns in this order, round and round."""
+    turns: dict[tuple[str, str], list[Event]] = {}
+    for event in ordered:
+        if event.kind != "receive":
+            turns.setdefault(("pool", event.pool) if event.pool else ("worker", event.worker), []).append(event)
+    found = []
+    for group in turns.values():
+        if len(group) > 1:
+            found += [Dependency(a.name, b.name, 0, "order") for a, b in zip(group, group[1:], strict=False)]
+            found.append(Dependency(group[-1].name, group[0].name, 1, "order"))
+    return found

@@ -1,0 +1,94 @@
+"""How long a step takes in the steady state: by the critical cycle, and by playing the schedule forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import networkx as nx
+
+from rlgraph.planning.schedule import Dependency, Event, Schedule, Span
+
+WARM_UP_STEPS = 60  # divisible by 1 to 6, the token counts of common loops, so that the average covers whole rounds
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The cycle that sets the period: the largest sum of seconds over tokens."""
+
+    period_s: float
+    events: tuple[str, ...]
+    tokens: int
+
+
+def critical_cycle(schedule: Schedule) -> Cycle:
+    """Return the largest (sum of seconds) / (tokens) over all cycles of the schedule.
+
+    Parametric search (Dinkelbach, 1967, for the maximum cycle ratio): guess a period, look for a cycle that exceeds it,
+    take that cycle's ratio as the next guess; each guess is the ratio of a cycle, so the search ends.
+    """
+    seconds = schedule.seconds()
+    tightest: dict[tuple[str, str], int] = {}
+    for d in schedule.dependencies:
+        tightest[d.before, d.after] = min(d.tokens, tightest.get((d.before, d.after), d.tokens))
+    slowest = max(schedule.events, key=lambda e: e.seconds)
+    best = Cycle(slowest.seconds, (slowest.name,), 1)
+    tolerance = 1e-9 * max(sum(seconds.values()), 1e-9)
+    while True:
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        for (before, after), tokens in tightest.items():
+            graph.add_edge(before, after, weight=best.period_s * tokens - seconds[before] + tolerance)
+        graph.add_weighted_edges_from((None, event, 0.0) for event in seconds)
+        try:
+            found = nx.find_negative_cycle(graph, None)[:-1]
+        except nx.NetworkXError:
+            return best
+        total = sum(seconds[name] for name in found)
+        tokens = sum(tightest[a, b] for a, b in zip(found, found[1:] + found[:1], strict=True))
+        if tokens == 0:
+            raise AssertionError(f"schedule has a cycle without a token, so it would never start: {found}")
+        if total / tokens <= best.period_s:
+            return best
+        best = Cycle(total / tokens, _rotated(found, schedule), tokens)
+
+
+def _rotated(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
+    """Begin a cycle at the event that comes first in a step, so that equal cycles print alike."""
+    place = {event.name: index for index, event in enumerate(schedule.events)}
+    first = min(range(len(cycle)), key=lambda i: place[cycle[i]])
+    return tuple(cycle[first:] + cycle[:first])
+
+
+def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> list[Span]:
+    """Return when each event of each step runs if everything starts as soon as it may; `seconds(event, step)` may vary."""
+    waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}
+    for dependency in schedule.dependencies:
+        waits[dependency.after].append(dependency)
+    done: dict[tuple[str, int], float] = {}
+    spans = []
+    for step in range(steps):
+        for event in firing_order(schedule):
+            start = max((done[d.before, step - d.tokens] for d in waits[event.name] if step >= d.tokens), default=0.0)
+            end = start + (event.seconds if seconds is None else seconds(event, step))
+            done[event.name, step] = end
+            spans.append(Span(event.name, event.kind, step, event.worker, start, end))
+    return spans
+
+
+def firing_order(schedule: Schedule) -> list[Event]:
+    """Return the events of a step so that each follows all it waits for within the step.
+
+    Raises networkx.NetworkXUnfeasible for a schedule that would never start.
+    """
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(event.name for event in schedule.events)
+    graph.add_edges_from((d.before, d.after) for d in schedule.dependencies if d.tokens == 0)
+    by_name = {event.name: event for event in schedule.events}
+    return [by_name[name] for name in nx.topological_sort(graph)]
+
+
+def simulated_period(schedule: Schedule, warm_up: int = WARM_UP_STEPS) -> float:
+    """Return seconds a step, averaged over as many steps again after `warm_up` of them."""
+    spans = simulate(schedule, 2 * warm_up)
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span.step] = max(span.end_s, ends.get(span.step, 0.0))
+    return (ends[2 * warm_up - 1] - ends[warm_up - 1]) / warm_up

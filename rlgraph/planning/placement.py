@@ -1,0 +1,170 @@
+"""Placement: how many devices each pool gets, and which processes run on them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+
+from rlgraph.errors import PlanError
+from rlgraph.graph import Graph, Model, Node, Pool
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.plan import PlannedWorker
+
+Counts = Mapping[str, int]  # devices of each pool, by name
+
+
+@dataclass(frozen=True)
+class _Request:
+    name: str
+    share: float
+    group: int
+
+
+def splits(graph: Graph, cluster: Cluster) -> Iterator[Counts]:
+    """Yield the ways to divide the cluster among the pools: one where every share is given, else one for each choice.
+
+    Raises PlanError where the pools need more than the cluster has.
+    """
+    models = _models(graph)
+    shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
+    fixed = {p.name: p.cpus if p.cpus is not None else p.gpus for p in graph.pools if p not in shared}
+    if cluster.gpus == 0 and any(p.gpus is not None for p in graph.pools):
+        name = next(p.name for p in graph.pools if p.gpus is not None)
+        raise PlanError(f"pool '{name}' asks for GPUs, but the cluster has none; give it a share, or compile for a cluster with GPUs")
+    exact = sum(p.gpus or 0 for p in graph.pools)
+    total = (cluster.gpus or cluster.cpus) - exact
+    _check_host_pools(graph, cluster)
+    groups = {p.name: max([m.group for m in models if m.pool is p], default=1) if cluster.gpus else 1 for p in shared}
+    least = sum(groups.values())
+    if exact > cluster.gpus or (cluster.gpus and total < least):
+        raise PlanError(
+            f"graph '{graph.name}' needs at least {exact + least} GPUs for its pools {[p.name for p in graph.pools if p.cpus is None]}, "
+            f"but the cluster has {cluster.gpus}; use a larger cluster, fewer GPUs for a pool, or one pool for several models"
+        )
+    total = max(total, least)  # cores, unlike GPUs, can be shared by the operating system
+    open_pools = [p for p in shared if p.share is None]
+    given = [_Request(p.name, p.share, groups[p.name]) for p in shared if p.share is not None]
+    reserved = sum(r.group for r in given)
+    for choice in _choices([groups[p.name] for p in open_pools], total - reserved, exact=not given):
+        chosen = {p.name: n for p, n in zip(open_pools, choice, strict=True)}
+        yield {**fixed, **chosen, **_largest_remainder(given, total - sum(choice))}
+
+
+def _check_host_pools(graph: Graph, cluster: Cluster) -> None:
+    for pool in graph.pools:
+        if pool.cpus is not None and pool.cpus > cluster.cpus:
+            raise PlanError(f"pool '{pool.name}' asks for {pool.cpus} cores, but the cluster has {cluster.cpus}; ask for fewer")
+
+
+def _choices(groups: list[int], total: int, exact: bool) -> Iterator[tuple[int, ...]]:
+    """Yield device counts for pools the compiler may size; `exact`: together they take everything."""
+    if not groups:
+        yield ()
+        return
+    rest = sum(groups[1:])
+    if len(groups) == 1 and exact:
+        yield (total // groups[0] * groups[0],)
+        return
+    for count in range(groups[0], total - rest + 1, groups[0]):
+        for others in _choices(groups[1:], total - count, exact):
+            yield (count, *others)
+
+
+def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
+    """Divide `total` devices by share, in whole groups, at least one group each; what is left goes to the largest remainders."""
+    if not requests:
+        return {}
+    scale = total / sum(r.share for r in requests)
+    quota = {r.name: r.share * scale for r in requests}
+    counts = {r.name: max(int(quota[r.name]) // r.group, 1) * r.group for r in requests}
+    while sum(counts.values()) > total:
+        over = [r for r in requests if counts[r.name] > r.group]
+        most = max(over, key=lambda r: counts[r.name] - quota[r.name])
+        counts[most.name] -= most.group
+    while fitting := [r for r in requests if sum(counts.values()) + r.group <= total]:
+        short = max(fitting, key=lambda r: quota[r.name] - counts[r.name])
+        counts[short.name] += short.group
+    return counts
+
+
+def nodes_needed(counts: Mapping[str, int], cluster: Cluster) -> int:
+    """Return how many hosts the GPU pools take: pools that fit on one host together share hosts, else each has its own."""
+    per_host = [min(n, cluster.gpus_per_node) for n in counts.values()]
+    hosts = [-(-n // cluster.gpus_per_node) for n in counts.values()]
+    return max(hosts) if sum(per_host) <= cluster.gpus_per_node else sum(hosts)
+
+
+def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[int, ...]]:
+    """Return the GPU numbers of each pool, dealt out in order of first use; pools on the host have none."""
+    dealt, free = {}, 0
+    for pool in graph.pools:
+        count = counts[pool.name] if cluster.gpus and pool.cpus is None else 0
+        dealt[pool.name] = tuple(range(free, free + count))
+        free += count
+    return dealt
+
+
+def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, int]) -> tuple[PlannedWorker, ...]:
+    """Return every process: one for each (model, rank), and one for each host node that may run by itself.
+
+    `order` gives each node its place in the schedule; a worker fires its nodes by it.
+    """
+    gpus = devices(graph, cluster, counts)
+    found: list[PlannedWorker] = []
+    for model in _models(graph):
+        names = tuple(sorted((n.name for n in graph.nodes if n.model is model), key=order.__getitem__))
+        name = _unique(model.role, [w.model for w in found])
+        found += _ranks(model, name, names, gpus[model.pool.name], counts[model.pool.name])
+    for chain in _host_chains(graph):
+        names = tuple(sorted((n.name for n in chain), key=order.__getitem__))
+        found.append(PlannedWorker(chain[0].name, None, None, 0, 1, (), 1, names))
+    first = {w.name: min(order[n] for n in w.nodes) for w in found}
+    return tuple(sorted(found, key=lambda w: (first[w.name], w.rank)))
+
+
+def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...], count: int) -> list[PlannedWorker]:
+    world = model.ranks or (count // model.group if gpus else 1)
+    if gpus and world * model.group > len(gpus):
+        raise PlanError(
+            f"{name} asks for {world} ranks of {model.group} GPU(s), but pool '{model.pool.name}' has {len(gpus)}; ask for fewer ranks"
+        )
+    share = len(gpus) // world
+    threads = 1 if gpus else max(count // world, 1)
+    return [
+        PlannedWorker(
+            f"{name}[{rank}]" if world > 1 else name, model.pool.name, name, rank, world, gpus[rank * share : (rank + 1) * share], threads, nodes
+        )
+        for rank in range(world)
+    ]
+
+
+def _host_chains(graph: Graph) -> list[list[Node]]:
+    """Group host nodes: a node joins its producer's process if everything else it reads is there whenever the producer is done."""
+    chains: list[list[Node]] = []
+    for node in (n for n in graph.nodes if n.model is None):
+        sources = set(graph.forward.predecessors(node))
+        for chain in chains:
+            last = chain[-1]
+            if last in sources and sources - {last} <= nx.ancestors(graph.forward, last):
+                chain.append(node)
+                break
+        else:
+            chains.append([node])
+    return chains
+
+
+def _models(graph: Graph) -> list[Model]:
+    return list(dict.fromkeys(n.model for n in graph.nodes if n.model is not None))
+
+
+def model_pools(graph: Graph) -> set[Pool]:
+    """Return the pools that hold models."""
+    return {model.pool for model in _models(graph)}
+
+
+def _unique(name: str, taken: list[str | None]) -> str:
+    number = 2
+    unique = name
+    while unique in taken:
+        unique, number = f"{name}{number}", number + 1
+    return unique

@@ -1,0 +1,148 @@
+"""The driver's side of the workers' sockets: who is ready, who has reported, who does what, and who is to blame."""
+
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Listener, wait
+
+from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.planning.plan import Plan
+from rlgraph.runtime import messages
+
+SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
+
+
+class Crew:
+    """All workers of a job, as the driver hears them. It sleeps while none speaks."""
+
+    def __init__(self, plan: Plan, deadline_s: float) -> None:
+        self.plan, self.deadline_s = plan, deadline_s
+        self.pids: dict[str, int] = {}
+        self.connections: dict[str, Connection] = {}
+        self._ready: set[str] = set()
+        self._doing: dict[str, messages.Entered] = {}
+        self._reports: dict[int, dict[str, messages.Report]] = {}
+        self._used: dict[str, int] = {}
+        self._failures: list[messages.Failure] = []
+        self._dead: list[str] = []
+
+    def welcome(self, listener: Listener) -> threading.Thread:
+        """Take the workers' connections as they come, on a thread that ends with the last of them."""
+        thread = threading.Thread(target=self._accept, args=(listener,), name="welcome workers", daemon=True)
+        thread.start()
+        return thread
+
+    def _accept(self, listener: Listener) -> None:
+        while len(self.connections) < len(self.plan.workers):
+            connection = listener.accept()
+            assert isinstance(connection, Connection)
+            hello = messages.receive(connection)
+            assert isinstance(hello, messages.Hello)
+            self.pids[hello.worker] = hello.pid
+            self.connections[hello.worker] = connection
+
+    def tell(self, message: messages.Message) -> None:
+        """Send a message to every worker that is still there."""
+        for connection in self.connections.values():
+            try:
+                messages.send(connection, message)
+            except OSError:
+                continue  # it is dead, which the next `_listen` finds out and says
+
+    def until_ready(self) -> None:
+        """Wait until every worker has loaded its engine. Raises what went wrong with the first that could not."""
+        while len(self._ready) < len(self.plan.workers):
+            self._listen()
+
+    def reports(self, step: int) -> Sequence[messages.Report]:
+        """Return the reports of all workers on `step`, in the plan's order.
+
+        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever explains best what happened.
+        """
+        while len(self._reports.get(step, {})) < len(self.plan.workers):
+            self._listen()
+        found = self._reports.pop(step)
+        return [found[worker.name] for worker in self.plan.workers]
+
+    def until_gone(self, timeout_s: float) -> bool:
+        """Wait until every worker has closed its end; return whether they did in time."""
+        end = time.monotonic() + timeout_s
+        while self.connections and (left := end - time.monotonic()) > 0:
+            self._hear(left)
+        return not self.connections
+
+    def _listen(self) -> None:
+        # A channel reports its own deadline first; this one is for a wait that no channel sees, such as the last node's.
+        heard = self._hear(2 * self.deadline_s)
+        if not heard:
+            raise ChannelTimeout(f"no worker has said anything for {2 * self.deadline_s:g} s{self._states()}")
+        if self._failures or self._dead:
+            self._explain()
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in what the workers say; return whether any spoke within the time."""
+        by_connection = {connection: name for name, connection in self.connections.items()}
+        speaking = wait(list(by_connection), timeout_s)
+        for connection in speaking:
+            assert isinstance(connection, Connection)
+            name = by_connection[connection]
+            try:
+                self._take(messages.receive(connection))
+            except (EOFError, OSError):
+                del self.connections[name]
+                self._dead.append(name)
+        return bool(speaking)
+
+    def _take(self, message: messages.Message) -> None:
+        match message:
+            case messages.Ready():
+                self._ready.add(message.worker)
+            case messages.Entered():
+                self._doing[message.worker] = message
+            case messages.Report():
+                self._doing.pop(message.worker, None)
+                self._reports.setdefault(message.step, {})[message.worker] = message
+                self._used.update(message.used)
+            case messages.Failure():
+                self._failures.append(message)
+            case _:
+                raise AssertionError(f"a worker sent {message!r}")
+
+    def _explain(self) -> None:
+        """Raise the error that explains the trouble: a node's own first, then a death, then a deadline, then a broken channel."""
+        end = time.monotonic() + SETTLE_S
+        while not self._cause() and (left := end - time.monotonic()) > 0:
+            self._hear(left)
+        raise self._cause() or self._consequence()
+
+    def _cause(self) -> RlgraphError | None:
+        for failure in self._failures:
+            if not failure.error.startswith("Channel"):
+                where = f"at step {failure.step}" if failure.step >= 0 else "before the first step"
+                return NodeError(
+                    f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n\n"
+                    f"{failure.traceback.rstrip()}"
+                )
+        for name in self._dead:
+            last = self._doing.get(name)
+            did = f"in {last.doing} at step {last.step}" if last else "between two steps"
+            return WorkerDied(f"worker '{name}' (process {self.pids[name]}) died {did}; its process was killed or crashed: see its log, and memory")
+        return None
+
+    def _consequence(self) -> RlgraphError:
+        timeouts = [f for f in self._failures if f.error == "ChannelTimeout"]
+        first = (timeouts or self._failures)[0]
+        kind = ChannelTimeout if timeouts else ChannelBroken
+        return kind(f"node '{first.node}' of worker '{first.worker}', step {first.step}: {first.message}{self._states()}")
+
+    def _states(self) -> str:
+        """Return what every worker does and for how long, the longest first, and how full the channels are."""
+        now = time.monotonic()
+        doing = sorted(self._doing.values(), key=lambda entered: entered.at_s)
+        lines = [f"  worker '{e.worker}' has been at {e.doing}, step {e.step}, for {now - e.at_s:.1f} s" for e in doing]
+        slots = {channel.name: channel.slots for channel in self.plan.channels}
+        for end, used in sorted(self._used.items()):
+            way, name = end.split(" ", 1)
+            if way == "put" and name in slots:
+                lines.append(f"  channel '{name}': {used} of {slots[name]} slots in use after the last report")
+        return "\n" + "\n".join(lines) if lines else ""

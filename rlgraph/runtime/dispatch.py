@@ -1,0 +1,104 @@
+"""Dispatch on Ray: start the workers, tick them, collect what Ray holds. The only file that knows Compiled Graphs.
+
+Two implementations with the same behaviour: a Compiled Graph (one bound method for each worker, whose edges carry step
+numbers only), and plain actor calls.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ray
+
+from rlgraph.errors import RlgraphError
+from rlgraph.planning.plan import PlannedWorker
+from rlgraph.runtime.process import Process
+from rlgraph.runtime.tasks import WorkerSetup
+
+
+class Dispatch(Protocol):
+    """Ticks a set of actors; execution k is step k."""
+
+    def start(self, actors: Sequence[Any], window: int) -> None: ...
+
+    def tick(self, step: int) -> None: ...
+
+    def report(self, step: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class CompiledGraph:
+    """One Compiled Graph over all workers, under one MultiOutputNode."""
+
+    def start(self, actors: Sequence[Any], window: int) -> None:
+        from ray.dag import InputNode, MultiOutputNode
+
+        if not hasattr(MultiOutputNode, "experimental_compile"):
+            raise RlgraphError(f"Ray {ray.__version__} has no Compiled Graphs; install ray>=2.44,<2.61, or launch with dispatch='calls'")
+        logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # it reports a teardown that went well as errors
+        with InputNode() as tick:
+            graph = MultiOutputNode([actor.step.bind(tick) for actor in actors])
+        self.refs: dict[int, Any] = {}
+        # A worker returns from step k once step k + 1 is ticked, so one execution more than the window can be open.
+        self.graph = graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1)
+
+    def tick(self, step: int) -> None:
+        self.refs[step] = self.graph.execute(step)
+
+    def report(self, step: int) -> None:
+        ray.get(self.refs.pop(step), timeout=-1)
+
+    def stop(self) -> None:
+        self.refs.clear()
+        self.graph.teardown(kill_actors=True)
+
+
+class ActorCalls:
+    """One actor call for each worker and step: for several hosts, and for Ray versions without Compiled Graphs."""
+
+    def start(self, actors: Sequence[Any], window: int) -> None:
+        self.actors = actors
+        self.refs: dict[int, list[Any]] = {}
+
+    def tick(self, step: int) -> None:
+        self.refs[step] = [actor.step.remote(step) for actor in self.actors]
+
+    def report(self, step: int) -> None:
+        ray.get(self.refs.pop(step))
+
+    def stop(self) -> None:
+        self.refs.clear()
+
+
+DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
+
+
+def start_ray() -> bool:
+    """Start Ray on this machine unless the user has; return whether it is ours to shut down."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Payload never goes through the object store, so the smallest one does; workers are given no CPU resource, since
+    # they share the cores as the plan says.
+    ray.init(include_dashboard=False, num_cpus=1, object_store_memory=100 * 2**20, log_to_driver=True, logging_level=logging.ERROR)
+    return True
+
+
+def create(setup: WorkerSetup, driver: str) -> Any:
+    """Start the actor of one worker."""
+    actor = ray.remote(Process).options(
+        num_cpus=0,
+        num_gpus=len(setup.worker.gpus),
+        max_restarts=0,
+        name=None,
+        runtime_env={"env_vars": environment(setup.worker)},
+    )
+    return actor.remote(setup, driver)
+
+
+def environment(worker: PlannedWorker) -> dict[str, str]:
+    """Return the variables that must be there before a worker imports anything."""
+    threads = str(worker.threads)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,83 @@
+"""The channel ends of one worker: what it takes for a firing, what it puts after it, what it gives back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlgraph.channels.base import Reader, Statistics, Writer
+from rlgraph.columns import Column, Columns, concat_rows
+from rlgraph.planning.plan import PlannedChannel
+
+OnWait = Callable[[str, int], None]
+
+
+@dataclass
+class Inbox:
+    """One channel as a worker reads it: a reader for each writing rank; a batch is shared by the worker's own nodes."""
+
+    channel: PlannedChannel
+    readers: Sequence[Reader]
+    users: tuple[str, ...]  # this worker's nodes that read it, in firing order
+    batch: dict[str, Column] | None = None
+    taken: int = field(default=-1)
+
+    def take(self, step: int, timeout_s: float) -> Mapping[str, Column]:
+        """Return the batch of `step`, the rows of all writing ranks below one another."""
+        if self.batch is None or self.taken != step:
+            self.batch = concat_rows([reader.take(step, timeout_s) for reader in self.readers])
+            self.taken = step
+        return self.batch
+
+    def done(self, node: str) -> None:
+        """Give the slot back once the last of the worker's nodes has fired."""
+        if node == self.users[-1] and self.batch is not None:
+            self.batch = None
+            for reader in self.readers:
+                reader.release()
+
+
+@dataclass
+class Outbox:
+    """One channel as a worker writes it."""
+
+    channel: PlannedChannel
+    writer: Writer
+
+    def put(self, step: int, columns: Columns, timeout_s: float) -> None:
+        self.writer.put(step, {name: columns[name] for name in self.channel.columns}, timeout_s)
+
+
+@dataclass
+class Mailbox:
+    """All ends of one worker."""
+
+    inboxes: list[Inbox] = field(default_factory=list)
+    outboxes: list[Outbox] = field(default_factory=list)
+
+    def read_by(self, node: str) -> list[Inbox]:
+        return [box for box in self.inboxes if node in box.users]
+
+    def written_by(self, node: str) -> list[Outbox]:
+        return [box for box in self.outboxes if box.channel.writer == node]
+
+    def statistics(self) -> dict[str, Statistics]:
+        """Return the statistics of each end, by channel and direction."""
+        found = {f"put {box.channel.name}": box.writer.statistics() for box in self.outboxes}
+        for box in self.inboxes:
+            for rank, reader in enumerate(box.readers):
+                found[f"take {box.channel.name}" + (f"[{rank}]" if len(box.readers) > 1 else "")] = reader.statistics()
+        return found
+
+    def fail(self, reason: str) -> None:
+        """Break every channel, so that no peer waits for what will not come."""
+        for box in self.outboxes:
+            box.writer.fail(reason)
+        for box in self.inboxes:
+            for reader in box.readers:
+                reader.fail(reason)
+
+    def close(self) -> None:
+        for box in self.outboxes:
+            box.writer.close()
+        for box in self.inboxes:
+            for reader in box.readers:
+                reader.close()

@@ -1,0 +1,53 @@
+"""What a run tells about its steps: named timings, and what each node costs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.events import load_event, publish_event
+from rlgraph.planning.plan import Plan
+from rlgraph.planning.schedule import Span
+
+# Names that verl's users know; a node of another name keeps its own.
+TIMINGS = {
+    "rollout": "gen",
+    "advantages": "adv",
+    "update": "update_actor",
+    "critic_update": "update_critic",
+    "old_log_probs": "old_log_prob",
+    "ref_log_probs": "ref",
+}
+
+
+def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
+    """Return `timing_s/*` of one step: each node's own work, and what the update waited for its rollout."""
+    found: dict[str, float] = {}
+    updates = {loop.writer: loop for loop in plan.loops}
+    for span in spans:
+        seconds = span.end_s - span.start_s
+        if span.kind == "fire":
+            _add(found, TIMINGS.get(span.name, span.name), seconds)
+        elif span.kind == "publish":
+            _add(found, "publish", seconds)
+        elif span.kind == "load":
+            _add(found, "update_weights", seconds)
+        elif any(span.worker in plan.node(name).workers for name in updates):
+            _add(found, "wait_prev_gen", seconds)
+    return {f"timing_s/{name}": seconds for name, seconds in found.items()}
+
+
+def _add(found: dict[str, float], name: str, seconds: float) -> None:
+    found[name] = max(found.get(name, 0.0), seconds) if name != "wait_prev_gen" else found.get(name, 0.0) + seconds
+
+
+def measured_costs(plan: Plan, spans: Sequence[Span], skip: int = 1) -> Costs:
+    """Return the median seconds of each node and of moving weights, without the first `skip` steps, which warm up."""
+
+    def seconds(name: str) -> float:
+        found = [s.end_s - s.start_s for s in spans if s.name == name and s.kind != "wait" and s.step >= skip]
+        return median(found) if found else 0.0
+
+    nodes: Mapping[str, float] = {node.name: seconds(node.name) for node in plan.nodes}
+    publish = sum(seconds(publish_event(loop.name)) for loop in plan.loops)
+    swap = max((seconds(load_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0)
+    return Costs(nodes, publish_s=publish, swap_s=swap, source="measured")

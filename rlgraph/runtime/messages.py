@@ -1,0 +1,77 @@
+"""What driver and workers say to each other, beside the payload: small typed messages over an authenticated socket."""
+
+from multiprocessing.connection import Connection
+from typing import TypeAlias
+
+import msgspec
+
+from rlgraph.planning.schedule import Span
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A worker has connected."""
+
+    worker: str
+    pid: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """A worker has loaded its engine and joined its channels."""
+
+    worker: str
+
+
+class Entered(msgspec.Struct, tag=True, frozen=True):
+    """A worker begins to do something; what it does when it says nothing more."""
+
+    worker: str
+    step: int
+    doing: str
+    at_s: float
+
+
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """A worker has fired all its nodes for a step."""
+
+    worker: str
+    step: int
+    metrics: dict[str, float]
+    spans: list[Span]
+    used: dict[str, int]  # slots in use by channel end
+
+
+class Failure(msgspec.Struct, tag=True, frozen=True):
+    """A node raised, or a channel gave up."""
+
+    worker: str
+    step: int
+    node: str
+    error: str  # class name
+    message: str
+    traceback: str
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """The tick of `step` has been sent: fetch it. Until then a worker sleeps here rather than poll for it."""
+
+    step: int
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Close everything and end."""
+
+
+Message: TypeAlias = Hello | Ready | Entered | Report | Failure | Go | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def send(connection: Connection, message: Message) -> None:
+    """Send one message. Raises OSError if the other end is gone."""
+    connection.send_bytes(_encoder.encode(message))
+
+
+def receive(connection: Connection) -> Message:
+    """Return the next message, waiting for it. Raises EOFError if the other end is gone."""
+    return _decoder.decode(connection.recv_bytes())

@@ -1,0 +1,112 @@
+"""A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
+
+import os
+import time
+import traceback
+from multiprocessing.connection import Client, Connection
+
+from rlgraph.channels.shm import ShmReader, ShmWriter
+from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.errors import ChannelError
+from rlgraph.nodes.base import Context
+from rlgraph.planning.plan import PlannedLoop
+from rlgraph.runtime import messages
+from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
+from rlgraph.runtime.tasks import Post, WorkerSetup
+from rlgraph.runtime.worker import Loop, Worker
+
+
+class Process:
+    """The body of an actor. `open`, then `start` once every worker is open, then `step` again and again."""
+
+    def __init__(self, setup: WorkerSetup, driver: str) -> None:
+        self.setup = setup
+        self.name = setup.worker.name
+        self.control: Connection = Client(driver, family="AF_UNIX", authkey=setup.authkey)
+        messages.send(self.control, messages.Hello(self.name, os.getpid()))
+        self.mailbox = Mailbox()
+        self.worker: Worker | None = None
+        self.stopped = False
+
+    def open(self) -> None:
+        """Listen where this worker writes."""
+        for channel, posts in self.setup.channels:
+            self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
+        self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
+
+    def _listen(self, post: Post) -> ShmWriter:
+        return ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, post.address)
+
+    def _connect(self, post: Post) -> ShmReader:
+        return ShmReader(post.name, self.setup.authkey, post.address, self.setup.deadline_s)
+
+    def start(self) -> None:
+        """Connect to the writers, load the engine, and tell the driver."""
+        import torch
+
+        torch.set_num_threads(self.setup.worker.threads)
+        for channel, posts in self.setup.channels:
+            users = tuple(task.name for task in self.setup.tasks if task.name in channel.readers)
+            if users:
+                self.mailbox.inboxes.append(Inbox(channel, [self._connect(post) for post in posts], users))
+        loops = [self._loop(*loop) for loop in self.setup.loops]
+        rendezvous = f"file://{self.setup.folder}/{self.setup.worker.model}.group"
+        context = Context(rank=self.setup.worker.rank, world=self.setup.worker.world, threads=self.setup.worker.threads, rendezvous=rendezvous)
+        self.worker = Worker(self.setup, self.mailbox, loops, context, self._entered)
+        try:
+            self.worker.load()
+        except Exception as error:
+            self._fail(-1, "start", error)
+            return
+        messages.send(self.control, messages.Ready(self.name))
+
+    def _loop(self, plan: PlannedLoop, posts: tuple[Post, ...], dtype: str) -> Loop:
+        import torch
+
+        loop = Loop(plan)
+        if plan.name in self.weights:
+            loop.writer = WeightsWriter(self.weights[plan.name], getattr(torch, dtype))
+        if any(task.name in plan.readers for task in self.setup.tasks):
+            loop.reader = WeightsReader([self._connect(post) for post in posts], plan.buffers)
+        return loop
+
+    def _entered(self, step: int, doing: str) -> None:
+        messages.send(self.control, messages.Entered(self.name, step, doing, time.monotonic()))
+
+    def step(self, step: int) -> int:
+        """Fire every node for `step`, report, and sleep until the next tick has been sent."""
+        if self.stopped or self.worker is None:
+            return step
+        try:
+            self.worker.step(step)
+        except Exception as error:
+            self._fail(step, self.worker.doing, error)
+        else:
+            metrics, spans = self.worker.report()
+            used = {name: end.used for name, end in self.mailbox.statistics().items()}
+            messages.send(self.control, messages.Report(self.name, step, metrics, spans, used))
+        self._sleep(step)
+        return step
+
+    def _fail(self, step: int, node: str, error: Exception) -> None:
+        """Tell the peers first, so that none waits for what will not come, then the driver."""
+        reason = f"stopped, since node '{node}' of worker '{self.name}' failed with {type(error).__name__}"
+        if not isinstance(error, ChannelError):
+            self.mailbox.fail(reason)
+        trace = "" if isinstance(error, ChannelError) else traceback.format_exc()
+        messages.send(self.control, messages.Failure(self.name, step, node, type(error).__name__, str(error), trace))
+
+    def _sleep(self, step: int) -> None:
+        """Wait for the driver's word that a further tick has been sent: polling for the tick itself would cost a core."""
+        while not self.stopped:
+            try:
+                message = messages.receive(self.control)
+            except EOFError:
+                os._exit(1)  # the driver is gone, and with it anyone to tell
+            if isinstance(message, messages.Go) and message.step > step:
+                return
+            if isinstance(message, messages.Stop):
+                self.stopped = True
+                assert self.worker is not None
+                self.worker.close()
+                self.control.close()

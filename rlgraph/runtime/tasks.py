@@ -1,0 +1,98 @@
+"""What a worker needs to know: its part of the plan, as values that can be sent to another process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlgraph.graph import Graph, Model, Operation
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+
+
+@dataclass(frozen=True)
+class Task:
+    """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often."""
+
+    name: str
+    operation: Operation
+    writes: tuple[str, ...]
+    columns: Mapping[str, tuple[str, ...]]
+    repeat: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Post:
+    """One writing rank of a channel or a loop: where it listens, and how many workers listen to it."""
+
+    name: str
+    address: str
+    slots: int
+    readers: int
+    writer: str
+    read_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that one worker is started with."""
+
+    worker: PlannedWorker
+    tasks: tuple[Task, ...]
+    model: Model | None
+    channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
+    loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
+    folder: str
+    authkey: bytes
+    deadline_s: float
+
+    def task(self, name: str) -> Task:
+        return next(task for task in self.tasks if task.name == name)
+
+
+def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float) -> tuple[WorkerSetup, ...]:
+    """Return what each worker of the plan is started with."""
+    channels = tuple((c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}")) for i, c in enumerate(plan.channels))
+    loops = tuple((p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", shards=True)) for i, p in enumerate(plan.loops))
+    return tuple(
+        WorkerSetup(
+            worker=worker,
+            tasks=tuple(_task(graph, name) for name in worker.nodes),
+            model=graph.node(worker.nodes[0]).model,
+            channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
+            loops=tuple((p, posts, _dtype(graph, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
+            folder=folder,
+            authkey=authkey,
+            deadline_s=deadline_s,
+        )
+        for worker in plan.workers
+    )
+
+
+def _dtype(graph: Graph, loop: PlannedLoop) -> str:
+    return str(getattr(graph.node(loop.readers[0]).model, "dtype", "float32"))
+
+
+def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> bool:
+    return any(name in worker.nodes for name in (writer, *readers))
+
+
+def _task(graph: Graph, name: str) -> Task:
+    node = graph.node(name)
+    columns: dict[str, tuple[str, ...]] = {}
+    for column in node.reads:
+        source = node.source_of(column).name
+        columns[source] = (*columns.get(source, ()), column)
+    widest = max((o.node.rows for o in node.inputs), default=0)
+    repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
+    return Task(name, node.operation, node.writes, columns, repeat)
+
+
+def _posts(
+    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, *, shards: bool = False
+) -> tuple[Post, ...]:
+    """Return the writing ends. Ranks of a generator write their own rows each; of a trained model rank 0 writes all of them,
+    but for weights (`shards`), of which each rank holds its own part."""
+    node = plan.node(writer)
+    many = shards or node.work == "generate"
+    listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
+    ranks = node.workers if many else node.workers[:1]
+    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening) for rank, worker in enumerate(ranks))

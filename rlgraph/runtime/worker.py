@@ -1,0 +1,172 @@
+"""One worker: its nodes fire in the plan's order; each takes its inputs from channels, runs, and puts its outputs.
+
+Knows neither Ray nor processes: the local executor runs the same workers side by side in one process.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.columns import Column, Columns, repeat_rows
+from rlgraph.errors import ChannelTimeout, StalenessError
+from rlgraph.nodes.base import Context, Stage, checked_columns
+from rlgraph.planning.events import load_event, publish_event
+from rlgraph.planning.plan import PlannedLoop
+from rlgraph.planning.schedule import Span
+from rlgraph.runtime.mailbox import Mailbox
+from rlgraph.runtime.tasks import Task, WorkerSetup
+
+OnEnter = Callable[[int, str], None]
+
+
+@dataclass
+class Loop:
+    """A feedback edge as one worker sees it; it holds the writing end, the reading end, or both."""
+
+    plan: PlannedLoop
+    writer: WeightsWriter | None = None
+    reader: WeightsReader | None = None
+
+
+@dataclass
+class Worker:
+    """The nodes of one worker, ready to fire. `on_enter(step, what)` is told whatever begins, so that a stall has a name."""
+
+    setup: WorkerSetup
+    mailbox: Mailbox
+    loops: list[Loop]
+    context: Context
+    on_enter: OnEnter = lambda step, doing: None
+    stages: dict[str, Stage] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    doing: str = "starting"
+
+    def load(self) -> None:
+        """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
+        if self.setup.model is not None:
+            self.context.engine = self.setup.model.load(self.context)
+        self.stages = {task.name: task.operation.start(self.context) for task in self.setup.tasks}
+
+    def step(self, step: int) -> None:
+        """Fire every node once."""
+        for task in self.setup.tasks:
+            self.fire(task, step)
+
+    def fire(self, task: Task, step: int) -> None:
+        """Fire one node: weights, inputs, the node's own work, outputs, then the weights it publishes."""
+        for loop in self.loops:
+            if loop.reader is not None and task.name in loop.plan.readers:
+                self._load_weights(loop, task.name, step)
+        columns = self._take(task, step)
+        for loop in self.loops:
+            if loop.writer is not None and task.name == loop.plan.writer:
+                self.metrics.update(staleness(columns, step, loop.plan))
+        self.on_enter(step, f"node '{task.name}'")
+        self.doing = task.name
+        with self._span(task.name, "fire", step):
+            fired = self.stages[task.name](step, columns)
+        written, metrics = fired if isinstance(fired, tuple) else (fired, {})
+        if task.writes:
+            checked_columns(task.name, task.writes, written)
+        self.metrics.update(metrics)
+        self._put(task, step, written)
+        del columns
+        for box in self.mailbox.read_by(task.name):
+            box.done(task.name)
+        for loop in self.loops:
+            if loop.writer is not None and task.name == loop.plan.writer:
+                with self._span(publish_event(loop.plan.name), "publish", step, version=step + 1):
+                    loop.writer.publish(step + 1, self.context.engine.weights(), self.setup.deadline_s)
+
+    def _take(self, task: Task, step: int) -> dict[str, Column]:
+        columns: dict[str, Column] = {}
+        for box in self.mailbox.read_by(task.name):
+            wanted = step - box.channel.tokens
+            if wanted < 0:
+                continue
+            self.on_enter(step, f"channel '{box.channel.name}' (written by node '{box.channel.writer}')")
+            self.doing = task.name
+            with self._span(box.channel.name, "wait", step):
+                batch = box.take(wanted, self.setup.deadline_s)
+            for name in task.columns.get(box.channel.writer, ()) if box.channel.kind == "batch" else ():
+                columns[name] = repeat_rows(batch[name], task.repeat[box.channel.writer])
+        return columns
+
+    def _put(self, task: Task, step: int, columns: Columns) -> None:
+        for box in self.mailbox.written_by(task.name):
+            self.on_enter(step, f"room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
+            box.put(step, columns, self.setup.deadline_s)
+
+    def _load_weights(self, loop: Loop, node: str, step: int) -> None:
+        """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""
+        assert loop.reader is not None
+        self.doing = node
+        while self.context.version < step - loop.plan.depth:
+            self._load_next(loop, node, step, self.setup.deadline_s)
+        while loop.plan.freshest:
+            try:
+                self._load_next(loop, node, step, 0.0)
+            except ChannelTimeout:
+                break
+
+    def _load_next(self, loop: Loop, node: str, step: int, timeout_s: float) -> None:
+        assert loop.reader is not None
+        version = self.context.version + 1
+        self.on_enter(step, f"version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
+        with self._span(loop.plan.name, "wait", step):
+            weights = loop.reader.receive(version, timeout_s)
+        with self._span(load_event(loop.plan.name, node), "load", step, version=version):
+            self.context.engine.load_weights(weights)
+        del weights
+        loop.reader.done()
+        self.context.version = version
+
+    def _span(self, name: str, kind: str, step: int, version: int | None = None) -> "_Timer":
+        return _Timer(self, name, kind, step, version)
+
+    def report(self) -> tuple[dict[str, float], list[Span]]:
+        """Return metrics and spans since the last report."""
+        metrics, spans = self.metrics, self.spans
+        self.metrics, self.spans = {}, []
+        return metrics, spans
+
+    def close(self) -> None:
+        self.mailbox.close()
+        if self.context.engine is not None:
+            self.context.engine.close()
+
+
+@dataclass
+class _Timer:
+    """Times a block; a wait that gave up is kept as well."""
+
+    worker: Worker
+    name: str
+    kind: str
+    step: int
+    version: int | None
+    start_s: float = 0.0
+
+    def __enter__(self) -> None:
+        self.start_s = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        span = Span(self.name, self.kind, self.step, self.worker.setup.worker.name, self.start_s, time.monotonic(), self.version)  # type: ignore[arg-type]
+        self.worker.spans.append(span)
+
+
+def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
+    """Return how many versions the batch is behind, by token. Raises StalenessError where the oldest exceeds the bound."""
+    mask, versions = columns["response_mask"], columns["weight_version"]
+    behind = step - versions[mask]  # type: ignore[index, operator]
+    if behind.numel() == 0:
+        return {"staleness/max": 0.0, "staleness/mean": 0.0}
+    oldest = int(behind.max())
+    if oldest > loop.depth:
+        raise StalenessError(
+            f"node '{loop.writer}' got a batch at step {step} whose oldest token is {oldest} versions behind, but '{loop.name}' has "
+            f"depth {loop.depth}: the plan's token count was broken, which is a defect of rlgraph; please report it with the plan"
+        )
+    return {"staleness/max": float(oldest), "staleness/mean": float(behind.float().mean())}
