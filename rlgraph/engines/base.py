@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError
+from rlgraph.errors import DataError, GraphError
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,31 @@ def check_real(where: str, name: str, value: Any, in_range: bool, rule: str) -> 
     """Raise GraphError unless the value is a finite number in its range; `rule` says what it may be."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not in_range or value == float("inf"):
         raise GraphError(f"{where}({name}={value!r}): {name} is {rule}")
+
+
+def check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int], context: int, vocab: int) -> None:
+    """Raise DataError unless each prompt is token ids of the vocabulary, has a seed, and leaves room for a response."""
+    if len(prompts) != len(seeds):
+        raise DataError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds; each prompt has one seed")
+    for row, prompt in enumerate(prompts):
+        if not 1 <= len(prompt) < context:
+            raise DataError(
+                f"generate: prompt {row} has {len(prompt)} tokens; a prompt has at least 1 and leaves room for a response in the "
+                f"context of {context} tokens: shorten it, or raise max_model_len"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise DataError(
+                f"generate: prompt {row} has a token id outside of 0..{vocab - 1}: it was encoded with the tokenizer of another model"
+            )
+
+
+def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError unless the weights are exactly the model's parameters, each of its full shape."""
+    missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unknown:
+        raise DataError(
+            f"load_weights: missing {missing[:3]}, unknown {unknown[:3]}; every parameter comes once, under its Hugging Face name"
+        )
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise DataError(f"load_weights: '{name}' has shape {tuple(weights[name].shape)}, the model's is {shape}; send full tensors")
