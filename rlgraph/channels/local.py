@@ -30,7 +30,8 @@ class _Shared:
     name: str
     slots: int
     queues: list[_Queue]
-    stop: Stop | None = None
+    stop: Stop | None = None  # what the writer did, for the readers
+    reader_stop: Stop | None = None  # what a reader did, for the writer
 
     @property
     def used(self) -> int:
@@ -48,8 +49,9 @@ class LocalWriter:
     def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
         check_columns(self._end, step, columns)
         shared = self._shared
-        if shared.stop is not None:
-            raise self._end.stopped(step, shared.stop)
+        stop = shared.stop or shared.reader_stop
+        if stop is not None:
+            raise self._end.stopped(step, stop)
         if shared.used == shared.slots:
             state = f"all {shared.slots} slots are taken, and in one process nobody else could free one: take and release first"
             raise self._end.timeout(step, 0, state)
@@ -63,7 +65,7 @@ class LocalWriter:
         self._shared.stop = self._shared.stop or Stop("the writer")
 
     def fail(self, reason: str) -> None:
-        self._shared.stop = Stop("the writer", f"failed: {reason}")
+        self._shared.stop = self._shared.stop or Stop("the writer", f"failed: {reason}")
 
     def statistics(self) -> Statistics:
         self._meter.use(self._shared.used)
@@ -78,11 +80,14 @@ class LocalReader:
         self._queue = queue
         self._end = End(shared.name, "a reader")
         self._meter = Meter(shared.slots)
+        self._stop: Stop | None = None
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
         queue, stop = self._queue, self._shared.stop
         waiting = len(queue.messages) - len(queue.taken)
-        if stop is not None and not (waiting and stop == Stop("the writer")):
+        if self._stop is not None:
+            raise self._end.stopped(step, self._stop)
+        if stop is not None and (stop.reason is not None or not waiting):
             raise self._end.stopped(step, stop)
         if not waiting:
             raise self._end.timeout(step, 0, "no message is there, and in one process nobody else could put one: fire the writer first")
@@ -102,13 +107,17 @@ class LocalReader:
         taken.check_unchanged(self._end)
 
     def close(self) -> None:
-        self._shared.stop = self._shared.stop or Stop("a reader")
+        self._end_with(Stop("a reader"))
 
     def fail(self, reason: str) -> None:
-        self._shared.stop = Stop("a reader", f"failed: {reason}")
+        self._end_with(Stop("a reader", f"failed: {reason}"))
 
     def statistics(self) -> Statistics:
         return self._meter.statistics()
+
+    def _end_with(self, stop: Stop) -> None:
+        self._stop = self._stop or stop
+        self._shared.reader_stop = self._shared.reader_stop or stop
 
 
 def local_channel(name: str, slots: int, readers: int) -> tuple[LocalWriter, list[LocalReader]]:
