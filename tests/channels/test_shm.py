@@ -1,0 +1,272 @@
+"""What only channels in shared memory do: growth, authentication, real processes, and leaving nothing behind."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
+
+LONG, SHORT = 20.0, 0.02
+
+
+@pytest.fixture
+def peer(tmp_path):
+    """Return a function that starts the other end of the channel at the given address in a process of its own."""
+    started = []
+
+    def start(role: str, address: str, count: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, Path(__file__).with_name("peer.py"), role, address, str(count)], stdout=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def handles() -> dict[int, str]:
+    return {
+        int(name): os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
+    }
+
+
+def test_a_view_is_the_memory_of_the_slot(make_shm):
+    writer, readers = make_shm(readers=2)
+    writer.put(0, {"x": torch.arange(8, dtype=torch.uint8)}, LONG)
+    views = [reader.take(0, LONG)["x"] for reader in readers]
+    [segment] = writer._segments.values()
+    segment[segment[:].index(bytes(range(8)))] = 99
+    assert [view.tolist() for view in views] == [[99, 1, 2, 3, 4, 5, 6, 7]] * 2
+
+
+def test_columns_are_aligned_to_cache_lines(make_shm):
+    writer, [reader] = make_shm()
+    writer.put(0, {"a": torch.ones(3, dtype=torch.bool), "text": ["x"], "b": torch.ones(5), "c": torch.ones(())}, LONG)
+    got = reader.take(0, LONG)
+    assert [got[name].data_ptr() % 64 for name in "abc"] == [0, 0, 0]
+
+
+def test_views_taken_under_inference_mode_serve_autograd(make_shm):
+    writer, [reader] = make_shm()
+    with torch.inference_mode():
+        writer.put(0, {"x": torch.ones(2), "none": torch.ones(0)}, LONG)
+        got = reader.take(0, LONG)
+    assert not any(column.is_inference() for column in got.values())
+    writer.put(1, {"x": torch.ones(2)}, LONG)
+
+
+def test_a_slot_grows_for_a_larger_batch_and_earlier_views_stay_intact(make_shm):
+    writer, [reader] = make_shm(slots=2)
+    writer.put(0, {"x": torch.full((10,), 1.0)}, LONG)
+    held = reader.take(0, LONG)["x"]
+    for step in range(1, 12):
+        writer.put(step, {"x": torch.full((4**step % 10**6,), float(step))}, LONG)
+        assert reader.take(step, LONG)["x"].unique().tolist() == [step]
+        if step == 1:
+            assert held.tolist() == [1.0] * 10
+        reader.release()
+    writer.put(12, {"x": torch.zeros(3)}, LONG)
+    assert reader.take(12, LONG)["x"].tolist() == [0, 0, 0]
+
+
+def test_memory_of_a_slot_that_grew_is_given_back_with_its_last_view(make_shm):
+    writer, [reader] = make_shm(slots=1)
+    for step, size in enumerate([10, 10**5, 10**6]):
+        writer.put(step, {"x": torch.ones(size)}, LONG)
+        reader.take(step, LONG)
+        reader.release()
+    assert len([path for path in handles().values() if "memfd:rlgraph edge" in path]) == 2  # one mapping at each end
+
+
+def test_a_batch_that_cannot_be_stored_leaves_its_slot_free(make_shm):
+    writer, [reader] = make_shm(slots=1)
+    with pytest.raises(RuntimeError):
+        writer.put(0, {"x": torch.ones(2, device="meta")}, LONG)
+    writer.put(0, {"x": torch.ones(2)}, LONG)
+    assert reader.take(0, LONG)["x"].tolist() == [1, 1]
+
+
+def test_the_first_put_waits_for_all_readers(tmp_path):
+    address = str(tmp_path / "a")
+    writer = ShmWriter("edge", 1, 2, b"key", address)
+    one = ShmReader("edge", b"key", address, LONG)
+    with pytest.raises(ChannelTimeout, match="step 0: waited 0.02 s, 1 of 2 readers have connected"):
+        writer.put(0, {}, SHORT)
+    two = ShmReader("edge", b"key", address, LONG)
+    writer.put(0, {}, LONG)
+    assert (one.take(0, LONG), two.take(0, LONG)) == ({}, {})
+    for end in (writer, one, two):
+        end.close()
+
+
+def test_a_reader_waits_for_its_writer(tmp_path):
+    address = str(tmp_path / "a")
+    readers = []
+    thread = threading.Thread(target=lambda: readers.append(ShmReader("edge", b"key", address, LONG)))
+    thread.start()
+    writer = ShmWriter("edge", 1, 1, b"key", address)
+    thread.join()
+    writer.put(0, {}, LONG)
+    assert readers[0].take(0, LONG) == {}
+    writer.close()
+    readers[0].close()
+
+
+def test_a_reader_without_a_writer_times_out(tmp_path):
+    with pytest.raises(ChannelTimeout, match="channel 'edge', a reader: waited 0.02 s, no writer listens at"):
+        ShmReader("edge", b"key", str(tmp_path / "a"), SHORT)
+
+
+def test_a_wrong_authkey_is_refused_and_leaves_the_place_free(tmp_path):
+    address = str(tmp_path / "a")
+    writer = ShmWriter("edge", 1, 1, b"key", address)
+    with pytest.raises(ChannelError, match="refused the authkey"):
+        ShmReader("edge", b"another", address, LONG)
+    reader = ShmReader("edge", b"key", address, LONG)
+    writer.put(0, {}, LONG)
+    assert reader.take(0, LONG) == {}
+    writer.close()
+    reader.close()
+
+
+def test_a_socket_path_that_is_too_long_is_refused():
+    with pytest.raises(ChannelError, match="channel 'edge': the socket path .* has 200 bytes"):
+        ShmWriter("edge", 1, 1, b"key", "/" + "a" * 199)
+
+
+def test_a_waiting_reader_sleeps_until_its_message_comes(make_shm):
+    writer, [reader] = make_shm()
+    done = threading.Event()
+    used = []
+
+    def read() -> None:
+        since = time.thread_time()
+        reader.take(0, LONG)
+        used.append(time.thread_time() - since)
+        done.set()
+
+    threading.Thread(target=read).start()
+    assert not done.wait(0.5)
+    writer.put(0, {}, LONG)
+    assert done.wait(LONG)
+    assert used[0] < 0.015  # 3 % of half a second
+    assert 0.4 < reader.statistics().blocked_s < LONG
+
+
+def test_a_timed_out_writer_was_blocked_for_its_deadline(make_shm):
+    writer, _ = make_shm(slots=1)
+    writer.put(0, {}, LONG)
+    with pytest.raises(ChannelTimeout):
+        writer.put(1, {}, 0.1)
+    assert 0.1 <= writer.statistics().blocked_s < 1
+
+
+def test_a_blocked_writer_goes_on_when_a_slot_comes_back(make_shm):
+    writer, [reader] = make_shm(slots=1)
+    writer.put(0, {}, LONG)
+    thread = threading.Thread(target=writer.put, args=(1, {}, LONG))
+    thread.start()
+    reader.take(0, LONG)
+    reader.release()
+    assert reader.take(1, LONG) == {}
+    thread.join()
+
+
+def test_messages_cross_between_processes(tmp_path, peer):
+    address = str(tmp_path / "a")
+    peer("write", address, 50)
+    reader = ShmReader("edge", b"key", address, LONG)
+    for step in range(50):
+        got = reader.take(step, LONG)
+        assert (got["x"].tolist(), got["who"]) == ([step] * 1000, ["écrivain"])
+        reader.release()
+    reader.close()
+
+
+def test_a_killed_writer_breaks_the_channel_within_a_second_and_leaves_nothing(tmp_path, peer):
+    address, shared = str(tmp_path / "a"), set(os.listdir("/dev/shm"))
+    process = peer("write", address, 2)
+    reader = ShmReader("edge", b"key", address, LONG)
+    kept = reader.take(0, LONG)["x"]
+    assert process.stdout.readline() == b"done\n"
+    killer = threading.Timer(0.2, process.kill)
+    killer.start()
+    reader.take(1, LONG)
+    since = time.monotonic()
+    with pytest.raises(ChannelBroken, match=rf"'edge', a reader, step 2: the writer \(process {process.pid}\) died"):
+        reader.take(2, LONG)
+    assert time.monotonic() - since < 1.2
+    assert kept.tolist() == [0] * 1000
+    reader.close()
+    assert os.listdir(tmp_path) == []
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_a_killed_reader_breaks_the_channel_within_a_second(tmp_path, peer):
+    address = str(tmp_path / "a")
+    writer = ShmWriter("edge", 2, 1, b"key", address)
+    process = peer("read", address, 1)
+    for step in range(3):
+        writer.put(step, {"x": torch.full((1000,), step)}, LONG)
+    killer = threading.Timer(0.2, process.kill)
+    killer.start()
+    since = time.monotonic()
+    with pytest.raises(ChannelBroken, match=rf"'edge', the writer, step 3: a reader \(process {process.pid}\) died"):
+        writer.put(3, {}, LONG)
+    assert time.monotonic() - since < 1.2
+    writer.close()
+
+
+@pytest.mark.parametrize("last", ["writer", "reader"])
+def test_nothing_is_left_after_close(make_shm, tmp_path, last):
+    before, shared = handles(), os.listdir("/dev/shm")
+    writer, [reader] = make_shm()
+    for step in range(5):
+        writer.put(step, {"x": torch.ones(10**step)}, LONG)
+        reader.take(step, LONG)
+        reader.release()
+    ends = [reader, writer] if last == "writer" else [writer, reader]
+    for end in ends:
+        end.close()
+    assert handles() == before
+    assert os.listdir("/dev/shm") == shared
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_closed_before_its_readers_came_leaves_nothing(tmp_path):
+    before, threads = handles(), threading.active_count()
+    writer = ShmWriter("edge", 1, 2, b"key", str(tmp_path / "a"))
+    reader = ShmReader("edge", b"key", str(tmp_path / "a"), LONG)
+    writer.close()
+    with pytest.raises(ChannelClosed):
+        reader.take(0, LONG)
+    reader.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("door of"):
+            thread.join(LONG)
+    assert (handles(), threading.active_count(), os.listdir(tmp_path)) == (before, threads, [])
+
+
+def test_no_handle_is_inherited_by_child_processes(make_shm):
+    before = handles()
+    writer, [reader] = make_shm()
+    writer.put(0, {"x": torch.ones(3)}, LONG)
+    reader.take(0, LONG)
+    assert [path for number, path in handles().items() if number not in before and os.get_inheritable(number)] == []
+
+
+def test_views_outlive_both_ends(make_shm):
+    writer, [reader] = make_shm()
+    writer.put(0, {"x": torch.arange(3)}, LONG)
+    view = reader.take(0, LONG)["x"]
+    writer.close()
+    reader.close()
+    assert view.tolist() == [0, 1, 2]
