@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
 LONG, SHORT = 10.0, 0.02
-DTYPES = [getattr(torch, name) for name in "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split()]
+INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES = [*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
 
 def number(value):
@@ -96,7 +97,7 @@ def test_close_lets_readers_take_what_is_in_the_slots_then_tells_them(make):
     writer.close()
     for reader in readers:
         assert [taken(reader, 0), taken(reader, 1)] == [0, 1]
-        with pytest.raises(ChannelClosed, match="'edge', a reader, step 2: the writer .*closed"):
+        with pytest.raises(ChannelClosed, match=r"'edge', a reader, step 2: the writer .*closed"):
             reader.take(2, LONG)
 
 
@@ -120,7 +121,7 @@ def test_a_reader_that_closes_ends_the_channel_for_the_writer_but_not_for_other_
     writer, [leaves, stays] = make(readers=2)
     writer.put(0, number(0), LONG)
     leaves.close()
-    with pytest.raises(ChannelClosed, match="'edge', the writer, step 1: a reader .*closed"):
+    with pytest.raises(ChannelClosed, match=r"'edge', the writer, step 1: a reader .*closed"):
         writer.put(1, number(1), LONG)
     assert taken(stays, 0) == 0
 

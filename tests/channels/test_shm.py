@@ -98,7 +98,7 @@ def test_the_first_put_waits_for_all_readers(tmp_path):
     address = str(tmp_path / "a")
     writer = ShmWriter("edge", 1, 2, b"key", address)
     one = ShmReader("edge", b"key", address, LONG)
-    with pytest.raises(ChannelTimeout, match="step 0: waited 0.02 s, 1 of 2 readers have connected"):
+    with pytest.raises(ChannelTimeout, match=r"step 0: waited 0\.02 s, 1 of 2 readers have connected"):
         writer.put(0, {}, SHORT)
     two = ShmReader("edge", b"key", address, LONG)
     writer.put(0, {}, LONG)
@@ -121,7 +121,7 @@ def test_a_reader_waits_for_its_writer(tmp_path):
 
 
 def test_a_reader_without_a_writer_times_out(tmp_path):
-    with pytest.raises(ChannelTimeout, match="channel 'edge', a reader: waited 0.02 s, no writer listens at"):
+    with pytest.raises(ChannelTimeout, match=r"channel 'edge', a reader: waited 0\.02 s, no writer listens at"):
         ShmReader("edge", b"key", str(tmp_path / "a"), SHORT)
 
 
@@ -138,7 +138,7 @@ def test_a_wrong_authkey_is_refused_and_leaves_the_place_free(tmp_path):
 
 
 def test_a_socket_path_that_is_too_long_is_refused():
-    with pytest.raises(ChannelError, match="channel 'edge': the socket path .* has 200 bytes"):
+    with pytest.raises(ChannelError, match=r"channel 'edge': the socket path .* has 200 bytes"):
         ShmWriter("edge", 1, 1, b"key", "/" + "a" * 199)
 
 
