@@ -44,6 +44,8 @@ COLUMNS: dict[str, ColumnSpec] = {
     "values": ColumnSpec(torch.float32, ("B", "T"), "critic.values", "value estimates"),
     "rewards": ColumnSpec(torch.float32, ("B",), "reward", "one reward a response"),
     "token_rewards": ColumnSpec(torch.float32, ("B", "T"), "kl_shaped_rewards", "rewards by token"),
+    "baseline_rewards": ColumnSpec(torch.float32, ("B",), "reward", "reward of the greedy response to the same prompt"),
+    "sum_pi_squared": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "sum of squared probabilities over the vocabulary"),
     "advantages": ColumnSpec(torch.float32, ("B", "T"), "advantages", "advantage of each response token"),
     "returns": ColumnSpec(torch.float32, ("B", "T"), "advantages", "regression target of the critic"),
     "rollout_is_weights": ColumnSpec(torch.float32, ("B", "T"), "rollout_correction", "importance weights of trainer over engine"),

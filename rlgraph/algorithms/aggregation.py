@@ -1,6 +1,18 @@
-"""How a loss over tokens becomes one number."""
+"""How a loss over tokens becomes one number, the same however the batch is split over micro-batches and ranks.
+
+Each micro-batch divides its own sum by totals of the whole mini-batch, so the parts add up. Where gradients are averaged over
+D ranks instead of summed, the trainer multiplies by D.
+"""
 
 from dataclasses import dataclass
+
+import torch
+
+from rlgraph.algorithms.inputs import check_choice, check_whole
+from rlgraph.algorithms.masks import EPSILON, masked_sum
+from rlgraph.errors import GraphError
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
 @dataclass(frozen=True)
@@ -9,3 +21,39 @@ class Totals:
 
     tokens: int
     rows: int
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Totals":
+        """Return the totals of a mini-batch that is all here: the tokens under its mask `[B, T]`, and its B rows."""
+        return cls(int(mask.sum()), mask.shape[0])
+
+
+def check_aggregation(where: str, mode: str, horizon: int | None) -> None:
+    """Raise GraphError for an unknown mode, or a horizon that the mode lacks or has no use for."""
+    check_choice(where, "aggregation", mode, AGGREGATIONS)
+    if mode == "seq-mean-token-sum-norm":
+        check_whole(where, "horizon", horizon, 1)
+    elif horizon is not None:
+        raise GraphError(f"{where}(horizon={horizon!r}): only 'seq-mean-token-sum-norm' divides by a horizon, not '{mode}'; leave it out")
+
+
+def aggregate(
+    losses: torch.Tensor, mask: torch.Tensor, totals: Totals, mode: str = "token-mean", horizon: int | None = None
+) -> torch.Tensor:
+    """Return this micro-batch's part of the aggregated loss; `losses` and the bool `mask` are `[b, T]`.
+
+    token-mean: over all tokens. token-sum. seq-mean-token-sum: sum of each response, mean over rows. seq-mean-token-sum-norm: that,
+    divided by `horizon`, a fixed number of tokens such as the longest response allowed (Liu et al., 2025, 2503.20783).
+    seq-mean-token-mean: mean of each response, mean over rows. Nothing outside of the mask counts, and an empty mask gives 0.
+
+    Raises GraphError for an unknown mode, or a horizon where none is used.
+    """
+    check_aggregation("aggregate", mode, horizon)
+    if mode == "seq-mean-token-mean":
+        return (masked_sum(losses, mask, -1) / (mask.sum(-1) + EPSILON)).sum() / max(totals.rows, 1)
+    total = masked_sum(losses, mask)
+    if mode == "token-sum":
+        return total
+    if mode == "token-mean":
+        return total / max(totals.tokens, 1)
+    return total / max(totals.rows, 1) / (horizon or 1)

@@ -1,0 +1,191 @@
+"""Advantages from one reward a response, compared within the group of responses to one prompt.
+
+Every token of a response gets the same advantage, and 0 outside of the response mask. A group of one has nothing to be compared
+with: `singleton="reward"` leaves its reward as the advantage, `singleton="zero"` gives 0. Pass@k needs two.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from rlgraph.algorithms.groups import Groups, groups_of
+from rlgraph.algorithms.inputs import check_choice, check_flag, check_number, masked, rowwise
+from rlgraph.algorithms.masks import keep, whiten
+from rlgraph.columns import Columns
+from rlgraph.errors import DataError, GraphError
+
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupEstimator(ABC):
+    """Base of the estimators that compare the rewards of a group. A subclass gives the advantage `[B]` of each response."""
+
+    reads: ClassVar[tuple[str, ...]] = ("rewards", "response_mask", "group_ids")
+    writes: ClassVar[tuple[str, ...]] = ("advantages",)
+    singleton: Literal["reward", "zero"] = "reward"
+
+    def __post_init__(self) -> None:
+        check_choice(type(self).__name__, "singleton", self.singleton, ("reward", "zero"))
+
+    @torch.no_grad()
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Return `advantages` `[B, T]` in the dtype of `rewards` `[B]`.
+
+        Raises DataError for a column that is missing or of another shape or dtype.
+        """
+        where = type(self).__name__
+        mask = masked(where, batch)
+        rewards = rowwise(where, batch, "rewards", mask)
+        scores = self.scores(rewards, mask, groups_of(where, batch, mask)).to(rewards.dtype)
+        return {"advantages": keep(scores[:, None], mask)}
+
+    @abstractmethod
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return the advantage `[B]` of each response."""
+
+    def compared(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return rewards `[B]` less their group's mean, in float64; those of a group of one as the option says."""
+        centered = groups.centered(rewards)
+        return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
+
+
+@dataclass(frozen=True)
+class GRPO(GroupEstimator):
+    """Reward less its group's mean, over its group's standard deviation + 1e-6: (R - mean) / (std + 1e-6).
+
+    `normalize_std=False` leaves the division out, which is Dr. GRPO. A group of one counts as mean 0 and deviation 1.
+
+    Source: Shao et al., 2024, 2402.03300; Dr. GRPO: Liu et al., 2025, 2503.20783.
+    """
+
+    normalize_std: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("GRPO", "normalize_std", self.normalize_std)
+
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return self.normalized(rewards, groups)
+
+    def normalized(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+        compared = self.compared(rewards, groups)
+        return compared / (groups.std(groups.centered(rewards)) + EPSILON) if self.normalize_std else compared
+
+
+@dataclass(frozen=True)
+class RLOO(GroupEstimator):
+    """Reward less the mean of the other rewards of its group: n / (n - 1) (R - mean). Source: Ahmadian et al., 2024, 2402.14740."""
+
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        size = groups.sizes[groups.index]
+        return self.compared(rewards, groups) * size / (size - 1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class OPO(GroupEstimator):
+    """Reward less the mean of its group weighted by length: R - sum(n_j R_j) / sum(n_j). Source: Hao et al., 2025, 2505.23585.
+
+    A group without any response token has no weights; its advantages reach no token.
+    """
+
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        lengths = mask.sum(-1).double()
+        shifted = rewards.double() - groups.min(rewards).double()[groups.index]
+        baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
+        centered = shifted - baseline[groups.index]
+        return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
+
+
+@dataclass(frozen=True)
+class GPG(GroupEstimator):
+    """Reward less its group's mean, times the batch's rows over its rewards that are not 0: a batch of few successes weighs more.
+
+    a (R - mean) / f with a = B / max(#{R != 0}, 1). Source: Chu et al., 2025, 2504.02546.
+    """
+
+    f_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("GPG", "f_norm", self.f_norm, above=0)
+
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        scale = len(rewards) / torch.count_nonzero(rewards).clamp(min=1)
+        return self.compared(rewards, groups) * scale / self.f_norm
+
+
+@dataclass(frozen=True)
+class PassK(GroupEstimator):
+    """Only the best response of a group has an advantage: what it is ahead of the second, (R1 - R2) / (std + 1e-6), to raise pass@k.
+
+    A tie for the best gives 0. Raises DataError for a group of one. Source: Walder and Karkhanis, 2025, 2503.19595 (as verl has it).
+    """
+
+    normalize_std: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("PassK", "normalize_std", self.normalize_std)
+        if self.singleton != "reward":
+            raise GraphError("PassK(singleton='zero'): Pass@k refuses groups of one, so the option has no effect; leave it out")
+
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        if bool((groups.sizes == 1).any()):
+            raise DataError("PassK: a group has one response; Pass@k compares the best with the second: use a group_size of at least 2")
+        best = rewards == groups.max(rewards)[groups.index]
+        alone = best & (groups.sum(best.long()) == 1)[groups.index]
+        second = groups.max(torch.where(best, float("-inf"), rewards))[groups.index]
+        ahead = torch.where(alone, rewards.double() - second.double(), 0.0)
+        return ahead / (groups.std(groups.centered(rewards)) + EPSILON) if self.normalize_std else ahead
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(GroupEstimator):
+    """Reward less its group's mean, whitened over the tokens of the batch. Source: Hu, 2025, 2501.03262.
+
+    Raises DataError for a batch of one response token.
+    """
+
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        return {"advantages": whiten(super().__call__(batch)["advantages"], masked(type(self).__name__, batch), type(self).__name__)}
+
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return self.compared(rewards, groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPO(GRPO):
+    """GRPO for each of several rewards by itself, then their weighted sum, whitened over the tokens of the batch.
+
+    `keys` name columns `[B]`, such as ("accuracy", "format"); `weights` are theirs, all 1 by default. No reward drowns the others.
+    Raises DataError for a batch of one response token. Source: Liu et al., 2026, 2601.05242.
+    """
+
+    keys: tuple[str, ...] = ("rewards",)
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.keys, tuple) or not self.keys or len(set(self.keys)) < len(self.keys):
+            raise GraphError(f"GDPO(keys={self.keys!r}): keys name one column or more, each once, as in keys=('accuracy', 'format')")
+        if self.weights is not None and (not isinstance(self.weights, tuple) or len(self.weights) != len(self.keys)):
+            raise GraphError(f"GDPO(weights={self.weights!r}): there is one weight for each of the keys {self.keys}; give a tuple of them")
+        for weight in self.weights or ():
+            check_number("GDPO", "weights", weight)
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.keys, "response_mask", "group_ids")
+
+    @torch.no_grad()
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        mask = masked("GDPO", batch)
+        groups = groups_of("GDPO", batch, mask)
+        rewards = [rowwise("GDPO", batch, key, mask) for key in self.keys]
+        weights = self.weights or (1.0,) * len(rewards)
+        scores = sum(w * self.normalized(r, groups) for w, r in zip(weights, rewards, strict=True))
+        assert isinstance(scores, torch.Tensor)
+        return {"advantages": whiten(keep(scores.to(rewards[0].dtype)[:, None], mask), mask, "GDPO")}

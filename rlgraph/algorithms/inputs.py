@@ -1,0 +1,96 @@
+"""Checks at the edge of the algorithms: options when an object is made, columns once when it is called."""
+
+from collections.abc import Collection
+
+import torch
+
+from rlgraph.columns import COLUMNS, Columns
+from rlgraph.errors import DataError, GraphError
+
+
+def check_number(
+    where: str, name: str, value: object, *, least: float = float("-inf"), above: float = float("-inf"), most: float = float("inf")
+) -> None:
+    """Raise GraphError unless the value is a finite number with `above` < value, and `least` <= value <= `most`."""
+    rule = f"{name} is a finite number" + (f" above {above:g}" if above > float("-inf") else "")
+    rule += (f" of at least {least:g}" if least > float("-inf") else "") + (f" and at most {most:g}" if most < float("inf") else "")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise GraphError(f"{where}({name}={value!r}): {rule}; give such a number")
+    if not (value >= least and value > above and value <= most):
+        raise GraphError(f"{where}({name}={value!r}): {rule}; give such a number")
+
+
+def check_whole(where: str, name: str, value: object, least: int) -> None:
+    """Raise GraphError unless the value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise GraphError(f"{where}({name}={value!r}): {name} is a whole number of at least {least}; give such a number")
+
+
+def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
+    """Raise GraphError unless the value is one of the choices."""
+    if not isinstance(value, str | int | None) or value not in choices:
+        raise GraphError(f"{where}({name}={value!r}): {name} is one of {list(choices)}; choose one of them")
+
+
+def check_flag(where: str, name: str, value: object) -> None:
+    """Raise GraphError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise GraphError(f"{where}({name}={value!r}): {name} is True or False; give one of them")
+
+
+def check_clip(where: str, low: object, high: object) -> None:
+    """Raise GraphError unless a ratio can be clipped to [1 - low, 1 + high]."""
+    check_number(where, "clip_low", low, least=0, most=1)
+    check_number(where, "clip_high", high, least=0)
+
+
+def masked(where: str, batch: Columns, shape: torch.Size | None = None) -> torch.Tensor:
+    """Return the response mask `[B, T]`.
+
+    Raises DataError where it is missing, is no bool tensor, or has another shape than the log-probs.
+    """
+    mask = tensor(where, batch, "response_mask")
+    check_mask(where, mask)
+    if shape is not None and mask.shape != shape:
+        raise DataError(f"{where}: the log-probs have shape {list(shape)}, 'response_mask' {list(mask.shape)}; both are [B, T]")
+    return mask
+
+
+def check_mask(where: str, mask: torch.Tensor) -> None:
+    """Raise DataError unless the mask is bool and `[B, T]`."""
+    if mask.dtype is not torch.bool or mask.ndim != 2:
+        raise DataError(
+            f"{where}: 'response_mask' is {mask.dtype} of shape {list(mask.shape)}; a mask is bool and [B, T]: give it as mask.bool()"
+        )
+
+
+def tokenwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point column of the mask's shape `[B, T]`. Raises DataError for any other."""
+    column = tensor(where, batch, name)
+    if not column.is_floating_point() or column.shape != mask.shape:
+        raise DataError(
+            f"{where}: column '{name}' is {column.dtype} of shape {list(column.shape)}; beside a mask of shape {list(mask.shape)} "
+            "it holds floating-point numbers of the same shape [B, T]"
+        )
+    return column
+
+
+def rowwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point column `[B]`. Raises DataError for any other."""
+    column = tensor(where, batch, name)
+    if not column.is_floating_point() or column.shape != mask.shape[:1]:
+        raise DataError(
+            f"{where}: column '{name}' is {column.dtype} of shape {list(column.shape)}; for {mask.shape[0]} responses it holds "
+            f"{mask.shape[0]} floating-point numbers, one a response"
+        )
+    return column
+
+
+def tensor(where: str, batch: Columns, name: str) -> torch.Tensor:
+    """Return a column that holds numbers. Raises DataError where it is missing or holds text."""
+    column = batch.get(name)
+    if not isinstance(column, torch.Tensor):
+        writer = f"; it is written by '{COLUMNS[name].written_by}'" if name in COLUMNS else ""
+        found = "missing" if column is None else f"a {type(column).__name__}"
+        raise DataError(f"{where}: column '{name}' is {found} among {sorted(batch)}; it must be a tensor{writer}")
+    return column

@@ -1,0 +1,98 @@
+"""Policy losses of one token each: clipped ratios, and plain policy gradients. All are to be minimised."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.algorithms.inputs import check_clip, check_number
+from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+
+
+@dataclass(frozen=True)
+class ClippedLoss(PolicyLoss):
+    """PPO's clipped loss: -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)), and at most -A clip_c where A < 0.
+
+    r is the ratio of new to old probability. `clip_high` above `clip_low` is DAPO's clip-higher; `clip_c` bounds the loss of
+    tokens with a negative advantage and a large ratio (dual clip), None leaves that out.
+
+    Source: Schulman et al., 2017, 1707.06347; dual clip: Ye et al., 2019, 1912.09729; clip-higher: Yu et al., 2025, 2503.14476.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_c: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip("ClippedLoss", self.clip_low, self.clip_high)
+        if self.clip_c is not None:
+            check_number("ClippedLoss", "clip_c", self.clip_c, above=1)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.safe_log_ratio
+        ratio = log_ratio.exp()
+        negative = tokens.advantages < 0
+        # The sign of A decides which bound can bind, so that one clamp of the ratio stands for the minimum of two products.
+        bounded = torch.where(negative, ratio.clamp(1 - self.clip_low, self.clip_c), ratio.clamp(max=1 + self.clip_high))
+        positive = tokens.advantages > 0
+        metrics = {
+            "actor/pg_clipfrac": tokens.mean((positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))),
+            "actor/pg_clipfrac_lower": tokens.mean(negative & (ratio > (self.clip_c or float("inf")))),
+            "actor/ppo_kl": -tokens.mean(log_ratio),
+        }
+        return -tokens.advantages * bounded, metrics
+
+
+@dataclass(frozen=True)
+class CISPO(PolicyLoss):
+    """The policy gradient weighted by the clipped ratio, which has no gradient itself: -sg(clip(r)) A log p.
+
+    Unlike in PPO, a clipped token still has a gradient. Source: MiniMax, 2025, 2506.13585.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip("CISPO", self.clip_low, self.clip_high)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        with torch.no_grad():
+            log_ratio = tokens.safe_log_ratio
+            ratio = log_ratio.exp()
+            bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+            metrics = {"actor/pg_clipfrac": tokens.mean(ratio != bounded), "actor/ppo_kl": -tokens.mean(log_ratio)}
+        return -(bounded * tokens.advantages) * tokens.log_probs, metrics
+
+
+@dataclass(frozen=True)
+class Reinforce(PolicyLoss):
+    """The plain policy gradient: -A log p. GPG's loss, and with importance weights that of an off-policy REINFORCE.
+
+    Source: Williams, 1992; GPG: Chu et al., 2025, 2504.02546.
+    """
+
+    ratio = False
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        return -tokens.advantages * tokens.log_probs, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRO(PolicyLoss):
+    """The policy gradient with a quadratic pull to the old policy: -(A log p - beta / 2 (log p - log p_old)^2).
+
+    Source: Richemond et al., 2024, 2405.19107.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("DRO", "beta", self.beta, above=0)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.log_ratio
+        losses = 0.5 * self.beta * log_ratio.square() - tokens.advantages * tokens.log_probs
+        return losses, {"actor/ppo_kl": -tokens.mean(log_ratio)}

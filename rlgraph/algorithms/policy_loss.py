@@ -1,0 +1,136 @@
+"""What every policy loss shares: checked inputs, importance weights, aggregation, entropy bonus, KL term and metrics."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation
+from rlgraph.algorithms.inputs import check_choice, check_number, masked, tokenwise
+from rlgraph.algorithms.kl import CLAMP, KL_ESTIMATORS, kl_penalty
+from rlgraph.algorithms.masks import keep
+from rlgraph.columns import Columns
+from rlgraph.errors import DataError, GraphError
+
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens `[b, T]` of a micro-batch as a loss sees them: log-probs and their old ones are 0 outside of the mask."""
+
+    log_probs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    totals: Totals
+    old_log_probs: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """The log of new over old probability, 0 outside of the mask."""
+        assert self.old_log_probs is not None
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def safe_log_ratio(self) -> torch.Tensor:
+        """The log-ratio within [-20, 20], so that its exponential is finite."""
+        return self.log_ratio.clamp(-CLAMP, CLAMP)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this micro-batch's part of the mean of values, or the fraction of flags, over the tokens of the mini-batch."""
+        kept = values & self.mask if values.dtype is torch.bool else keep(values.detach(), self.mask)
+        return kept.sum() / max(self.totals.tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(ABC):
+    """Base of the policy losses: policy term - `entropy_coef` x entropy + `kl_coef` x KL to the reference, each aggregated alike.
+
+    Called for one micro-batch with log-probs `[b, T]` under the weights being trained, its columns, and the totals of the whole
+    mini-batch over all ranks; the losses and the metrics of all micro-batches add up to those of the mini-batch.
+    """
+
+    ratio: ClassVar[bool] = True
+    optional_reads: ClassVar[tuple[str, ...]] = ("rollout_is_weights",)
+    only_aggregation: ClassVar[str | None] = None
+    aggregation: str = "token-mean"
+    horizon: int | None = None
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        check_aggregation(where, self.aggregation, self.horizon)
+        if self.only_aggregation is not None and self.aggregation != self.only_aggregation:
+            raise GraphError(
+                f"{where}(aggregation={self.aggregation!r}): this loss is defined for '{self.only_aggregation}' alone; leave the option out"
+            )
+        check_number(where, "entropy_coef", self.entropy_coef)
+        check_number(where, "kl_coef", self.kl_coef, least=0)
+        check_choice(where, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        if self.kl_coef == 0 and self.kl_estimator != "k3":
+            raise GraphError(f"{where}(kl_estimator={self.kl_estimator!r}): without kl_coef there is no KL term; set it, or leave this out")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the loss needs besides the log-probs and the response mask."""
+        return (*(("old_log_probs",) if self.ratio else ()), "advantages", *(("ref_log_probs",) if self.kl_coef else ()))
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss is to be called with the entropy of each distribution."""
+        return self.entropy_coef != 0
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return this micro-batch's part of the loss (a scalar with gradient) and of the metrics.
+
+        Raises DataError for a column that is missing or of another shape or dtype, or entropy that is needed and not given.
+        """
+        tokens = self._tokens(log_probs, batch, totals)
+        loss, metrics = self.policy_term(tokens)
+        metrics = {"actor/pg_loss": loss, **metrics}
+        if entropy is not None:
+            bonus = self.aggregated(entropy, tokens)
+            metrics["actor/entropy"] = bonus
+            loss = loss - self.entropy_coef * bonus if self.needs_entropy else loss
+        elif self.needs_entropy:
+            raise DataError(f"{type(self).__name__}: entropy_coef is {self.entropy_coef}, but no entropy was given; pass entropy [b, T]")
+        if self.kl_coef:
+            reference = keep(tokenwise(type(self).__name__, batch, "ref_log_probs", tokens.mask), tokens.mask)
+            kl = self.aggregated(kl_penalty(tokens.log_probs, reference, self.kl_estimator), tokens)
+            metrics["actor/kl_loss"] = kl
+            loss = loss + self.kl_coef * kl
+        return loss, to_floats(metrics)
+
+    def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        """Return the aggregated policy term and its metrics."""
+        losses, metrics = self.token_losses(tokens)
+        if tokens.weights is not None:
+            losses = losses * tokens.weights
+        return self.aggregated(losses, tokens), metrics
+
+    @abstractmethod
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        """Return the loss of each token `[b, T]`, and this micro-batch's part of the metrics."""
+
+    def aggregated(self, losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return this micro-batch's part of losses `[b, T]`, aggregated as the options say."""
+        return aggregate(losses, tokens.mask, tokens.totals, self.aggregation, self.horizon)
+
+    def _tokens(self, log_probs: torch.Tensor, batch: Columns, totals: Totals) -> Tokens:
+        where = type(self).__name__
+        mask = masked(where, batch, log_probs.shape)
+        old = keep(tokenwise(where, batch, "old_log_probs", mask), mask) if self.ratio else None
+        weights = tokenwise(where, batch, "rollout_is_weights", mask) if "rollout_is_weights" in batch else None
+        return Tokens(keep(log_probs, mask), tokenwise(where, batch, "advantages", mask), mask, totals, old, weights)
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+    """Return metrics as numbers, fetched from the device all at once."""
+    values: list[float] = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

@@ -1,0 +1,93 @@
+"""Advantages from token rewards: what follows each token, against a value estimate, a greedy response or the batch.
+
+Tokens outside of the response mask (padding, tool tokens) are stepped over: they neither pass rewards on nor take discount,
+and their advantages and returns are 0.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rlgraph.algorithms.inputs import check_number, masked, rowwise, tokenwise
+from rlgraph.algorithms.masks import keep, whiten
+from rlgraph.algorithms.scans import Packing, discounted_sum
+from rlgraph.columns import Columns
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalised advantage estimation: returns against a critic's values, whitened over the tokens of the batch.
+
+    A[t] = d[t] + gamma lam A[t+1] with d[t] = r[t] + gamma V[t+1] - V[t]; `returns` are A + V before whitening.
+    `gamma` discounts rewards, `lam` trades bias (0) against variance (1).
+
+    Raises DataError for a batch of one response token. Source: Schulman et al., 2016, 1506.02438.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("token_rewards", "values", "response_mask")
+    writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("GAE", "gamma", self.gamma, least=0, most=1)
+        check_number("GAE", "lam", self.lam, least=0, most=1)
+
+    @torch.no_grad()
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
+        mask = masked("GAE", batch)
+        packing = Packing.of(mask)
+        rewards = packing.left(tokenwise("GAE", batch, "token_rewards", mask))
+        values = packing.left(tokenwise("GAE", batch, "values", mask))
+        errors = rewards - values
+        errors[:, :-1].add_(values[:, 1:], alpha=self.gamma)
+        advantages = discounted_sum(errors, self.gamma * self.lam)
+        returns = packing.back(advantages + values)
+        return {"advantages": whiten(packing.back(advantages), mask, "GAE"), "returns": returns}
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus:
+    """Discounted rewards that follow each token, whitened over the tokens of the batch; needs neither critic nor groups.
+
+    A reward on a token outside of the response mask is lost. Raises DataError for a batch of one response token.
+    Source: Hu, 2025, 2501.03262.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("token_rewards", "response_mask")
+    writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("ReinforcePlusPlus", "gamma", self.gamma, least=0, most=1)
+
+    @torch.no_grad()
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
+        mask = masked("ReinforcePlusPlus", batch)
+        packing = Packing.of(mask)
+        rewards = packing.left(tokenwise("ReinforcePlusPlus", batch, "token_rewards", mask))
+        returns = packing.back(discounted_sum(rewards, self.gamma))
+        return {"advantages": whiten(returns, mask, "ReinforcePlusPlus"), "returns": returns}
+
+
+@dataclass(frozen=True)
+class ReMax:
+    """Rewards that follow each token less the reward of the greedy response to the same prompt, `baseline_rewards` `[B]`.
+
+    Source: Li et al., 2023, 2310.10505.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("token_rewards", "baseline_rewards", "response_mask")
+    writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
+
+    @torch.no_grad()
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
+        mask = masked("ReMax", batch)
+        rewards = keep(tokenwise("ReMax", batch, "token_rewards", mask), mask)
+        returns = keep(discounted_sum(rewards, 1.0), mask)
+        baselines = rowwise("ReMax", batch, "baseline_rewards", mask)
+        return {"advantages": returns - keep(baselines[:, None], mask), "returns": returns}

@@ -1,0 +1,113 @@
+"""Importance weights of the trainer's policy over the engine's, for samples whose log-probs the two disagree on."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlgraph.algorithms.inputs import check_choice, check_flag, check_mask, check_number
+from rlgraph.algorithms.kl import CLAMP
+from rlgraph.algorithms.masks import keep, masked_mean
+from rlgraph.errors import DataError, GraphError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceWeights:
+    """Base of the weights: the ratio of trainer's to engine's probability, of each token or of each whole response.
+
+    `level="token"` has little variance and a bias; `"sequence"` multiplies the ratios of a response (biased by its bounds alone).
+    `normalize` divides by the mean over the batch. Log-ratios are clamped to [-20, 20].
+    Source: "When Speed Kills Stability", richardli.xyz/rl-collapse; Yao et al., 2025, fengyao.notion.site/off-policy-rl.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(type(self).__name__, "level", self.level, ("token", "sequence"))
+        check_flag(type(self).__name__, "normalize", self.normalize)
+
+    @torch.no_grad()
+    def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+        """Return weights `[B, T]`, 0 outside of the mask, from the trainer's and the engine's log-probs `[B, T]`.
+
+        Raises DataError for tensors of different shapes, or a mask that is not bool.
+        """
+        log_ratio = masked_log_ratio(type(self).__name__, old_log_probs, rollout_log_probs, response_mask)
+        weights = self.bounded(self.raw(log_ratio, response_mask))
+        return weights / self.scale(weights, response_mask) if self.normalize else weights
+
+    def raw(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the weights `[B, T]` before they are bounded, from log-ratios that are 0 outside of the mask."""
+        if self.level == "sequence":
+            return keep(log_ratio.sum(-1, keepdim=True).clamp(-CLAMP, CLAMP).exp(), mask)
+        return keep(log_ratio.clamp(-CLAMP, CLAMP).exp(), mask)
+
+    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weights within their bounds."""
+        raise NotImplementedError
+
+    def bounds(self) -> tuple[float, float]:
+        """Return between which ratios a weight counts as ordinary in the diagnostics."""
+        raise NotImplementedError
+
+    def scale(self, weights: torch.Tensor, mask: torch.Tensor) -> float:
+        """Return what `normalize` divides by: the mean weight over tokens, or over rows that have any; 1 where that is 0."""
+        if self.level == "token":
+            mean = masked_mean(weights, mask)
+        else:
+            rows = mask.any(-1)
+            mean = (masked_mean(weights, mask, -1) * rows).sum() / rows.sum().clamp(min=1)
+        return float(mean) if mean > 1e-8 else 1.0
+
+
+@dataclass(frozen=True)
+class TruncatedIS(ImportanceWeights):
+    """Importance weights of at most `threshold`: min(w, threshold). Source: Ionides, 2008; Yao et al., 2025."""
+
+    threshold: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("TruncatedIS", "threshold", self.threshold, above=0)
+
+    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights.clamp(max=self.threshold)
+
+    def bounds(self) -> tuple[float, float]:
+        return 1 / self.threshold, self.threshold
+
+
+@dataclass(frozen=True)
+class IcePop(ImportanceWeights):
+    """Importance weights within [`low`, `high`], and 0 for those outside; such tokens still count in means. Source: Ling team, 2025."""
+
+    low: float = 0.5
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("IcePop", "low", self.low, above=0)
+        check_number("IcePop", "high", self.high, above=0)
+        if self.low > self.high:
+            raise GraphError(f"IcePop(low={self.low!r}, high={self.high!r}): the lower bound is above the upper; swap them")
+
+    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+        return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
+
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+def masked_log_ratio(where: str, log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the log of trainer's over engine's probability `[B, T]`, 0 outside of the mask.
+
+    Raises DataError for tensors of different shapes, or a mask that is not bool.
+    """
+    check_mask(where, mask)
+    if not log_probs.shape == rollout_log_probs.shape == mask.shape:
+        raise DataError(
+            f"{where}: log-probs have shape {list(log_probs.shape)}, those of the rollout {list(rollout_log_probs.shape)}, the mask "
+            f"{list(mask.shape)}; all three are [B, T]"
+        )
+    return keep(log_probs - rollout_log_probs, mask)

@@ -1,0 +1,54 @@
+"""Sums over the tokens that follow, along response tokens only: gaps in the mask are stepped over."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.algorithms.masks import keep
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Moves the tokens under a mask `[B, T]` to the left of their rows, and back. Without gaps nothing has to move."""
+
+    mask: torch.Tensor
+    packed: torch.Tensor
+    places: torch.Tensor | None
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Packing":
+        packed = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
+        if torch.equal(packed, mask):
+            return cls(mask, mask, None)
+        return cls(mask, packed, (mask.cumsum(-1) - 1).clamp(min=0))
+
+    def left(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values `[B, T]` under the mask packed to the left, 0 behind them."""
+        kept = keep(values, self.mask)
+        if self.places is None:
+            return kept
+        # Masked values are 0 and share the place of the token before them: adding them there changes nothing.
+        return torch.zeros_like(kept).scatter_add_(1, self.places, kept)
+
+    def back(self, values: torch.Tensor) -> torch.Tensor:
+        """Return packed values `[B, T]` at the places they came from, 0 outside of the mask."""
+        return keep(values if self.places is None else values.gather(1, self.places), self.mask)
+
+
+def discounted_sum(values: torch.Tensor, discount: float) -> torch.Tensor:
+    """Return x[t] + discount x[t+1] + discount^2 x[t+2] + ... for values `[B, T]`."""
+    if discount == 1.0:
+        return values.flip(-1).cumsum(-1).flip(-1)
+    rows, length = values.shape
+    # Blocks of about sqrt(T) tokens are summed side by side, then chained: 2 sqrt(T) short steps instead of T.
+    block = max(math.isqrt(length), 1)
+    blocks = -(-length // block)
+    padded = torch.nn.functional.pad(values, (0, blocks * block - length))
+    sums = padded.view(rows, blocks, block).permute(2, 1, 0).contiguous()
+    for place in range(block - 2, -1, -1):
+        sums[place].add_(sums[place + 1], alpha=discount)
+    decay = discount ** torch.arange(block, 0, -1, dtype=values.dtype, device=values.device)[:, None]
+    for b in range(blocks - 2, -1, -1):
+        sums[:, b].addcmul_(decay, sums[0, b + 1])
+    return sums.permute(2, 1, 0).reshape(rows, blocks * block)[:, :length].contiguous()

@@ -1,0 +1,55 @@
+"""The critic's loss."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation
+from rlgraph.algorithms.inputs import check_number, masked, tokenwise
+from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.policy_loss import Tokens, to_floats
+from rlgraph.columns import Columns
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Half the squared error of values, or that of values clipped to `clip` around the old ones where it is larger.
+
+    1/2 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2); `clip=None` leaves the second out.
+    Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
+    """
+
+    clip: float | None = 0.5
+    aggregation: str = "token-mean"
+    horizon: int | None = None
+    needs_entropy: ClassVar[bool] = False
+    optional_reads: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_aggregation("ValueLoss", self.aggregation, self.horizon)
+        if self.clip is not None:
+            check_number("ValueLoss", "clip", self.clip, above=0)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the loss needs besides the new values and the response mask."""
+        return ("returns",) if self.clip is None else ("values", "returns")
+
+    def __call__(self, values: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return this micro-batch's part of the loss (a scalar with gradient) and of the metrics, from new `values` `[b, T]`.
+
+        Raises DataError for a column that is missing or of another shape or dtype.
+        """
+        mask = masked("ValueLoss", batch, values.shape)
+        tokens = Tokens(keep(values, mask), keep(tokenwise("ValueLoss", batch, "returns", mask), mask), mask, totals)
+        new, returns = tokens.log_probs, tokens.advantages
+        losses = (new - returns).square()
+        metrics = {"critic/vpred_mean": tokens.mean(new)}
+        if self.clip is not None:
+            old = keep(tokenwise("ValueLoss", batch, "values", mask), mask)
+            clipped = (torch.minimum(torch.maximum(new, old - self.clip), old + self.clip) - returns).square()
+            metrics["critic/vf_clipfrac"] = tokens.mean(clipped > losses)
+            losses = torch.maximum(losses, clipped)
+        loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
+        return loss, to_floats({"critic/vf_loss": loss, **metrics})
