@@ -35,7 +35,7 @@ class Writer(Protocol):
     def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
         """Copy the columns into a free slot for every reader; blocks while all slots are taken.
 
-        Floating-point columns are stored as `dtype` where one is given.
+        Floating-point columns are stored as a copy of type `dtype` where one is given.
         Raises ChannelTimeout after `timeout_s` without a free slot (the channel stays usable), ChannelClosed when a reader
         closed its end, ChannelBroken when one failed or died, ChannelError for what is no column.
         """

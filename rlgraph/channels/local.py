@@ -133,7 +133,8 @@ def local_channel(name: str, slots: int, readers: int) -> tuple[LocalWriter, lis
 def _stored(column: Column, dtype: torch.dtype | None) -> Column:
     if isinstance(column, torch.Tensor):
         column = column.detach()
-        return column.to(dtype) if dtype is not None and column.is_floating_point() else column
+        # A cast is a copy, whatever the dtype was: the writer of weights goes on changing its own.
+        return column.to(dtype, copy=True) if dtype is not None and column.is_floating_point() else column
     return column
 
 

@@ -88,8 +88,9 @@ class Rollout:
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """The most tokens a response of a batch can have."""
-        return {"T": self.generator.sampling.max_tokens}
+        """The most tokens that a response can have and, where the context is given, that a prompt can."""
+        tokens = self.generator.sampling.max_tokens
+        return {"T": tokens} if self.generator.max_context is None else {"T": tokens, "P": max(self.generator.max_context - tokens, 1)}
 
     @property
     def host_pool(self) -> Any:

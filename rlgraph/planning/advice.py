@@ -21,8 +21,9 @@ def advise(plan: Plan) -> tuple[str, ...]:
         idle = " and ".join(f"'{pool.name}' ({pool.busy:.0%} busy)" for pool in waiting if pool is not busiest)
         if idle:
             found.append(f"pool '{busiest.name}' sets the step while {idle} waits: move share to '{busiest.name}'")
-    if any(not loop.hidden for loop in plan.loops):
-        found.append("publishing weights lengthens the step: buffers=2 receives them while decoding")
+    for loop in plan.loops:
+        if not loop.hidden and loop.buffers == 1 and loop.depth > 0:
+            found.append(f"moving '{loop.name}' lengthens the step: buffers=2 receives them while the generator decodes")
     used = sum(pool.cpus for pool in plan.pools if pool.device == "cpu" and any(node.pool == pool.name for node in plan.nodes))
     if not plan.cluster.gpus and used > plan.cluster.cpus:
         found.append(f"the pools take {used} cores, but the cluster has {plan.cluster.cpus}: they will slow one another")

@@ -11,13 +11,13 @@ from rlgraph.planning.schedule import Schedule
 
 
 def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
-    """Return the bound on staleness, freedom from deadlock, and the most bytes that can be buffered."""
-    sizes = [channel.slots * channel.bytes for channel in channels if channel.bytes is not None]
+    """Return the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered (None: unbounded columns)."""
+    sizes = [None if channel.bytes is None else channel.slots * channel.bytes for channel in channels if channel.transport != "local"]
     return Certificate(
         staleness_bound=staleness_bound(graph, schedule),
         deadlock_free=deadlock_free(schedule),
         open_batches=open_batches(graph),
-        buffered_bytes=sum(sizes) if sizes else None,
+        buffered_bytes=None if None in sizes else sum(size or 0 for size in sizes),
         period_s=period_s,
     )
 

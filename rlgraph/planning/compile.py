@@ -17,6 +17,8 @@ from rlgraph.planning.placement import Counts, devices, splits, workers
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
 from rlgraph.planning.schedule import Schedule
 
+HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
+
 
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Return the plan with the least predicted period among the splits that the graph's shares leave open.
@@ -121,12 +123,12 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
 
 
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
-    """Return the most bytes one batch can have, or None where a column has no known bound, as text has none."""
+    """Return the most bytes the tensors of one batch can have, or None where a dimension has no known bound. Text is not counted."""
     sizes = {dim: size for node in graph.nodes for dim, size in getattr(node.operation, "dims", {}).items()}
     total = 0
     for column in columns:
         spec = COLUMNS.get(column)
-        if spec is None or spec.dtype is str or any(dim not in sizes for dim in spec.dims[1:]):
+        if spec is None or any(dim not in sizes for dim in spec.dims[1:]):
             return None
         cells = writer.rows
         for dim in spec.dims[1:]:
@@ -158,7 +160,7 @@ def _waits_for_weights(rollout: Node, update: Node) -> bool:
 
 def _loops(graph: Graph, schedule: Schedule, cycle: Cycle) -> list[PlannedLoop]:
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind != "fire" else e for e in schedule.events))
-    hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - 1e-6)
+    hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned = []
     for feedback in graph.feedbacks:
         assert feedback.source is not None

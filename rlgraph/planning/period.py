@@ -9,6 +9,8 @@ from rlgraph.planning.schedule import Dependency, Event, Schedule, Span
 
 WARM_UP_STEPS = 60  # divisible by 1 to 6, the token counts of common loops, so that the average covers whole rounds
 
+START = ""  # a place before every event, from which a search reaches all of them
+
 
 @dataclass(frozen=True)
 class Cycle:
@@ -36,9 +38,9 @@ def critical_cycle(schedule: Schedule) -> Cycle:
         graph: nx.DiGraph[str] = nx.DiGraph()
         for (before, after), tokens in tightest.items():
             graph.add_edge(before, after, weight=best.period_s * tokens - seconds[before] + tolerance)
-        graph.add_weighted_edges_from((None, event, 0.0) for event in seconds)
+        graph.add_weighted_edges_from((START, event, 0.0) for event in seconds)
         try:
-            found = nx.find_negative_cycle(graph, None)[:-1]
+            found = nx.find_negative_cycle(graph, START)[:-1]
         except nx.NetworkXError:
             return best
         total = sum(seconds[name] for name in found)

@@ -6,6 +6,7 @@ numbers only), and plain actor calls.
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -101,4 +102,10 @@ def create(setup: WorkerSetup, driver: str) -> Any:
 def environment(worker: PlannedWorker) -> dict[str, str]:
     """Return the variables that must be there before a worker imports anything."""
     threads = str(worker.threads)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import, a worker can
+    }

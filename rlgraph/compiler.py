@@ -1,0 +1,111 @@
+"""`rlgraph.compile` and the plan it returns: the planning layer's values, with pictures and a way to run them."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlgraph.errors import PlanError
+from rlgraph.graph import Graph
+from rlgraph.planning import plan as values
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.period import simulate
+from rlgraph.views import draw, mermaid, text, timeline
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.local import LocalJob
+
+DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Plan(values.Plan):
+    """What a graph becomes on a cluster. It prints, draws, compares, serialises, and runs.
+
+    A plan read back with `from_json` has no graph, so it cannot be launched; all else works.
+    """
+
+    source: Graph | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return text.text(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+        writers = {".svg": draw.svg, ".mmd": mermaid.mermaid}
+        if Path(path).suffix not in writers:
+            raise PlanError(f"draw('{path}'): a plan is drawn as .svg or .mmd; choose one of these endings")
+        Path(path).write_text(writers[Path(path).suffix](self), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return draw.svg(self)
+
+    def timeline(self, path: str | Path, steps: int = 6) -> None:
+        """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
+        timeline.write(path, simulate(self.schedule, steps), self)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""
+        return _bare(self).to_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
+        return _dressed(values.Plan.from_json(text), None)
+
+    def launch(self, *, dispatch: Literal["compiled_graph", "calls"] = "compiled_graph", deadline_s: float = DEADLINE_S) -> "Job":
+        """Return the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
+
+        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers.
+        Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
+        cannot be used: before anything starts.
+        """
+        from rlgraph.runtime.job import Job
+        from rlgraph.runtime.machine import local_cluster
+
+        graph = self._checked_source()
+        here = local_cluster()
+        if self.cluster.gpus > here.gpus:
+            raise PlanError(
+                f"the plan is for {self.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() to run here"
+            )
+        if dispatch not in ("compiled_graph", "calls"):
+            raise PlanError(f"dispatch={dispatch!r}: steps are sent by 'compiled_graph' or by 'calls'")
+        if not 0 < deadline_s < float("inf"):
+            raise PlanError(f"deadline_s={deadline_s!r}: a deadline is a number of seconds above 0")
+        return Job(graph, self, dispatch_name=dispatch, deadline_s=deadline_s)
+
+    def run_here(self) -> "LocalJob":
+        """Return a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""
+        from rlgraph.runtime.local import LocalJob
+
+        return LocalJob(self._checked_source(), self)
+
+    def _checked_source(self) -> Graph:
+        if self.source is None:
+            raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
+        for node in self.source.nodes:
+            if hasattr(node.operation, "check"):
+                node.operation.check(node)
+        return self.source
+
+
+def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:  # noqa: A001 (the API's name)
+    """Return the plan of a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
+
+    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` nominal ones are used, and said so beside every number.
+    Raises PlanError where the graph does not fit the cluster, or the costs do not fit the graph.
+    """
+    if not isinstance(graph, Graph):
+        raise PlanError(f"compile was given {type(graph).__name__}; pass a Graph, as compile(rg.Graph('name', step.metrics), cluster)")
+    return _dressed(compile_plan(graph, cluster, costs), graph)
+
+
+def _bare(plan: values.Plan) -> values.Plan:
+    return values.Plan(**{f.name: getattr(plan, f.name) for f in fields(values.Plan)})
+
+
+def _dressed(plan: values.Plan, graph: Graph | None) -> Plan:
+    return Plan(**{f.name: getattr(plan, f.name) for f in fields(values.Plan)}, source=graph)

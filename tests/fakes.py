@@ -1,0 +1,135 @@
+"""A small training loop without a model: real nodes, channels, weights and dispatch around arithmetic on one vector.
+
+What a batch holds depends on every weight version before it, so a wrong or a missing version changes all that follows.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rlgraph.columns import Column, Columns
+from rlgraph.graph import Feedback, Graph, Model, Output, Pool, Work, declare, feedback
+from rlgraph.nodes.base import Context, Fired, Stage, node
+from rlgraph.nodes.prompts import prompts
+
+ITEMS = [{"prompt": f"item {i}", "answer": str(i)} for i in range(12)]
+
+
+class Vector:
+    """An engine whose weights are one vector."""
+
+    def __init__(self) -> None:
+        self.vector = torch.arange(8, dtype=torch.float32)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.vector.copy_(weights["vector"])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"vector": self.vector}
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VectorModel(Model):
+    """A model of one vector; `count` fixes its ranks, `dtype` is what a generator wants its weights in."""
+
+    count: int | None = None
+    dtype: str = "float32"
+
+    @property
+    def ranks(self) -> int | None:
+        return self.count
+
+    def load(self, context: Context) -> Any:
+        return Vector()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VectorGenerator(VectorModel):
+    role: ClassVar[str] = "generator"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VectorPolicy(VectorModel):
+    role: ClassVar[str] = "policy"
+
+
+@dataclass(frozen=True)
+class Generate:
+    seconds: float
+    work: Work = "generate"
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            time.sleep(self.seconds)
+            ids = columns["prompt_ids"]
+            ids = ids[len(ids) * context.rank // context.world : len(ids) * (context.rank + 1) // context.world]
+            mask = torch.ones(len(ids), 4, dtype=torch.bool)
+            return {
+                "values": context.engine.vector[ids % 8][:, None] + torch.zeros(len(ids), 4),
+                "response_mask": mask,
+                "weight_version": torch.full((len(ids), 4), context.version, dtype=torch.int32),
+                "group_ids": ids.clone(),
+            }
+
+        return fire
+
+
+@dataclass(frozen=True)
+class Train:
+    seconds: float
+    work: Work = "train"
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            time.sleep(self.seconds)
+            loss = (columns["values"].mean(-1) * columns["rewards"]).mean()
+            context.engine.vector.mul_(0.9).add_(loss)
+            return {}, {"loss": loss.item(), "weight": context.engine.vector.sum().item()}
+
+        return fire
+
+
+@node(reads="values group_ids", writes="rewards")
+def score(batch: Columns) -> dict[str, Column]:
+    return {"rewards": batch["values"].mean(-1) * 0.5 + batch["group_ids"].float() * 0.01}
+
+
+def vector_loop(
+    depth: int,
+    *,
+    buffers: int = 1,
+    freshest: bool = False,
+    generate_s: float = 0.0,
+    train_s: float = 0.0,
+    ranks: int | None = None,
+    pools: tuple[Pool, Pool] | None = None,
+    middle: Callable[..., Output] = score,
+    count: int = 4,
+) -> Graph:
+    """Return the graph: prompts, rollout, a reward of the user's own, update, and weights back."""
+    rollout_pool, train_pool = pools or (Pool("rollout"), Pool("train"))
+    weights: Feedback = feedback("weights", depth=depth, buffers=buffers, freshest=freshest)
+    source = prompts(ITEMS, count, seed=1)
+    rollout = Output(
+        declare(
+            "rollout",
+            Generate(generate_s),
+            (source,),
+            reads=("prompt_ids",),
+            writes=("values", "response_mask", "weight_version", "group_ids"),
+            model=VectorGenerator("vector", pool=rollout_pool, count=ranks),
+            feedback=weights,
+        )
+    )
+    rewards = middle(rollout)
+    policy = VectorPolicy("vector", pool=train_pool)
+    reads = ("values", "response_mask", "weight_version", "rewards")
+    update = declare("update", Train(train_s), (rollout, rewards), reads=reads, writes=(), model=policy)
+    weights.close(Output(update, "weights"))
+    return Graph("vector", Output(update, "metrics"))
