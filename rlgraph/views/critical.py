@@ -1,0 +1,34 @@
+"""Which nodes, edges, turns and feedback edges of a plan lie on its critical cycle."""
+
+from dataclasses import dataclass
+
+from rlgraph.planning.plan import Plan
+from rlgraph.planning.schedule import Dependency
+
+
+@dataclass(frozen=True)
+class Critical:
+    """Parts of a plan that set its period: nodes by name, edges as (writer, reader), loops by name, turns by the node waiting."""
+
+    nodes: frozenset[str]
+    edges: frozenset[tuple[str, str]]
+    loops: frozenset[str]
+    turns: frozenset[str]
+
+
+def critical(plan: Plan) -> Critical:
+    """Return what the critical cycle of the prediction runs through. A wait for a free slot marks the edge whose slot it is."""
+    cycle = plan.prediction.critical
+    events = {event.name: event for event in plan.schedule.events}
+    tightest: dict[tuple[str, str], Dependency] = {}
+    for d in plan.schedule.dependencies:
+        if (d.before, d.after) not in tightest or d.tokens < tightest[d.before, d.after].tokens:
+            tightest[d.before, d.after] = d
+    steps = [tightest[pair] for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True) if pair in tightest]
+    ends = [(d.reason, events[d.before].node, events[d.after].node, d.via) for d in steps]
+    return Critical(
+        nodes=frozenset(events[name].node for name in cycle if events[name].kind == "fire"),
+        edges=frozenset((a, b) if reason == "data" else (b, a) for reason, a, b, _ in ends if reason in ("data", "slots")),
+        loops=frozenset(via for reason, _, _, via in ends if reason == "loop"),
+        turns=frozenset(b for reason, _, b, _ in ends if reason == "order"),
+    )

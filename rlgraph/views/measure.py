@@ -1,0 +1,65 @@
+"""How wide a text is in any sans-serif font: an upper estimate, since nobody knows the fonts of the reader's machine.
+
+Widths are classes of em, at least as wide as DejaVu Sans and Verdana, the widest fonts that browsers fall back to.
+"""
+
+import unicodedata
+from collections.abc import Mapping
+
+_REGULAR = {
+    0.37: "'ijlf .,",
+    0.46: 'IJt()[]/\\:;!-r"|·',
+    0.56: "cszL?",
+    0.60: "kvxyF",
+    0.64: "abdeghnopquEPT0123456789_$*{}`",
+    0.70: "ABCKRSVXYZ",
+    0.80: "DGHNOQU&",
+    0.87: "wM#+<=>^~",
+    1.00: "m@W…",
+    1.08: "%",
+}
+_BOLD = {
+    0.38: "'il .,",
+    0.44: "jf!:;",
+    0.50: "rt-`",
+    0.56: "IJ()[]|·",
+    0.60: "csz",
+    0.69: "aekovxyLETF/\\?",
+    0.72: 'bdghnpquS0123456789_$*{}"',
+    0.78: "ABCKPRVXYZ",
+    0.88: "DGHNOQU&#+<=>^~",
+    1.00: "wM@…",
+    1.13: "mW",
+    1.28: "%",
+}
+_OTHER, _WIDE = 1.3, 1.5  # characters of other scripts, and those that take two places in a terminal
+
+
+def _by_char(classes: Mapping[float, str]) -> dict[str, float]:
+    return {char: em for em, chars in classes.items() for char in chars}
+
+
+_EM = {False: _by_char(_REGULAR), True: _by_char(_BOLD)}
+
+
+def width(text: str, size: float, bold: bool = False) -> float:
+    """Return the most pixels that `text` takes at a font size of `size` pixels."""
+    return size * sum(_em(char, bold) for char in text)
+
+
+def _em(char: str, bold: bool) -> float:
+    if char in _EM[bold]:
+        return _EM[bold][char]
+    if unicodedata.combining(char):
+        return 0.0
+    return _WIDE if unicodedata.east_asian_width(char) in "WF" else _OTHER
+
+
+def fitted(text: str, size: float, room: float, bold: bool = False) -> str:
+    """Return `text`, cut off with an ellipsis where it is wider than `room` pixels."""
+    if width(text, size, bold) <= room:
+        return text
+    kept = text
+    while kept and width(kept + "…", size, bold) > room:
+        kept = kept[:-1]
+    return kept.rstrip() + "…"

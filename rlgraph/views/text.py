@@ -1,0 +1,156 @@
+"""A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.views import words
+
+WIDTH = 100
+NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped
+
+
+def text(plan: Plan) -> str:
+    """Return header, pools, nodes, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
+    predicted = plan.prediction
+    cycle = " -> ".join(map(words.clean, predicted.critical))
+    round_s = words.seconds(predicted.period_s * predicted.critical_tokens, predicted.cost)
+    sections = [
+        [*_wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}: {words.prediction(plan)}")],
+        _pools(plan),
+        _nodes(plan),
+        _workers(plan),
+        _channels(plan),
+        *(_loop(loop, plan) for loop in plan.loops),
+        [*_wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
+        [line for advice in predicted.advice for line in _wrapped(f"advice: {advice}", indent=2)],
+        _certificate(plan),
+    ]
+    return "\n\n".join("\n".join(line.rstrip() for line in section) for section in sections if section)
+
+
+def _pools(plan: Plan) -> list[str]:
+    rows = [[p.name, words.devices(p), f"{p.busy:.0%}", _members(plan, p.name) or "no nodes of its own"] for p in plan.pools]
+    if any(node.pool is None for node in plan.nodes):
+        rows.append([words.HOST, "", "", _members(plan, None)])
+    return _table(["pool", "devices", ">busy", "nodes"], rows)
+
+
+def _members(plan: Plan, pool: str | None) -> str:
+    return ", ".join(words.clean(node.name) for node in plan.nodes if node.pool == pool)
+
+
+def _nodes(plan: Plan) -> list[str]:
+    rows = [
+        [node.name, node.work, words.seconds(node.seconds, node.cost), str(node.rows), ", ".join(map(words.clean, node.writes))]
+        for node in plan.nodes
+    ]
+    return _table(["node", "work", f">{plan.prediction.cost} time", ">rows", "writes"], rows)
+
+
+def _workers(plan: Plan) -> list[str]:
+    crews: dict[tuple[str | None, str], list[PlannedWorker]] = {}
+    for worker in plan.workers:
+        crews.setdefault((worker.model, worker.model or worker.name), []).append(worker)
+    rows = []
+    for crew in crews.values():
+        first = crew[0]
+        name = first.name if len(crew) == 1 else f"{first.model}[0..{len(crew) - 1}]"
+        gpus = [gpu for worker in crew for gpu in worker.gpus]
+        place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(crew) > 1 else "")
+        rows.append([name, str(len(crew)), place, ", ".join(map(words.clean, first.nodes))])
+    return _table(["worker", ">processes", "on", "fires in this order"], rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers with runs shortened: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _channels(plan: Plan) -> list[str]:
+    rows = [
+        [channel.name, channel.transport, str(channel.slots), "" if channel.kind == "order" else words.size(channel.bytes), _route(channel)]
+        for channel in plan.channels
+    ]
+    return _table(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
+
+
+def _route(channel: PlannedChannel) -> str:
+    lead = "" if channel.name.startswith(channel.writer) else f"{words.clean(channel.writer)} -> "
+    carried = "the turn" if channel.kind == "order" else ", ".join(map(words.clean, channel.columns))
+    return f"{lead}{', '.join(map(words.clean, channel.readers))}: {carried}"
+
+
+def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
+    taken = "the newest published version" if loop.freshest else f"version max(0, k - {loop.depth})"
+    cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
+    lines = [
+        f"feedback {words.clean(loop.name)}: {words.clean(loop.writer)} -> {', '.join(map(words.clean, loop.readers))}",
+        f"  {words.loop_terms(loop)}, {words.counted(loop.slots, 'slot')}",
+        f"  the firing of step k uses {taken}; expected staleness {loop.staleness:.2f}",
+        f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
+    ]
+    return [part for line in lines for part in _wrapped(line, indent=4)]
+
+
+def _certificate(plan: Plan) -> list[str]:
+    proof = plan.certificate
+    claims = [
+        f"staleness at most {proof.staleness_bound}",
+        "no deadlock" if proof.deadlock_free else "a deadlock is possible",
+        f"at most {words.counted(proof.open_batches, 'batch')} open",
+        f"at most {words.size(proof.buffered_bytes)} buffered" if proof.buffered_bytes is not None else "buffered bytes not known",
+        f"at most {words.counted(plan.window, 'step')} in flight",
+        f"a step of {words.seconds(proof.period_s, plan.prediction.cost)}",
+    ]
+    return [*_wrapped(f"certificate: {'; '.join(claims)}", indent=2)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table; a head that begins with `>` aligns its column to the right, and the last column is wrapped."""
+    right = [name.startswith(">") for name in head]
+    cells = [[name.removeprefix(">") for name in head], *([words.clean(cell) for cell in row] for row in rows)]
+    widths = [min(max(cell_len(row[i]) for row in cells), NAME_MOST) for i in range(len(head) - 1)]
+    lines = []
+    for row in cells:
+        fixed = "  ".join(_cell(row[i], widths[i], right[i]) for i in range(len(widths)))
+        first, *more = _pieces(row[-1], WIDTH - cell_len(fixed) - 2) or [""]
+        lines += [f"{fixed}  {first}", *(f"{' ' * cell_len(fixed)}  {part}" for part in more)]
+    return lines
+
+
+def _cell(value: str, width: int, right: bool) -> str:
+    if cell_len(value) > width:
+        return set_cell_size(set_cell_size(value, width - 3).rstrip() + "...", width)
+    space = " " * (width - cell_len(value))
+    return space + value if right else value + space
+
+
+def _wrapped(line: str, indent: int = 0) -> Iterator[str]:
+    """Yield a line in parts of at most the page's width; all but the first are indented."""
+    lead = line[: len(line) - len(line.lstrip())]
+    parts = _pieces(line.strip(), WIDTH - max(indent, len(lead)))
+    for index, part in enumerate(parts):
+        yield (lead if index == 0 else " " * indent) + part
+
+
+def _pieces(line: str, room: int) -> list[str]:
+    """Split at spaces into parts of at most `room` cells; a word that is longer is broken."""
+    parts: list[str] = []
+    for word in line.split():
+        if parts and cell_len(f"{parts[-1]} {word}") <= room:
+            parts[-1] += f" {word}"
+            continue
+        while cell_len(word) > room:
+            kept = next(n for n in range(len(word), 0, -1) if cell_len(word[:n]) <= room)
+            parts.append(word[:kept])
+            word = word[kept:]
+        parts.append(word)
+    return parts

@@ -1,0 +1,72 @@
+"""How the views put quantities into words: seconds, bytes, devices, columns, and names made safe to print."""
+
+from collections.abc import Sequence
+
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.plan import CostSource, Plan, PlannedLoop, PlannedPool
+
+HOST = "host"  # the lane of nodes that belong to no pool
+
+
+def seconds(value: float, cost: CostSource = "measured") -> str:
+    """Return a time to three digits; nominal ones are marked with a tilde, because they only rank."""
+    mark = "~" if cost == "nominal" else ""
+    if value == 0:
+        return f"{mark}0 s"
+    if value < 0.0995:
+        return f"{mark}{value * 1e3:.3g} ms"
+    if value < 9.995:
+        return f"{mark}{value:.2f} s"
+    return f"{mark}{value:.1f} s" if value < 99.95 else f"{mark}{value:.0f} s"
+
+
+def size(count: int | None) -> str:
+    """Return a number of bytes in binary units, or "?" where it is not known."""
+    if count is None:
+        return "?"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def devices(pool: PlannedPool) -> str:
+    return counted(len(pool.gpus), "GPU") if pool.device == "gpu" else counted(pool.cpus, "core")
+
+
+def cluster(value: Cluster) -> str:
+    cores = counted(value.cpus, "core")
+    return f"{counted(value.gpus, 'GPU')}, {cores}" if value.gpus else cores
+
+
+def elided(names: Sequence[str], shown: int = 2) -> str:
+    """Return the first names and how many more there are: `a, b +2`."""
+    rest = len(names) - shown
+    return ", ".join(map(clean, names[:shown])) + (f" +{rest}" if rest > 0 else "")
+
+
+def loop_terms(loop: PlannedLoop) -> str:
+    """Return what a feedback edge promises and costs, in the words of the picture."""
+    return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
+
+
+def prediction(plan: Plan) -> str:
+    """Return the predicted step time, with a warning where its costs are nominal."""
+    said = f"predicted step {seconds(plan.prediction.period_s, plan.prediction.cost)}"
+    return f"{said} (nominal costs: they rank, nothing was measured)" if plan.prediction.cost == "nominal" else said
+
+
+def clean(name: str) -> str:
+    """Return a name on one line, its control characters and lone surrogates replaced: XML and terminals allow neither."""
+    return "".join(" " if char in "\t\n\r" else char if _printable(char) else "\ufffd" for char in name)
+
+
+def _printable(char: str) -> bool:
+    code = ord(char)
+    return not (code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF, 0x2028, 0x2029))
