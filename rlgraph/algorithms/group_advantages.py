@@ -121,7 +121,7 @@ class GPG(GroupEstimator):
 class PassK(GroupEstimator):
     """Only the best response of a group has an advantage: what it is ahead of the second, (R1 - R2) / (std + 1e-6), to raise pass@k.
 
-    A tie for the best gives 0. Raises DataError for a group of one. Source: Walder and Karkhanis, 2025, 2503.19595 (as verl has it).
+    A tie for the best gives 0. Raises DataError for a group of one. Source: 2503.19595.
     """
 
     normalize_std: bool = True
@@ -161,7 +161,7 @@ class GDPO(GRPO):
     """GRPO for each of several rewards by itself, then their weighted sum, whitened over the tokens of the batch.
 
     `keys` name columns `[B]`, such as ("accuracy", "format"); `weights` are theirs, all 1 by default. No reward drowns the others.
-    Raises DataError for a batch of one response token. Source: Liu et al., 2026, 2601.05242.
+    Raises DataError for a batch of one response token. Source: 2601.05242.
     """
 
     keys: tuple[str, ...] = ("rewards",)

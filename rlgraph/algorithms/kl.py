@@ -1,8 +1,11 @@
 """How far two policies are apart: estimators of the KL divergence for each token, and its coefficient in the reward."""
 
+from dataclasses import dataclass, replace
+
 import torch
 
-from rlgraph.algorithms.inputs import check_choice
+from rlgraph.algorithms.inputs import check_choice, check_mask, check_number, check_whole
+from rlgraph.algorithms.masks import keep, masked_mean
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 CLAMP = 20.0
@@ -35,3 +38,59 @@ def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str)
         return 0.5 * difference.square()
     safe = difference.clamp(-CLAMP, CLAMP)
     return (torch.expm1(-safe) + safe).clamp(max=10.0)
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A coefficient that stays what it is."""
+
+    coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_number("FixedKL", "coef", self.coef, least=0)
+
+    def updated(self, kl: float, rows: int) -> "FixedKL":
+        """Return the coefficient for the next batch: the same."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A coefficient that follows the KL: raised where it is above `target`, lowered below, by at most 20 % in `horizon` rows.
+
+    Source: Ziegler et al., 2019, 1909.08593.
+    """
+
+    coef: float = 0.001
+    target: float = 0.1
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        check_number("AdaptiveKL", "coef", self.coef, above=0)
+        check_number("AdaptiveKL", "target", self.target, above=0)
+        check_whole("AdaptiveKL", "horizon", self.horizon, 1)
+
+    def updated(self, kl: float, rows: int) -> "AdaptiveKL":
+        """Return the coefficient for the next batch, after one of `rows` responses whose KL was `kl`."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * rows / self.horizon))
+
+
+@torch.no_grad()
+def penalize_rewards(
+    token_rewards: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    coef: float,
+    estimator: str = "k1",
+) -> tuple[torch.Tensor, float]:
+    """Return token rewards `[B, T]` less `coef` times the KL of each token, and the KL: the mean over rows of their token means.
+
+    A batch is shaped with the coefficient from before it: give the KL to `updated` of a controller for the next.
+    Source: Ouyang et al., 2022, 2203.02155, equation 2. Raises GraphError for an unknown estimator or a negative coefficient.
+    """
+    check_number("penalize_rewards", "coef", coef, least=0)
+    check_mask("penalize_rewards", mask)
+    kl = keep(kl_penalty(old_log_probs, ref_log_probs, estimator), mask)
+    return token_rewards - coef * kl, float(masked_mean(kl, mask, -1).sum() / max(len(mask), 1))

@@ -1,0 +1,68 @@
+"""Losses against the engine's policy itself: no pass for old log-probs, correction inside of the loss."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.inputs import masked, tokenwise
+from rlgraph.algorithms.losses import ClippedLoss
+from rlgraph.algorithms.policy_loss import PolicyLoss
+from rlgraph.algorithms.presets import RolloutCorrection
+from rlgraph.columns import Columns
+from rlgraph.errors import GraphError
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """A loss whose old policy is the engine's, on the tokens that the policy being trained keeps.
+
+    Weights and rejections come from the log-probs being trained, without gradient, at every micro-batch. Rejected tokens still
+    count in the mini-batch's totals, so the loss shrinks as more are rejected. The entropy and KL terms leave them out too.
+    A loss with a ratio corrects for the engine by that ratio: giving it importance weights besides is an error.
+    Source: Li et al., "When Speed Kills Stability", richardli.xyz/rl-collapse; verl's bypass mode.
+    """
+
+    optional_reads: ClassVar[tuple[str, ...]] = ()
+    loss: PolicyLoss = field(default_factory=ClippedLoss)
+    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, PolicyLoss) or not isinstance(self.correction, RolloutCorrection):
+            raise GraphError(f"Bypass({self.loss!r}, {self.correction!r}): give a policy loss and a RolloutCorrection")
+        if self.loss.ratio and self.correction.weights is not None:
+            raise GraphError(
+                f"Bypass: {type(self.loss).__name__} takes ratios against the rollout already, so importance weights would correct twice; "
+                "leave the weights out, or use Reinforce()"
+            )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the loss needs besides the log-probs and the response mask."""
+        return ("rollout_log_probs", *(column for column in self.loss.reads if column != "old_log_probs"))
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss is to be called with the entropy of each distribution."""
+        return self.loss.needs_entropy
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return this micro-batch's part of the loss and of the metrics. Raises what the loss raises."""
+        mask = masked("Bypass", batch, log_probs.shape)
+        rollout = tokenwise("Bypass", batch, "rollout_log_probs", mask)
+        kept = self.correction.kept(log_probs.detach(), rollout, mask)
+        columns: Mapping[str, torch.Tensor | list[str]] = {
+            **{name: column for name, column in batch.items() if name != "rollout_is_weights"},
+            "old_log_probs": rollout,
+            "response_mask": kept,
+        }
+        if self.correction.weights is not None:
+            columns = {**columns, "rollout_is_weights": self.correction.weights(log_probs.detach(), rollout, mask)}
+        loss, metrics = self.loss(log_probs, columns, totals, entropy)
+        if self.correction.rejections:
+            metrics["rollout_corr/rollout_rs_masked_fraction"] = float((mask & ~kept).sum()) / max(totals.tokens, 1)
+        return loss, metrics

@@ -1,0 +1,91 @@
+"""Losses that hold entropy up by the few tokens whose log-prob and advantage vary together most.
+
+Which tokens those are is decided within each micro-batch, so these two losses alone depend on how a batch is split.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.algorithms.inputs import check_clip, check_number, check_whole
+from rlgraph.algorithms.masks import masked_mean
+from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+from rlgraph.errors import GraphError
+
+
+def covariances(tokens: Tokens) -> torch.Tensor:
+    """Return (A - mean A)(log p - mean log p) of each token `[b, T]`, -inf outside of the mask."""
+    log_probs, advantages = tokens.log_probs.detach(), tokens.advantages
+    products = (advantages - masked_mean(advantages, tokens.mask)) * (log_probs - masked_mean(log_probs, tokens.mask))
+    return torch.where(tokens.mask, products, float("-inf"))
+
+
+@dataclass(frozen=True)
+class ClipCov(PolicyLoss):
+    """PPO's clipped loss without a few random tokens whose covariance is between `low` and `high`.
+
+    At most `fraction` of the micro-batch's tokens, and at least one, are dropped, by a generator seeded with `seed`: the same
+    micro-batch always loses the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip("ClipCov", self.clip_low, self.clip_high)
+        check_number("ClipCov", "fraction", self.fraction, above=0, most=1)
+        check_number("ClipCov", "low", self.low)
+        check_number("ClipCov", "high", self.high)
+        check_whole("ClipCov", "seed", self.seed, 0)
+        if self.low >= self.high:
+            raise GraphError(f"ClipCov(low={self.low!r}, high={self.high!r}): no covariance is between them; swap them")
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.safe_log_ratio
+        ratio = log_ratio.exp()
+        plain = tokens.advantages * ratio
+        clipped = tokens.advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        dropped = self.dropped(tokens, clipped < plain)
+        metrics = {"actor/pg_clipfrac": tokens.mean(dropped), "actor/ppo_kl": -tokens.mean(log_ratio)}
+        return -torch.where(dropped, 0.0, torch.minimum(plain, clipped)), metrics
+
+    @torch.no_grad()
+    def dropped(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
+        """Return which tokens `[b, T]` are dropped."""
+        covariance = covariances(tokens)
+        candidates = ((covariance > self.low) & (covariance < self.high) & ~clipped).flatten().nonzero().flatten()
+        count = max(int(self.fraction * int(tokens.mask.sum())), 1)
+        order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(self.seed))[:count]
+        dropped = torch.zeros_like(tokens.mask).flatten()
+        dropped[candidates[order.to(candidates.device)]] = True
+        return dropped.view_as(tokens.mask)
+
+
+@dataclass(frozen=True)
+class KlCov(PolicyLoss):
+    """The unclipped policy gradient -A r, plus `coef` |log r| on the tokens of largest covariance.
+
+    `fraction` of the micro-batch's tokens, and at least one, pay the penalty. Source: Cui et al., 2025, 2505.22617.
+    """
+
+    fraction: float = 2e-4
+    coef: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("KlCov", "fraction", self.fraction, above=0, most=1)
+        check_number("KlCov", "coef", self.coef, above=0)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.safe_log_ratio
+        distance = log_ratio.abs()
+        covariance = covariances(tokens).flatten()
+        count = min(max(int(self.fraction * int(tokens.mask.sum())), 1), len(covariance))
+        chosen = torch.zeros_like(covariance).index_fill_(0, covariance.topk(count).indices, self.coef).view_as(distance)
+        metrics = {"actor/ppo_kl": -tokens.mean(log_ratio), "actor/ppo_kl_abs": tokens.mean(distance)}
+        return chosen * distance - tokens.advantages * log_ratio.exp(), metrics

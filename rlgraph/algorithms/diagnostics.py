@@ -1,0 +1,155 @@
+"""Numbers that tell how far trainer and engine are apart, and what a correction does about it. Names are verl's.
+
+An empty mask has no diagnostics: the result is empty.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from rlgraph.algorithms.kl import CLAMP
+from rlgraph.algorithms.masks import masked_mean
+from rlgraph.algorithms.policy_loss import Metrics, to_floats
+from rlgraph.algorithms.presets import RolloutCorrection
+from rlgraph.algorithms.rejection import Rejection
+from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, masked_log_ratio
+
+
+@torch.no_grad()
+def diagnostics(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    correction: RolloutCorrection | None = None,
+) -> dict[str, float]:
+    """Return `rollout_corr/...` metrics from the trainer's and the engine's log-probs `[B, T]`: 13, and those of the correction.
+
+    Perplexities, KL and chi-squared are of the two policies. Weights add 14 (`rollout_is_...`), each rejection up to 15
+    (`rollout_rs_...`) and 2 in total. An effective sample size of 0 means that every weight is 0.
+
+    Raises DataError for tensors of different shapes, or a mask that is not bool.
+    """
+    log_ratio = masked_log_ratio("diagnostics", old_log_probs, rollout_log_probs, response_mask)
+    if not bool(response_mask.any()):
+        return {}
+    metrics = _policies(old_log_probs, rollout_log_probs, log_ratio, response_mask)
+    if correction is not None and correction.weights is not None:
+        metrics |= _weights(correction.weights, log_ratio, response_mask)
+    for rejection in correction.rejections if correction is not None else ():
+        metrics |= _rejection(rejection, log_ratio, response_mask)
+    if correction is not None and correction.rejections:
+        rejected = response_mask & ~correction.kept(old_log_probs, rollout_log_probs, response_mask)
+        metrics["rollout_rs_masked_fraction"] = _mean(rejected, response_mask)
+        metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).double().mean()
+    return {f"rollout_corr/{name}": value for name, value in to_floats(metrics).items()}
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return masked_mean(values.double(), mask)
+
+
+def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    trainer_mean, rollout_mean = masked_mean(trainer, mask, -1), masked_mean(rollout, mask, -1)
+    difference = rollout_mean - trainer_mean
+    squared = (2 * log_ratio.clamp(-CLAMP, CLAMP)).exp()
+    return {
+        "training_ppl": (-trainer_mean).exp().mean(),
+        "training_log_ppl": -trainer_mean.mean(),
+        "kl": -masked_mean(log_ratio, mask),
+        "k3_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
+        "rollout_ppl": (-rollout_mean).exp().mean(),
+        "rollout_log_ppl": -rollout_mean.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": masked_mean(squared, mask) - 1,
+        "chi2_seq": (2 * log_ratio.sum(-1).clamp(-CLAMP, CLAMP)).exp().mean() - 1,
+    }
+
+
+def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    raw = weights.raw(log_ratio, mask)
+    bounded = weights.bounded(raw)
+    low, high = weights.bounds()
+    capped = bounded.double().clamp(0, high)
+    mean = _mean(capped, mask)
+    # Around its mean, so that a small deviation does not drown in the square of the mean.
+    deviation = _mean((capped - mean).square(), mask).sqrt()
+    ess_denominator = _mean((capped / (mean + 1e-8)).square(), mask)
+    metrics = {
+        "rollout_is_mean": masked_mean(bounded, mask),
+        **_extremes(weights, log_ratio, bounded, mask),
+        "rollout_is_std": deviation,
+        "rollout_is_eff_sample_size": torch.where(ess_denominator > 0, 1 / ess_denominator, 0.0),
+    }
+    rows, raw_rows = masked_mean(bounded, mask, -1), masked_mean(raw, mask, -1)
+    metrics |= {
+        **_row_statistics("rollout_is_seq", rows),
+        "rollout_is_seq_max_deviation": (rows - 1).abs().max(),
+        "rollout_is_seq_fraction_high": (raw_rows > high).double().mean(),
+        "rollout_is_seq_fraction_low": (raw_rows < low).double().mean(),
+    }
+    if isinstance(weights, IcePop):
+        metrics["rollout_is_oob_ratio"] = _mean((raw < low) | (raw > high), mask)
+    if weights.normalize:
+        metrics["rollout_is_batch_norm_factor"] = torch.tensor(weights.scale(bounded, mask), dtype=torch.float64, device=mask.device)
+    return metrics
+
+
+def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, bounded: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    low, high = weights.bounds()
+    if weights.level == "sequence":
+        sums = log_ratio.sum(-1)
+        ratios = sums.double().clamp(max=CLAMP).exp()
+        return {
+            "rollout_is_max": ratios.max(),
+            "rollout_is_min": ratios.min(),
+            "rollout_is_ratio_fraction_high": (ratios > high).double().mean(),
+            "rollout_is_ratio_fraction_low": (ratios < low).double().mean(),
+        }
+    raw = weights.raw(log_ratio, mask)
+    return {
+        "rollout_is_max": torch.where(mask, bounded, float("-inf")).max(),
+        "rollout_is_min": torch.where(mask, bounded, float("inf")).min(),
+        "rollout_is_ratio_fraction_high": _mean(raw > high, mask),
+        "rollout_is_ratio_fraction_low": _mean(raw < low, mask),
+    }
+
+
+def _rejection(rejection: Rejection, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    distance = rejection.distance(log_ratio, mask)
+    low, high = rejection.bounds()
+    two_sided = rejection.statistic.endswith("k1")
+    present = mask.any(-1)
+    rows = (masked_mean(distance, mask, -1) if rejection.by_token else distance)[present]
+    tokens = distance if rejection.by_token else distance[:, None].expand_as(log_ratio)
+    selected = distance[mask] if rejection.by_token else rows
+    capped = tokens.double().clamp(low if two_sided else 0.0, high)
+    rejected = mask & ~rejection.within(tokens)
+    metrics = {
+        "mean": masked_mean(tokens, mask),
+        "max": selected.max(),
+        "min": selected.min(),
+        "fraction_high": (selected > high).double().mean(),
+        "fraction_low": (selected < low).double().mean(),
+        "std": _mean((capped - _mean(capped, mask)).square(), mask).sqrt(),
+        **_row_statistics("seq", rows),
+        "seq_max_deviation": rows.abs().max(),
+        "seq_fraction_high": (rows > high).double().mean(),
+        **({"seq_fraction_low": (rows < low).double().mean()} if two_sided else {}),
+        "masked_fraction": _mean(rejected, mask),
+        "seq_masked_fraction": rejected.any(-1)[present].double().mean(),
+    }
+    return {f"rollout_rs_{rejection.statistic}_{name}": value for name, value in metrics.items()}
+
+
+def _row_statistics(prefix: str, rows: torch.Tensor) -> Metrics:
+    deviation: Callable[[torch.Tensor], torch.Tensor] = torch.std if len(rows) > 1 else torch.zeros_like
+    return {
+        f"{prefix}_mean": rows.mean(),
+        f"{prefix}_std": deviation(rows).squeeze(),
+        f"{prefix}_max": rows.max(),
+        f"{prefix}_min": rows.min(),
+    }

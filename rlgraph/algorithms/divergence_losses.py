@@ -1,0 +1,52 @@
+"""DPPO: the policy gradient where the divergence from the old policy is within bounds, and nothing where it is not."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlgraph.algorithms.inputs import check_choice, check_number
+from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+
+
+@dataclass(frozen=True)
+class DPPO(PolicyLoss):
+    """-A sg(min(r, clip_c)) log p, without the tokens that have moved too far in the direction that A pushes them.
+
+    The distance of a token is the total variation ("tv") or the KL ("kl") between the two-valued distributions "this token or
+    not"; `high` bounds it where A > 0, `low` otherwise. Source: 2602.04879.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    low: float = 0.2
+    high: float = 0.2
+    clip_c: float = 20.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("DPPO", "divergence", self.divergence, ("tv", "kl"))
+        check_number("DPPO", "low", self.low, least=0)
+        check_number("DPPO", "high", self.high, least=0)
+        check_number("DPPO", "clip_c", self.clip_c, above=1)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        with torch.no_grad():
+            log_ratio = tokens.safe_log_ratio
+            ratio = log_ratio.exp()
+            within = self.within(tokens)
+            metrics = {
+                "actor/pg_clipfrac": tokens.mean(~within),
+                "actor/pg_clipfrac_lower": tokens.mean(within & (ratio > self.clip_c)),
+                "actor/ppo_kl": -tokens.mean(log_ratio),
+            }
+            weights = torch.where(within, ratio.clamp(max=self.clip_c), 0.0) * tokens.advantages
+        return -weights * tokens.log_probs, metrics
+
+    def within(self, tokens: Tokens) -> torch.Tensor:
+        """Return which tokens `[b, T]` are within bounds, or move back towards the old policy."""
+        assert tokens.old_log_probs is not None
+        new, old = tokens.log_probs.exp(), tokens.old_log_probs.exp()
+        if self.divergence == "tv":
+            return torch.where(tokens.advantages > 0, new - old <= self.high, new - old >= -self.low)
+        kl = old * (tokens.old_log_probs - tokens.log_probs) + (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        return torch.where(tokens.advantages > 0, (kl <= self.high) | (new <= old), (kl <= self.low) | (new >= old))

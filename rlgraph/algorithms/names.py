@@ -1,0 +1,87 @@
+"""Algorithms by name, for configuration: `estimator("grpo")`, `loss("gspo", clip_high=4e-4)`, `correction("decoupled_k3_rs")`."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rlgraph.algorithms.bypass import Bypass
+from rlgraph.algorithms.covariance_losses import ClipCov, KlCov
+from rlgraph.algorithms.divergence_losses import DPPO
+from rlgraph.algorithms.group_advantages import GDPO, GPG, GRPO, OPO, RLOO, PassK, ReinforcePlusPlusBaseline
+from rlgraph.algorithms.losses import CISPO, DRO, ClippedLoss, Reinforce
+from rlgraph.algorithms.presets import BYPASS, DECOUPLED, RolloutCorrection
+from rlgraph.algorithms.proximal import ProximalLoss
+from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
+from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
+from rlgraph.algorithms.token_baselines import OptimalTokenBaseline
+from rlgraph.errors import GraphError
+
+ESTIMATORS: Mapping[str, Callable[..., Any]] = {
+    "gae": GAE,
+    "grpo": GRPO,
+    "dr_grpo": partial(GRPO, normalize_std=False),
+    "grpo_passk": PassK,
+    "gdpo": GDPO,
+    "rloo": RLOO,
+    "opo": OPO,
+    "gpg": GPG,
+    "remax": ReMax,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
+    "optimal_token_baseline": OptimalTokenBaseline,
+    "tir_optimal_token_baseline": partial(OptimalTokenBaseline, align="token"),
+}
+
+
+def _bypass(name: str, **options: Any) -> Bypass:
+    loss = Reinforce(**options) if name.startswith("bypass_pg") else ClippedLoss(**options)
+    return Bypass(loss, BYPASS[name])
+
+
+LOSSES: Mapping[str, Callable[..., Any]] = {
+    "clipped": ClippedLoss,
+    "dapo": partial(ClippedLoss, clip_low=0.2, clip_high=0.28),
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "reinforce": Reinforce,
+    "gmpo": GMPO,
+    "sapo": SAPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KlCov,
+    "dppo_tv": partial(DPPO, divergence="tv"),
+    "dppo_kl": partial(DPPO, divergence="kl"),
+    "dro": DRO,
+    "proximal": ProximalLoss,
+    **{name: partial(_bypass, name) for name in BYPASS},
+}
+
+
+def estimator(name: str, **options: Any) -> Any:
+    """Return the advantage estimator of that name. Raises GraphError for an unknown name or option, listing those there are."""
+    return _make("estimator", ESTIMATORS, name, options)
+
+
+def loss(name: str, **options: Any) -> Any:
+    """Return the policy loss of that name; `bypass_...` ones take the options of their inner loss.
+
+    Raises GraphError for an unknown name or option, listing those there are.
+    """
+    return _make("loss", LOSSES, name, options)
+
+
+def correction(name: str) -> RolloutCorrection:
+    """Return the rollout correction of one of verl's presets. Raises GraphError for an unknown name, listing those there are."""
+    if name in BYPASS:
+        raise GraphError(f"correction '{name}' takes ratios against the rollout inside of the loss; use it as a loss: loss='{name}'")
+    if name not in DECOUPLED:
+        raise GraphError(f"there is no correction '{name}'; the corrections are {sorted(DECOUPLED)}")
+    return DECOUPLED[name]
+
+
+def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: str, options: Mapping[str, Any]) -> Any:
+    if name not in table:
+        raise GraphError(f"there is no {kind} '{name}'; choose one of {sorted(table)}")
+    try:
+        return table[name](**options)
+    except TypeError as error:
+        raise GraphError(f"{kind} '{name}' cannot be made with {dict(options)}: {error}; see docs/algorithms.md for its options") from error

@@ -1,0 +1,92 @@
+"""Leave out tokens or whole responses on which trainer and engine are too far apart."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.algorithms.inputs import check_choice, check_number
+from rlgraph.algorithms.kl import CLAMP
+from rlgraph.algorithms.masks import keep, masked_mean
+from rlgraph.algorithms.rollout_correction import masked_log_ratio
+from rlgraph.errors import GraphError
+
+STATISTICS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Keep tokens, or whole responses, whose distance between trainer and engine is within bounds.
+
+    With l the log-ratio of trainer over engine, clamped to [-20, 20]: k2 = l^2 / 2 and k3 = exp(l) - 1 - l are kept up to `high`.
+    k1 bounds the ratio exp(l) itself, or its sum over or mean over the response in logs, to [`low`, `high`]; `low` is 1 / `high`
+    unless given. `seq_mean_k1` is thus the geometric mean of the ratios, `seq_sum_k1` their product.
+
+    verl's documentation has the same bounds, but its code keeps ratios in [1 / high, 1 / low]: `Rejection.from_verl` turns its
+    settings into these. Source: "When Speed Kills Stability", richardli.xyz/rl-collapse.
+    """
+
+    statistic: str
+    high: float
+    low: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Rejection", "statistic", self.statistic, STATISTICS)
+        check_number("Rejection", "high", self.high, above=0)
+        if self.low is None:
+            return
+        check_number("Rejection", "low", self.low, above=0)
+        if not self.statistic.endswith("k1"):
+            raise GraphError(f"Rejection({self.statistic!r}, low={self.low!r}): only k1 has a lower bound; leave it out")
+        if self.low > self.high:
+            raise GraphError(f"Rejection(low={self.low!r}, high={self.high!r}): the lower bound is above the upper; swap them")
+
+    @classmethod
+    def from_verl(cls, option: str, threshold: str | float) -> "Rejection":
+        """Return what verl 0.9 does with `rollout_rs=option` and this threshold, such as "0.5_2.0" for k1 or 0.01."""
+        low, _, high = str(threshold).rpartition("_")
+        if not option.endswith("k1"):
+            return cls(option, float(threshold))
+        return cls(option, high=1 / float(low) if low else float(high), low=1 / float(high))
+
+    @property
+    def by_token(self) -> bool:
+        """Whether single tokens are rejected rather than whole responses."""
+        return self.statistic.startswith("token")
+
+    @torch.no_grad()
+    def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+        """Return the mask `[B, T]` of what is kept, from the trainer's and the engine's log-probs `[B, T]`.
+
+        Raises DataError for tensors of different shapes, or a mask that is not bool.
+        """
+        distance = self.distance(masked_log_ratio("Rejection", old_log_probs, rollout_log_probs, response_mask), response_mask)
+        kept = self.within(distance)
+        return response_mask & (kept if self.by_token else kept[:, None])
+
+    def distance(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the distance of each token `[B, T]` or response `[B]`, from log-ratios that are 0 outside of the mask."""
+        safe = log_ratio.clamp(-CLAMP, CLAMP)
+        level, _, kind = self.statistic.rpartition("_")
+        tokens = {"k1": lambda: -safe, "k2": lambda: 0.5 * safe.square(), "k3": lambda: safe.exp() - 1 - safe}[kind]()
+        if level == "token":
+            return tokens
+        if level == "seq_mean":
+            return masked_mean(tokens, mask, -1)
+        # k2 and k3 are never below 0, so the 0 outside of the mask changes no maximum.
+        return keep(tokens, mask).sum(-1) if level == "seq_sum" else keep(tokens, mask).amax(-1)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the least and the largest distance that is kept. k1 as a distance is the log of engine over trainer."""
+        if not self.statistic.endswith("k1"):
+            return float("-inf"), self.high
+        low = 1 / self.high if self.low is None else self.low
+        return -math.log(self.high), -math.log(low)
+
+    def within(self, distance: torch.Tensor) -> torch.Tensor:
+        """Return which distances are kept."""
+        low, high = self.bounds()
+        return (distance >= low) & (distance <= high)

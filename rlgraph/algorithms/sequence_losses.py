@@ -1,0 +1,102 @@
+"""Policy losses whose ratio or mean is that of a whole response."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.algorithms.inputs import check_clip, check_number
+from rlgraph.algorithms.masks import EPSILON, keep, masked_mean
+from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+
+LARGEST_LOG_RATIO = 10.0
+
+
+@dataclass(frozen=True)
+class GSPO(PolicyLoss):
+    """PPO's clipped loss with one ratio for a response: the geometric mean of its tokens' ratios. Clip bounds are small.
+
+    The gradient of a token is that of its own log-prob, times the ratio of the response, whose log is at most 10.
+    Source: Zheng et al., 2025, 2507.18071 (which clips at 3e-4 below and 4e-4 above).
+    """
+
+    aggregation: str = "seq-mean-token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip("GSPO", self.clip_low, self.clip_high)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.log_ratio.detach()
+        sequence = log_ratio.sum(-1, keepdim=True) / tokens.mask.sum(-1, keepdim=True).clamp(min=1)
+        ratio = (tokens.log_probs - tokens.log_probs.detach() + sequence).clamp(max=LARGEST_LOG_RATIO).exp()
+        plain = tokens.advantages * ratio
+        clipped = tokens.advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        metrics = {"actor/pg_clipfrac": tokens.mean(clipped < plain), "actor/ppo_kl": -tokens.mean(log_ratio)}
+        return -torch.minimum(plain, clipped), metrics
+
+
+@dataclass(frozen=True)
+class SAPO(PolicyLoss):
+    """PPO with a soft gate in place of the clip: -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg.
+
+    Defined for the mean of each response's mean. Source: 2511.20347.
+    """
+
+    only_aggregation = "seq-mean-token-mean"
+    aggregation: str = "seq-mean-token-mean"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("SAPO", "tau_pos", self.tau_pos, above=0)
+        check_number("SAPO", "tau_neg", self.tau_neg, above=0)
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.safe_log_ratio
+        positive, negative = (torch.tensor(tau, dtype=log_ratio.dtype, device=log_ratio.device) for tau in (self.tau_pos, self.tau_neg))
+        tau = torch.where(tokens.advantages > 0, positive, negative)
+        gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
+        return -gate * tokens.advantages, {"actor/ppo_kl": -tokens.mean(log_ratio)}
+
+
+@dataclass(frozen=True)
+class GMPO(PolicyLoss):
+    """The geometric mean of a response's ratios, each clipped on its log to [-clip_low, clip_high]: mean over rows of -A rho.
+
+    A is the mean advantage of the response; importance weights enter by their geometric mean. Rows without tokens count in the
+    mean over rows. Source: Zhao et al., 2025, 2507.20673 (which clips at 0.4 on both sides).
+    """
+
+    only_aggregation = "seq-mean-token-mean"
+    aggregation: str = "seq-mean-token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("GMPO", "clip_low", self.clip_low, least=0)
+        check_number("GMPO", "clip_high", self.clip_high, least=0)
+
+    def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        losses, metrics = self.token_losses(tokens)
+        if tokens.weights is not None:
+            losses = losses * masked_mean((tokens.weights + 1e-10).log(), tokens.mask, -1).exp()
+        return losses.sum() / max(tokens.totals.rows, 1), metrics
+
+    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        log_ratio = tokens.log_ratio
+        positive, negative = tokens.advantages > 0, tokens.advantages < 0
+        bounded = torch.where(positive, log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low))
+        lengths = tokens.mask.sum(-1) + EPSILON
+        ratios = (keep(bounded, tokens.mask & (positive | negative)).sum(-1) / lengths).exp()
+        advantages = keep(tokens.advantages, tokens.mask).sum(-1) / lengths
+        clipped = (log_ratio < -self.clip_low) | (log_ratio > self.clip_high)
+        metrics = {
+            "actor/pg_clipfrac": tokens.mean(clipped & positive),
+            "actor/pg_clipfrac_lower": tokens.mean(clipped & negative),
+            "actor/ppo_kl": -tokens.mean(log_ratio),
+        }
+        return -advantages * ratios, metrics
