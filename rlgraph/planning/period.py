@@ -1,6 +1,6 @@
 """How long a step takes in the steady state: by the critical cycle, and by playing the schedule forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -8,8 +8,6 @@ import networkx as nx
 from rlgraph.planning.schedule import Dependency, Event, Schedule, Span
 
 WARM_UP_STEPS = 60  # divisible by 1 to 6, the token counts of common loops, so that the average covers whole rounds
-
-START = ""  # a place before every event, from which a search reaches all of them
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,8 @@ def critical_cycle(schedule: Schedule) -> Cycle:
     best = Cycle(slowest.seconds, (slowest.name,), 1)
     tolerance = 1e-9 * max(sum(seconds.values()), 1e-9)
     while True:
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        for (before, after), tokens in tightest.items():
-            graph.add_edge(before, after, weight=best.period_s * tokens - seconds[before] + tolerance)
-        graph.add_weighted_edges_from((START, event, 0.0) for event in seconds)
-        try:
-            found = nx.find_negative_cycle(graph, START)[:-1]
-        except nx.NetworkXError:
+        found = _cycle_above(best.period_s, tightest, seconds, tolerance)
+        if not found:
             return best
         total = sum(seconds[name] for name in found)
         tokens = sum(tightest[a, b] for a, b in zip(found, found[1:] + found[:1], strict=True))
@@ -50,6 +43,29 @@ def critical_cycle(schedule: Schedule) -> Cycle:
         if total / tokens <= best.period_s:
             return best
         best = Cycle(total / tokens, _rotated(found, schedule), tokens)
+
+
+def _cycle_above(period_s: float, tokens: Mapping[tuple[str, str], int], seconds: Mapping[str, float], tolerance: float) -> list[str]:
+    """Return the events of a cycle whose seconds over tokens exceed `period_s`, or none if there is no such cycle.
+
+    Longest paths by relaxation (Bellman, 1958): they end after a round for each event, unless a cycle feeds them. The event
+    raised last may lie behind that cycle, so its parents are followed until they must be on it.
+    """
+    longest, parent, raised = dict.fromkeys(seconds, 0.0), dict[str, str](), ""
+    for _ in seconds:
+        raised = ""
+        for (before, after), held in tokens.items():
+            reached = longest[before] + seconds[before] - period_s * held - tolerance
+            if reached > longest[after]:
+                longest[after], parent[after], raised = reached, before, after
+        if not raised:
+            return []
+    for _ in seconds:
+        raised = parent[raised]
+    cycle = [raised]
+    while parent[cycle[-1]] != raised:
+        cycle.append(parent[cycle[-1]])
+    return cycle[::-1]
 
 
 def _rotated(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
