@@ -1,6 +1,6 @@
 """What every channel is: a writer, its readers, a fixed number of slots, deadlines, and three different ways to stop.
 
-An end belongs to one thread; only `statistics()` may be read from any other.
+An end belongs to one thread. From any other, `close()` and `fail()` end a wait that is going on, and `statistics()` may be read.
 """
 
 import time

@@ -15,14 +15,14 @@ HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the othe
 class Door:
     """Links to the readers, in the order in which they came."""
 
-    def __init__(self, address: str, authkey: bytes, readers: int, welcome: Welcome) -> None:
+    def __init__(self, channel: str, address: str, authkey: bytes, readers: int, welcome: Welcome) -> None:
         self.links: list[Link] = []
         self._address, self._authkey, self._readers, self._welcome = address, authkey, readers, welcome
         self._lock = threading.Lock()
         self._shut = False
-        self._listener = listen(address, backlog=readers + 8)
+        self._listener = listen(channel, address, backlog=readers + 8)
         self._bell = os.eventfd(0)  # rung when a reader has come in, for the thread that waits in `put`
-        threading.Thread(target=self._admit, name=f"door of {address}", daemon=True).start()
+        threading.Thread(target=self._admit, name=f"door of {channel}", daemon=True).start()
 
     @property
     def full(self) -> bool:
@@ -51,6 +51,7 @@ class Door:
         for link in self.links:
             link.send(last)
             link.close()
+        os.eventfd_write(self._bell, 1)  # wakes a thread in `put`
         os.close(self._bell)
 
     def _admit(self) -> None:

@@ -6,6 +6,7 @@ ends, the memory is gone.
 
 import mmap
 import os
+import threading
 import time
 from collections import Counter, deque
 
@@ -35,31 +36,21 @@ class ShmWriter:
         self._unread: Counter[int] = Counter()  # for each slot, the readers that have not released it
         self._segments: dict[int, mmap.mmap] = {}
         self._stop: Stop | None = None
-        self._door = Door(address, authkey, readers, tokens.Welcome(slots))
+        self._lock = threading.Lock()  # close() and fail() may come from another thread
+        self._door = Door(name, address, authkey, readers, tokens.Welcome(slots))
 
     def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
         check_columns(self._end, step, columns)
         message = layout.Layout(columns, dtype)
-        slot = self._take_slot(step, timeout_s)
-        handle = None
-        try:
-            if slot not in self._segments or len(self._segments[slot]) < message.size:
-                handle, segment = _new_segment(self._end.channel, message.size)
-            else:
-                segment = self._segments[slot]
-            message.write(segment)
-            full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment))
-            for link in self._door.links:
-                link.send(full, handle)
-        except BaseException:
-            self._free.append(slot)
-            raise
-        finally:
-            if handle is not None:
-                os.close(handle)
-        self._segments[slot] = segment
-        self._unread[slot] = self._readers
-        self._meter.message(message.size, self._meter.slots - len(self._free))
+        self._await(step, timeout_s)
+        with self._lock:
+            if self._stop is not None:
+                raise self._end.stopped(step, self._stop)
+            slot = self._free[-1]  # the one used last: its pages are the warmest
+            self._send(step, slot, message)
+            self._free.pop()
+            self._unread[slot] = self._readers
+            self._meter.message(message.size, self._meter.slots - len(self._free))
 
     def close(self) -> None:
         self._end_with(Goodbye(), Stop("this end"))
@@ -70,26 +61,38 @@ class ShmWriter:
     def statistics(self) -> Statistics:
         return self._meter.statistics()
 
-    def _take_slot(self, step: int, timeout_s: float) -> int:
+    def _send(self, step: int, slot: int, message: layout.Layout) -> None:
+        handle, segment = None, self._segments.get(slot)
+        if segment is None or len(segment) < message.size:
+            handle, segment = _new_segment(self._end.channel, message.size)
+        try:
+            message.write(segment)
+            full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment))
+            for link in self._door.links:
+                link.send(full, handle)
+        finally:
+            if handle is not None:
+                os.close(handle)
+        self._segments[slot] = segment
+
+    def _await(self, step: int, timeout_s: float) -> None:
+        """Return when there is a free slot and every reader has come, or the channel has stopped."""
         deadline = time.monotonic() + timeout_s
-        if self._stop is None:
-            self._hear(deadline=0)
+        self._hear(deadline=0)
         while self._stop is None and not (self._free and self._door.full):
             with self._meter.blocked():
                 heard = self._hear(deadline)
-            if not heard:
+            if not heard and self._stop is None:
                 raise self._end.timeout(step, timeout_s, self._state())
-        if self._stop is not None:
-            raise self._end.stopped(step, self._stop)
-        return self._free.pop()  # the slot used last: its pages are the warmest
 
     def _hear(self, deadline: float) -> bool:
         """Wait until a reader says something or comes in, then hear all there is; return False if the deadline passes first."""
         heard = False
         while self._stop is None and (handles := tokens.ready(self._door.handles(), deadline)):
             heard, deadline = True, 0
-            for link in self._door.news(handles):
-                self._obey(link.receive(), link)
+            with self._lock:
+                for link in self._door.news(handles) if self._stop is None else ():
+                    self._obey(link.receive(), link)
         return heard
 
     def _obey(self, token: Token | None, link: Link) -> None:
@@ -107,9 +110,10 @@ class ShmWriter:
         return f"all {self._meter.slots} slots are taken: a reader has stopped, or is slower than this deadline"
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
-        self._stop = stop
-        self._door.shut(last)
-        self._segments.clear()
+        with self._lock:
+            self._stop = stop
+            self._door.shut(last)
+            self._segments.clear()
 
 
 class ShmReader:
@@ -128,14 +132,18 @@ class ShmReader:
         self._taken: deque[tuple[int, Taken]] = deque()
         self._stop: Stop | None = None
         self._open = True
+        self._lock = threading.Lock()  # close() and fail() may come from another thread
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
         self._await(step, timeout_s)
-        full = self._full[0]
-        if full.step != step:
-            raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
-        self._full.popleft()
-        columns = layout.read(self._segments[full.slot], full.header)
+        with self._lock:
+            if self._stop is not None and not (self._full and self._stop.reason is None):
+                raise self._end.stopped(step, self._stop)
+            full = self._full[0]
+            if full.step != step:
+                raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
+            self._full.popleft()
+            columns = layout.read(self._segments[full.slot], full.header)
         self._taken.append((full.slot, Taken(step, columns)))
         self._meter.message(full.size, len(self._taken))
         return columns
@@ -145,8 +153,9 @@ class ShmReader:
             raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
         slot, taken = self._taken.popleft()
         self._meter.use(len(self._taken))
-        if self._open:
-            self._link.send(Free(slot))
+        with self._lock:
+            if self._open:
+                self._link.send(Free(slot))
         taken.check_unchanged(self._end)
 
     def close(self) -> None:
@@ -159,24 +168,23 @@ class ShmReader:
         return self._meter.statistics()
 
     def _await(self, step: int, timeout_s: float) -> None:
-        """Return when the next message is there."""
+        """Return when the next message is there, or the channel has stopped."""
         deadline = time.monotonic() + timeout_s
-        if self._stop is None:
-            self._hear(deadline=0)
+        self._hear(deadline=0)
         while self._stop is None and not self._full:
             with self._meter.blocked():
                 heard = self._hear(deadline)
-            if not heard:
+            if not heard and self._stop is None:
                 raise self._end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
-        if self._stop is not None and not (self._full and self._stop.reason is None and self._open):
-            raise self._end.stopped(step, self._stop)
 
     def _hear(self, deadline: float) -> bool:
         """Wait until the writer says something, then hear all there is; return False if the deadline passes first."""
         heard = False
         while self._stop is None and tokens.ready([self._link.fileno()], deadline):
             heard, deadline = True, 0
-            self._obey(self._link.receive())
+            with self._lock:
+                if self._stop is None:
+                    self._obey(self._link.receive())
         return heard
 
     def _obey(self, token: Token | None) -> None:
@@ -196,9 +204,10 @@ class ShmReader:
         return True
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
-        if self._open:
-            self._open = False
-            self._stop = stop
+        with self._lock:
+            if not self._open:
+                return
+            self._open, self._stop = False, stop
             self._link.send(last)
             self._link.close()
             self._full.clear()

@@ -18,7 +18,7 @@ import msgspec
 from rlgraph.channels.base import Stop
 from rlgraph.errors import ChannelError, ChannelTimeout
 
-MAX_ADDRESS_BYTES = 107  # sun_path of sockaddr_un
+MAX_ADDRESS_BYTES = 107 - len(".new")  # sun_path of sockaddr_un, and what `listen` appends
 MAX_REASON = 4000  # characters: the token that carries it still fits into one write
 _IN_MOVED_TO = 0x80
 
@@ -64,7 +64,8 @@ class Link:
 
     def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool) -> None:
         self.pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        self._connection: Connection = Connection(sock.detach())
+        self._handle = sock.detach()
+        self._connection: Connection = Connection(self._handle)
         try:
             with self._deadline(timeout_s):
                 for step in (deliver_challenge, answer_challenge) if server else (answer_challenge, deliver_challenge):
@@ -74,7 +75,7 @@ class Link:
             raise
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._handle
 
     def send(self, token: Token, handle: int | None = None) -> None:
         """Send a token, and a file descriptor after it. A peer that is gone is no error here: the next receive finds why."""
@@ -105,6 +106,8 @@ class Link:
         return handles[0] if handles else None
 
     def close(self) -> None:
+        with self._socket() as sock, contextlib.suppress(OSError):  # the peer may have gone first
+            sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for this link; what was sent still arrives
         self._connection.close()
 
     def _socket(self) -> socket.socket:
@@ -128,15 +131,20 @@ def set_deadline(sock: socket.socket, timeout_s: float) -> None:
 def check_address(channel: str, address: str) -> None:
     """Raise ChannelError for a path that no Unix-domain socket can have."""
     size = len(os.fsencode(address))
-    if size > MAX_ADDRESS_BYTES - len(".new"):
+    if size > MAX_ADDRESS_BYTES:
         raise ChannelError(
-            f"channel '{channel}': the socket path '{address}' has {size} bytes; the system allows "
-            f"{MAX_ADDRESS_BYTES - len('.new')}: put the folder of the job at a shorter path"
+            f"channel '{channel}': the socket path '{address}' has {size} bytes and may have {MAX_ADDRESS_BYTES}; "
+            "put the folder of the job at a shorter path"
         )
 
 
-def listen(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at the path; the path appears only when it can be connected to."""
+def listen(channel: str, address: str, backlog: int) -> socket.socket:
+    """Return a socket that listens at the path; the path appears only when it can be connected to.
+
+    Raises ChannelError where another writer has the path.
+    """
+    if os.path.exists(address):
+        raise ChannelError(f"channel '{channel}': '{address}' is taken; every channel of a job has a path of its own")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address + ".new")
     listener.listen(backlog)
@@ -145,7 +153,7 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tuple[Link, Welcome]:
-    """Return a link to the writer, and its welcome, that listens at the path, waiting for it to appear.
+    """Return a link to the writer that listens at the path, and its welcome; waits for the path to appear.
 
     Raises ChannelTimeout when there is none after `timeout_s`, ChannelError when it refuses the key.
     """
@@ -159,7 +167,11 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
     try:
         sock.connect(address)
         link = Link(sock, authkey, left_s, server=False)
-        return link, link.receive_welcome(left_s)
+        try:
+            return link, link.receive_welcome(left_s)
+        except BaseException:
+            link.close()
+            raise
     except BlockingIOError as error:
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except AuthenticationError as error:
@@ -172,11 +184,15 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
 
 def _wait_for_path(path: str, deadline: float) -> bool:
     """Return whether the path exists before the deadline; sleeps in inotify, since a listener is renamed into its place."""
+    if os.path.exists(path):
+        return True
     libc = ctypes.CDLL(None, use_errno=True)
     watch = libc.inotify_init1(os.O_CLOEXEC)
+    if watch < 0:
+        raise OSError(ctypes.get_errno(), "cannot make an inotify instance to wait for a writer")
     try:
-        if watch < 0 or libc.inotify_add_watch(watch, os.fsencode(os.path.dirname(path) or "."), _IN_MOVED_TO) < 0:
-            raise OSError(ctypes.get_errno(), f"cannot watch the folder of '{path}' for its writer")
+        if libc.inotify_add_watch(watch, os.fsencode(os.path.dirname(path) or "."), _IN_MOVED_TO) < 0:
+            raise OSError(ctypes.get_errno(), "cannot watch the folder of a writer's socket", path)
         while not os.path.exists(path):
             if not ready([watch], deadline):
                 return False

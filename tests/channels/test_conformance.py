@@ -165,6 +165,14 @@ def test_floating_point_columns_are_cast_on_put_and_others_are_not(make):
     assert (got["ids"].dtype, got["mask"].dtype) == (torch.int64, torch.bool)
 
 
+def test_a_cast_column_is_a_copy_even_where_the_dtype_is_its_own(make):
+    writer, [reader] = make()
+    x = torch.zeros(3)
+    writer.put(0, {"x": x}, LONG, dtype=torch.float32)
+    x += 1
+    assert reader.take(0, LONG)["x"].tolist() == [0, 0, 0]
+
+
 def test_a_message_without_columns_passes(make):
     writer, [reader] = make()
     writer.put(0, {}, LONG)

@@ -180,6 +180,37 @@ def test_a_blocked_writer_goes_on_when_a_slot_comes_back(make_shm):
     thread.join()
 
 
+@pytest.mark.parametrize(("method", "error"), [("close", ChannelClosed), ("fail", ChannelBroken)])
+@pytest.mark.parametrize("role", ["writer", "reader"])
+def test_another_thread_ends_a_wait(make_shm, role, method, error):
+    writer, [reader] = make_shm(slots=1)
+    if role == "writer":
+        writer.put(0, {}, LONG)
+    end, wait = (writer, writer.put) if role == "writer" else (reader, reader.take)
+    arguments = (1, {}, LONG) if role == "writer" else (0, LONG)
+    stopper = threading.Timer(0.1, getattr(end, method), ["stopped"] if method == "fail" else [])
+    stopper.start()
+    since = time.monotonic()
+    with pytest.raises(error, match="this end"):
+        wait(*arguments)
+    assert time.monotonic() - since < 5
+
+
+def test_another_thread_ends_a_wait_for_readers(tmp_path):
+    writer = ShmWriter("edge", 1, 1, b"key", str(tmp_path / "a"))
+    threading.Timer(0.1, writer.close).start()
+    with pytest.raises(ChannelClosed):
+        writer.put(0, {}, LONG)
+
+
+def test_a_path_is_that_of_one_channel(tmp_path):
+    address = str(tmp_path / "a")
+    writer = ShmWriter("edge", 1, 1, b"key", address)
+    with pytest.raises(ChannelError, match=r"channel 'other': .* is taken"):
+        ShmWriter("other", 1, 1, b"key", address)
+    writer.close()
+
+
 def test_messages_cross_between_processes(tmp_path, peer):
     address = str(tmp_path / "a")
     peer("write", address, 50)
