@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rlgraph.algorithms.inputs import check_choice, check_whole
-from rlgraph.algorithms.masks import EPSILON, masked_sum
+from rlgraph.algorithms.masks import masked_mean, masked_sum
 from rlgraph.errors import GraphError
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -50,7 +50,7 @@ def aggregate(
     """
     check_aggregation("aggregate", mode, horizon)
     if mode == "seq-mean-token-mean":
-        return (masked_sum(losses, mask, -1) / (mask.sum(-1) + EPSILON)).sum() / max(totals.rows, 1)
+        return (masked_mean(losses, mask, -1)).sum() / max(totals.rows, 1)
     total = masked_sum(losses, mask)
     if mode == "token-sum":
         return total

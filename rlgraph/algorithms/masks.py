@@ -20,9 +20,12 @@ def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None)
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Return the mean under the mask, of everything or along `dim`; 0 where the mask is empty."""
-    total = masked_sum(values, mask, dim)
-    count = mask.sum() if dim is None else mask.sum(dim)
-    return total / (count + EPSILON)
+    return masked_sum(values, mask, dim) / lengths(mask, values.dtype, dim)
+
+
+def lengths(mask: torch.Tensor, dtype: torch.dtype, dim: int | None = -1) -> torch.Tensor:
+    """Return how many tokens are under the mask along `dim`, plus 1e-8, so that dividing 0 by it gives 0."""
+    return (mask.sum() if dim is None else mask.sum(dim)).to(dtype) + EPSILON
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rlgraph.algorithms.inputs import check_clip, check_number
-from rlgraph.algorithms.masks import EPSILON, keep, masked_mean
+from rlgraph.algorithms.masks import keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 
 LARGEST_LOG_RATIO = 10.0
@@ -90,9 +90,9 @@ class GMPO(PolicyLoss):
         log_ratio = tokens.log_ratio
         positive, negative = tokens.advantages > 0, tokens.advantages < 0
         bounded = torch.where(positive, log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low))
-        lengths = tokens.mask.sum(-1) + EPSILON
-        ratios = (keep(bounded, tokens.mask & (positive | negative)).sum(-1) / lengths).exp()
-        advantages = keep(tokens.advantages, tokens.mask).sum(-1) / lengths
+        counts = lengths(tokens.mask, log_ratio.dtype)
+        ratios = (keep(bounded, tokens.mask & (positive | negative)).sum(-1) / counts).exp()
+        advantages = keep(tokens.advantages, tokens.mask).sum(-1) / counts
         clipped = (log_ratio < -self.clip_low) | (log_ratio > self.clip_high)
         metrics = {
             "actor/pg_clipfrac": tokens.mean(clipped & positive),
