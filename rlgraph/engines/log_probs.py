@@ -1,0 +1,58 @@
+"""Log-probs and entropies of chosen tokens from logits, in float32 but a few rows at a time, with gradient."""
+
+from typing import Any
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 22  # 16 MiB of float32 at once: larger chunks leave the cache and are slower on a CPU
+
+
+def token_scores(
+    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probs `[N]` of `tokens [N]` under `logits [N, V] / temperature`, and entropies `[N]` if asked for.
+
+    Both are float32, whatever the logits are; the full `[N, V]` in float32 is never built, not in the backward pass either.
+    """
+    log_probs, entropies = _TokenScores.apply(logits, tokens, temperature, entropy)
+    return log_probs, entropies if entropy else None
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        normalisers, entropies = torch.empty_like(log_probs), torch.zeros_like(log_probs)
+        for rows in _chunks(logits):
+            scaled = logits[rows].float() / temperature
+            normalisers[rows] = scaled.logsumexp(-1)
+            log_probs[rows] = scaled.gather(-1, tokens[rows, None])[:, 0] - normalisers[rows]
+            if entropy:
+                scaled -= normalisers[rows, None]
+                entropies[rows] = -(scaled.exp() * scaled).sum(-1)
+        ctx.save_for_backward(logits, tokens, normalisers, entropies)
+        ctx.temperature, ctx.entropy = temperature, entropy
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, tokens, normalisers, entropies = ctx.saved_tensors
+        of_log_probs, of_entropies = grads
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            log_p = logits[rows].float() / ctx.temperature - normalisers[rows, None]
+            p = log_p.exp()
+            # d log p_k / d z_j = [j = k] - p_j;  dH / d z_j = -p_j (log p_j + H)
+            chunk = p * -of_log_probs[rows, None]
+            chunk.scatter_add_(-1, tokens[rows, None], of_log_probs[rows, None])
+            if ctx.entropy:
+                chunk -= of_entropies[rows, None] * p * (log_p + entropies[rows, None])
+            grad[rows] = (chunk / ctx.temperature).to(grad.dtype)
+        return grad, None, None, None
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]

@@ -1,0 +1,156 @@
+"""Which rows of a batch are computed together: shared prompts, ranks and micro-batches. Pure and the same on every rank.
+
+Responses of one prompt lie behind one copy of it and do not see each other, so the prompt is computed once
+(Liu et al. 2025, arXiv:2506.05433, "Prefix Grouper"); the last token of a response predicts nothing and is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.columns import Columns
+
+IGNORED = -1
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """A prompt of the length `prompt` and, behind it, the responses of `rows`, each without its last token."""
+
+    rows: tuple[int, ...]
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.responses) - len(self.responses)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
+
+    Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
+    `(row[i], column[i])` is where that token lies in a [len(rows), T] column.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    predicts: torch.Tensor
+    targets: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
+
+
+def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int) -> list[list[list[PackedSequence]]]:
+    """Return for each rank its micro-batches, as many for each; one that is empty still has to run.
+
+    Sequences go to the rank with the fewest tokens, longest first; a rank's are cut, sorted by length, where the padded
+    tokens would exceed `micro_batch_tokens` (a longer sequence is alone).
+    """
+    sequences = sorted(_sequences(batch), key=lambda s: (-s.tokens, s.rows))
+    ranks: list[list[PackedSequence]] = [[] for _ in range(world)]
+    loads = [0] * world
+    for sequence in sequences:
+        rank = loads.index(min(loads))
+        ranks[rank].append(sequence)
+        loads[rank] += sequence.tokens
+    plans = [_cut(own, micro_batch_tokens) for own in ranks]
+    count = max(len(plan) for plan in plans)
+    return [plan + [[]] * (count - len(plan)) for plan in plans]
+
+
+def _cut(sequences: Sequence[PackedSequence], limit: int) -> list[list[PackedSequence]]:
+    parts: list[list[PackedSequence]] = []
+    for sequence in sequences:  # longest first, so the first of a part is as long as the part
+        if parts and parts[-1][0].tokens * (len(parts[-1]) + 1) <= limit:
+            parts[-1].append(sequence)
+        else:
+            parts.append([sequence])
+    return parts
+
+
+def _sequences(batch: Columns) -> list[PackedSequence]:
+    prompt_mask, response_mask, prompts = (batch[name] for name in ("prompt_mask", "response_mask", "prompts"))
+    assert isinstance(prompt_mask, torch.Tensor) and isinstance(response_mask, torch.Tensor) and isinstance(prompts, torch.Tensor)
+    prompt_lengths = prompt_mask.sum(-1).tolist()
+    lengths = response_lengths(response_mask).tolist()
+    same = ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
+    sequences: list[PackedSequence] = []
+    for row, (prompt, length, repeated) in enumerate(zip(prompt_lengths, lengths, same.tolist(), strict=True)):
+        if length == 0:
+            continue
+        last = sequences[-1] if sequences else None
+        if repeated and last is not None and last.rows[-1] == row - 1 and _saves(last, length):
+            sequences[-1] = PackedSequence((*last.rows, row), prompt, (*last.responses, length))
+        else:
+            sequences.append(PackedSequence((row,), prompt, (length,)))
+    return sequences
+
+
+def _saves(sequence: PackedSequence, length: int) -> bool:
+    """Attention costs the square of a sequence: behind a shared prompt long responses would cost more than they save."""
+    return (sequence.tokens + length - 1) ** 2 <= sequence.tokens**2 + (sequence.prompt + length - 1) ** 2
+
+
+def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
+    """Return `[B]`: how many tokens lead up to the last true position, tool tokens between them included."""
+    position = torch.arange(1, response_mask.shape[1] + 1, device=response_mask.device)
+    return (response_mask * position).amax(-1)
+
+
+def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
+    """Return the input for some sequences of a batch. With none it is one token that predicts nothing."""
+    prompts, prompt_mask, responses, response_mask = (
+        batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask")
+    )
+    assert isinstance(prompts, torch.Tensor) and isinstance(prompt_mask, torch.Tensor)
+    assert isinstance(responses, torch.Tensor) and isinstance(response_mask, torch.Tensor)
+    length = max((s.tokens for s in sequences), default=1)
+    shape = (max(len(sequences), 1), length)
+    tokens, positions, segments = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    predicts, targets, rows, columns = [], [], [], []
+    row_of_batch = 0
+    for index, sequence in enumerate(sequences):
+        prompt = sequence.prompt
+        tokens[index, :prompt] = prompts[sequence.rows[0]][prompt_mask[sequence.rows[0]]]
+        positions[index] = torch.arange(length)
+        start = prompt
+        for segment, (row, size) in enumerate(zip(sequence.rows, sequence.responses, strict=True), 1):
+            span = slice(start, start + size - 1)
+            tokens[index, span] = responses[row, : size - 1]
+            positions[index, span] = torch.arange(prompt, prompt + size - 1)
+            segments[index, span] = segment
+            trained = response_mask[row, :size].nonzero()[:, 0]
+            predicts.append(index * length + torch.where(trained == 0, prompt - 1, start + trained - 1))
+            targets.append(responses[row, trained])
+            rows.append(torch.full_like(trained, row_of_batch))
+            columns.append(trained)
+            row_of_batch += 1
+            start += size - 1
+        segments[index, start:] = IGNORED
+    shared = any(len(s.rows) > 1 for s in sequences)
+    none = torch.zeros(0, dtype=torch.long)
+    return MicroBatch(
+        rows=torch.tensor([row for s in sequences for row in s.rows], dtype=torch.long),
+        tokens=tokens,
+        positions=positions,
+        mask=_mask(segments) if shared else None,
+        predicts=torch.cat([none, *predicts]),
+        targets=torch.cat([none, *targets]),
+        row=torch.cat([none, *rows]),
+        column=torch.cat([none, *columns]),
+    )
+
+
+def _mask(segments: torch.Tensor) -> torch.Tensor:
+    """Return `[S, 1, L, L]`: a token sees what is before it in its own segment, and the prompt, which is segment 0."""
+    length = segments.shape[1]
+    seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    return (seen & torch.ones(length, length, dtype=torch.bool).tril())[:, None]
