@@ -1,0 +1,57 @@
+"""RL post-training of LLMs as dataflow graphs: declare stages as nodes, compile them to a plan, run the plan on Ray."""
+
+from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
+from rlgraph.columns import Columns
+from rlgraph.compiler import Plan, compile  # noqa: A004 (the API's name)
+from rlgraph.config import config
+from rlgraph.engines.base import Sampling
+from rlgraph.engines.fsdp import AdamW
+from rlgraph.errors import RlgraphError
+from rlgraph.graph import Graph, Pool, feedback
+from rlgraph.nodes import tools
+from rlgraph.nodes.advantages import advantages, kl_shaped_rewards, rollout_correction
+from rlgraph.nodes.base import node
+from rlgraph.nodes.critic import Critic
+from rlgraph.nodes.policy import Policy
+from rlgraph.nodes.prompts import prompts
+from rlgraph.nodes.reference import Reference
+from rlgraph.nodes.reward import reward
+from rlgraph.nodes.rollout import Generator
+from rlgraph.nodes.tools import Tools
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.costs import Costs
+from rlgraph.runtime.machine import local_cluster
+
+__all__ = [
+    "GAE",
+    "GRPO",
+    "RLOO",
+    "AdamW",
+    "ClippedLoss",
+    "Cluster",
+    "Columns",
+    "Costs",
+    "Critic",
+    "Generator",
+    "Graph",
+    "Plan",
+    "Policy",
+    "Pool",
+    "Reference",
+    "RlgraphError",
+    "Sampling",
+    "Tools",
+    "TruncatedIS",
+    "ValueLoss",
+    "advantages",
+    "compile",
+    "config",
+    "feedback",
+    "kl_shaped_rewards",
+    "local_cluster",
+    "node",
+    "prompts",
+    "reward",
+    "rollout_correction",
+    "tools",
+]

@@ -19,7 +19,8 @@ Stage: TypeAlias = Callable[[int, Columns], Fired]
 class Context:
     """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
 
-    `rendezvous` is where the ranks of one model meet, for torch.distributed.
+    `rendezvous` is where the ranks of one model meet, for torch.distributed; `temperature` is that of the sampling, since a
+    trainer's log-probs are to be those of the distribution that was sampled from.
     """
 
     engine: Any = None
@@ -27,6 +28,7 @@ class Context:
     world: int = 1
     threads: int = 1
     rendezvous: str = ""
+    temperature: float = 1.0
     version: int = 0
     cache: dict[str, Any] = field(default_factory=dict)
 

@@ -1,6 +1,6 @@
 """The policy: the model that is trained, its log-probs and its update."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ class LogProbs:
 
     model: TrainedModel
     column: str
+    temperature: float
     work: Work = "forward"
 
     def check(self, node: Node) -> None:
@@ -77,7 +78,7 @@ class Policy(TrainedModel):
 
     def log_probs(self, *inputs: Output, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update."""
-        return Output(declare(name, LogProbs(self, "old_log_probs"), inputs, reads=TOKENS, writes=("old_log_probs",), model=self))
+        return Output(declare(name, LogProbs(self, "old_log_probs", sampling_temperature(inputs)), inputs, reads=TOKENS, writes=("old_log_probs",), model=self))
 
     def update(self, *inputs: Output, loss: PolicyLoss, name: str = "update") -> Update:
         """Declare one optimizer step on the batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
@@ -95,7 +96,7 @@ class Policy(TrainedModel):
             wanted.append(behaviour)
         wanted += [c for c in getattr(loss, "optional_reads", ()) if c in carried]
         reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
-        operation = PolicyUpdate(self, loss, behaviour)
+        operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs))
         node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
@@ -107,6 +108,7 @@ class PolicyUpdate:
     policy: TrainedModel
     loss: PolicyLoss
     behaviour: str
+    temperature: float
     work: Work = "train"
 
     def check(self, node: Node) -> None:
@@ -125,6 +127,15 @@ def _lengths(columns: Columns) -> Mapping[str, float]:
     assert isinstance(mask, torch.Tensor)
     lengths = mask.sum(-1).float()
     return {"response_length/mean": lengths.mean().item(), "response_length/max": lengths.max().item()}
+
+
+def sampling_temperature(inputs: Sequence[Output]) -> float:
+    """Return the temperature that the responses among the inputs were sampled at; greedy ones count as 1."""
+    for output in inputs:
+        sampling = getattr(getattr(getattr(output, "node", None), "model", None), "sampling", None)
+        if sampling is not None:
+            return float(sampling.temperature) or 1.0
+    return 1.0
 
 
 def check_folder(path: str) -> None:

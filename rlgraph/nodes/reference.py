@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlgraph.graph import Output, declare
-from rlgraph.nodes.policy import TOKENS, LogProbs, TrainedModel
+from rlgraph.nodes.policy import TOKENS, LogProbs, TrainedModel, sampling_temperature
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -15,4 +15,4 @@ class Reference(TrainedModel):
 
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: what the reference gives the responses."""
-        return Output(declare(name, LogProbs(self, "ref_log_probs"), inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
+        return Output(declare(name, LogProbs(self, "ref_log_probs", sampling_temperature(inputs)), inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))

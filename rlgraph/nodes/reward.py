@@ -10,7 +10,7 @@ import torch
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import GraphError, RlgraphError
 from rlgraph.graph import Model, Output, Work, declare
-from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.base import Context, Fired, Stage
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
 
@@ -27,11 +27,13 @@ class Reward:
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(context, columns)
 
-    def fire(self, context: Context, columns: Columns) -> dict[str, Column]:
+    def fire(self, context: Context, columns: Columns) -> Fired:
         arguments = {name: self._argument(context, name, columns) for name in self.parameters}
         rewards = self.function(**arguments)
         rows = len(columns[self.parameters[0]])
-        return {"rewards": checked_rewards(self.function, rewards, rows)}
+        checked = checked_rewards(self.function, rewards, rows)
+        spread = {"mean": checked.mean(), "max": checked.max(), "min": checked.min()}
+        return {"rewards": checked}, {f"critic/rewards/{name}": value.item() for name, value in spread.items()}
 
     def _argument(self, context: Context, name: str, columns: Columns) -> Column:
         ids = columns[name]

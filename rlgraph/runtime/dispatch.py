@@ -17,6 +17,8 @@ from rlgraph.planning.plan import PlannedWorker
 from rlgraph.runtime.process import Process
 from rlgraph.runtime.tasks import WorkerSetup
 
+REHEARSAL = -1  # a tick before the first step, at which no node fires
+
 
 class Dispatch(Protocol):
     """Ticks a set of actors; execution k is step k."""
@@ -44,6 +46,8 @@ class CompiledGraph:
         self.refs: dict[int, Any] = {}
         # A worker returns from step k once step k + 1 is ticked, so one execution more than the window can be open.
         self.graph = graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1)
+        # A driver that has not yet read from an actor aborts in Ray's own teardown when that actor dies, so read once now.
+        ray.get(self.graph.execute(REHEARSAL), timeout=-1)
 
     def tick(self, step: int) -> None:
         self.refs[step] = self.graph.execute(step)
@@ -52,8 +56,8 @@ class CompiledGraph:
         ray.get(self.refs.pop(step), timeout=-1)
 
     def stop(self) -> None:
-        self.refs.clear()
         self.graph.teardown(kill_actors=True)
+        self.refs.clear()  # only now: a reference dropped before would still try to read its result
 
 
 class ActorCalls:

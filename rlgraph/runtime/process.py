@@ -74,8 +74,8 @@ class Process:
         messages.send(self.control, messages.Entered(self.name, step, doing, time.monotonic()))
 
     def step(self, step: int) -> int:
-        """Fire every node for `step`, report, and sleep until the next tick has been sent."""
-        if self.stopped or self.worker is None:
+        """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
+        if self.stopped or self.worker is None or step < 0:
             return step
         try:
             self.worker.step(step)

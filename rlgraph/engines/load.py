@@ -1,0 +1,64 @@
+"""From a declared model to its engine, in the worker that will run it."""
+
+from typing import Any, Protocol
+
+from rlgraph.engines.base import GenerateEngine, TrainEngine
+
+
+class Place(Protocol):
+    """Where an engine runs: its rank among the workers of its model, its cores, and what the responses were sampled at."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def rendezvous(self) -> str: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+
+def generate_engine(model: Any, place: Place) -> GenerateEngine:
+    """Return the engine of a `Generator`."""
+    import torch
+
+    if model.engine == "transformers":
+        from rlgraph.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model.path, dtype=getattr(torch, model.dtype), max_context=model.max_context)
+    from rlgraph.engines.vllm import VllmEngine
+
+    return VllmEngine(
+        model.path,
+        max_model_len=model.max_context,
+        dtype=model.dtype,
+        seed=model.seed,
+        threads=place.threads,
+        tensor_parallel=model.tensor_parallel,
+    )
+
+
+def train_engine(model: Any, place: Place) -> TrainEngine:
+    """Return this rank's engine of a `Policy` or `Reference`; the ranks of one model meet at `place.rendezvous`."""
+    import torch
+    import torch.distributed as dist
+
+    from rlgraph.engines.fsdp import FsdpEngine
+
+    if place.world > 1:
+        dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.world)
+    return FsdpEngine(
+        model.path,
+        optimizer=model.optimizer,
+        rank=place.rank,
+        world=place.world,
+        dtype=getattr(torch, model.dtype),
+        micro_batch_tokens=model.micro_batch_tokens,
+        temperature=place.temperature,
+    )

@@ -1,0 +1,17 @@
+"""One Ray for all tests that start workers."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    import ray
+
+    from rlgraph.runtime.dispatch import start_ray
+
+    ours = start_ray()
+    yield
+    if ours:
+        ray.shutdown()

@@ -1,0 +1,141 @@
+"""A job on Ray gives the bits of the oracle, for both ways of dispatch; whatever fails is named, and nothing is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import fakes
+import pytest
+
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.graph import Graph, Pool
+from rlgraph.nodes.base import node
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.job import Job, Step
+from rlgraph.runtime.local import LocalJob
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
+
+DISPATCHES = ["compiled_graph", "calls"]
+
+
+def job(graph: Graph, dispatch: str = "compiled_graph", deadline_s: float = 60.0) -> Job:
+    return Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=deadline_s)
+
+
+def bits(step: Step) -> tuple[int, float, float, int]:
+    return step.index, step.metrics["loss"], step.metrics["weight"], step.staleness
+
+
+def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
+    with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
+        return [bits(step) for step in here.steps(steps)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
+def test_a_run_on_ray_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
+    graph = fakes.vector_loop(depth, buffers=buffers)
+    with job(graph, dispatch) as running:
+        found = [bits(step) for step in running.steps(4)]
+        found += [bits(step) for step in running.steps(3)]
+    assert found == oracle(graph, 7)
+    assert [staleness for *_, staleness in found] == [min(step, depth) for step in range(7)]
+
+
+def test_generator_ranks_change_nothing_in_the_batch() -> None:
+    with job(fakes.vector_loop(1, ranks=2)) as running:
+        found = [bits(step) for step in running.steps(4)]
+    assert found == oracle(fakes.vector_loop(1), 4)
+
+
+def test_freshest_weights_keep_the_bound() -> None:
+    with job(fakes.vector_loop(2, freshest=True, generate_s=0.02)) as running:
+        assert all(step.staleness <= min(step.index, 2) for step in running.steps(10))
+
+
+def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
+    pool = Pool("shared")
+    with job(fakes.vector_loop(0, pools=(pool, pool), generate_s=0.02, train_s=0.02)) as running:
+        list(running.steps(4))
+        busy = sorted((s.start_s, s.end_s) for s in running.spans() if s.name in ("rollout", "update") and s.kind == "fire")
+    assert len(busy) == 8
+    assert all(end <= start for (_, end), (start, _) in zip(busy, busy[1:], strict=False))
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("worker", ["prompts", "generator", "score", "policy"])
+def test_a_killed_worker_is_named_and_nothing_is_left(dispatch: str, worker: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with job(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), dispatch) as running:
+        steps = running.steps(1000)
+        next(steps)
+        killed = time.monotonic()
+        os.kill(running.pids[worker], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=f"worker '{worker}'"):
+            for _ in steps:
+                pass
+        raised = time.monotonic()
+        pids = running.pids.values()
+    assert raised - killed < 5
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not any(alive(pid) for pid in pids)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@node(reads="values group_ids", writes="rewards")
+def failing(batch: Columns) -> dict[str, Column]:
+    if (batch["group_ids"] > 10).any():
+        raise ValueError("no reward for item 11")
+    return fakes.score.function(batch)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_a_node_that_raises_is_named_with_step_and_traceback(dispatch: str) -> None:
+    with job(fakes.vector_loop(1, middle=failing), dispatch) as running:
+        with pytest.raises(NodeError, match="node 'failing' failed at step 2 in worker 'failing': ValueError: no reward for item 11") as raised:
+            list(running.steps(10))
+        assert 'raise ValueError("no reward for item 11")' in str(raised.value)
+        with pytest.raises(RlgraphError, match="closed"):
+            next(running.steps(1))
+
+
+@node(reads="values", writes="rewards")
+def hanging(batch: Columns) -> dict[str, Column]:
+    signal.pause()
+    raise AssertionError("a signal woke it")
+
+
+def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
+    with job(fakes.vector_loop(1, middle=hanging), deadline_s=2.0) as running:
+        with pytest.raises(ChannelTimeout) as raised:
+            list(running.steps(3))
+        pids = running.pids.values()
+    message = str(raised.value)
+    assert "node 'update'" in message
+    assert "channel 'hanging'" in message
+    assert "worker 'hanging' has been at node 'hanging', step 0" in message
+    assert not any(alive(pid) for pid in pids)
+
+
+@node(reads="values group_ids", writes="rewards")
+def nameless(batch: Columns) -> dict[str, Column]:
+    return {"reward": batch["values"].mean(-1)}
+
+
+def test_a_node_that_writes_other_columns_than_declared_is_refused() -> None:
+    with job(fakes.vector_loop(0, middle=nameless)) as running, pytest.raises(NodeError, match=r"returned columns \['reward'\]; it declares \['rewards'\]"):
+        list(running.steps(1))
