@@ -1,0 +1,197 @@
+"""Properties and edge cases of the advantage estimators."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rlgraph.algorithms as alg
+from rlgraph.errors import DataError, GraphError
+from tests.algorithms.data import ESTIMATORS, GROUPED, batch, quick, seeds
+
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+
+
+def close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=1e-10)
+
+
+@every_estimator
+@quick
+@given(seeds)
+def test_permuting_rows_permutes_the_advantages(name: str, seed: int) -> None:
+    columns = batch(seed)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    plain = ESTIMATORS[name](columns)
+    shuffled = ESTIMATORS[name]({key: column[order] for key, column in columns.items()})
+    assert all(close(plain[key][order], shuffled[key]) for key in plain)
+
+
+@pytest.mark.parametrize("name", [*GROUPED, "optimal_token_baseline"])
+@quick
+@given(seeds)
+def test_only_equality_of_group_ids_matters(name: str, seed: int) -> None:
+    columns = batch(seed)
+    renamed = {**columns, "group_ids": 1000 - 7 * columns["group_ids"]}
+    assert close(ESTIMATORS[name](columns)["advantages"], ESTIMATORS[name](renamed)["advantages"])
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@quick
+@given(seeds, st.floats(-1000, 1000, width=32))
+def test_equal_rewards_in_a_group_give_exactly_zero(name: str, dtype: torch.dtype, seed: int, reward: float) -> None:
+    columns = batch(seed, dtype=dtype)
+    columns["rewards"].fill_(reward)
+    columns["baseline_rewards"].fill_(reward)
+    assert torch.count_nonzero(ESTIMATORS[name](columns)["advantages"]) == 0
+
+
+@every_estimator
+@quick
+@given(seeds)
+def test_nothing_outside_of_the_mask_matters(name: str, seed: int) -> None:
+    columns = batch(seed)
+    mask = columns["response_mask"]
+    spoilt = {
+        key: torch.where(mask, column, float("nan")) if column.shape == mask.shape and column.is_floating_point() else column
+        for key, column in columns.items()
+    }
+    plain, other = ESTIMATORS[name](columns), ESTIMATORS[name](spoilt)
+    assert all(torch.equal(plain[key], other[key]) and not plain[key][~mask].any() for key in plain)
+
+
+@every_estimator
+def test_an_empty_mask_gives_zeros(name: str) -> None:
+    columns = batch(0)
+    columns["response_mask"].fill_(False)
+    assert all(torch.count_nonzero(column) == 0 for column in ESTIMATORS[name](columns).values())
+
+
+@every_estimator
+def test_it_writes_what_it_declares_in_the_dtype_it_reads(name: str) -> None:
+    columns = batch(0, dtype=torch.float32)
+    written = ESTIMATORS[name]({key: columns[key] for key in ESTIMATORS[name].reads})
+    assert tuple(written) == ESTIMATORS[name].writes
+    assert all(column.dtype is torch.float32 and column.shape == (8, 9) for column in written.values())
+
+
+@every_estimator
+def test_a_mask_that_is_not_bool_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"'response_mask' is torch.int64 .*mask.bool"):
+        ESTIMATORS[name]({**batch(0), "response_mask": torch.ones(8, 9, dtype=torch.int64)})
+
+
+@every_estimator
+def test_a_missing_column_is_named_with_its_writer(name: str) -> None:
+    columns = batch(0)
+    del columns[ESTIMATORS[name].reads[0]]
+    with pytest.raises(DataError, match=f"column '{ESTIMATORS[name].reads[0]}' is missing .* written by"):
+        ESTIMATORS[name](columns)
+
+
+@every_estimator
+def test_a_column_of_another_shape_is_refused(name: str) -> None:
+    columns = batch(0)
+    first = ESTIMATORS[name].reads[0]
+    with pytest.raises(DataError, match=f"column '{first}' is torch.float64 of shape"):
+        ESTIMATORS[name]({**columns, first: columns[first][:-1]})
+
+
+@pytest.mark.parametrize("name", WHITENING)
+def test_a_single_token_cannot_be_whitened(name: str) -> None:
+    columns = batch(0)
+    columns["response_mask"] = torch.zeros(8, 9, dtype=torch.bool).index_fill(0, torch.tensor([2]), False)
+    columns["response_mask"][2, 3] = True
+    with pytest.raises(DataError, match="one response token"):
+        ESTIMATORS[name](columns)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (alg.GRPO(), [-0.70711, 0.70711, 6.99999]),
+        (alg.GRPO(singleton="zero"), [-0.70711, 0.70711, 0]),
+        (alg.RLOO(), [-2, 2, 7]),
+        (alg.RLOO(singleton="zero"), [-2, 2, 0]),
+        (alg.OPO(), [-1, 1, 7]),
+        (alg.GPG(), [-1, 1, 7]),
+        (alg.ReinforcePlusPlusBaseline(), [-0.8951, -0.3581, 1.2532]),
+    ],
+)
+def test_a_group_of_one_keeps_its_reward_unless_told_otherwise(estimator: alg.GRPO, expected: list[float]) -> None:
+    columns = {"rewards": torch.tensor([1.0, 3, 7]), "group_ids": torch.tensor([5, 5, 2]), "response_mask": torch.ones(3, 2).bool()}
+    assert torch.allclose(estimator(columns)["advantages"][:, 0], torch.tensor(expected).float(), atol=1e-4)
+
+
+def test_pass_k_refuses_a_group_of_one() -> None:
+    with pytest.raises(DataError, match="group_size of at least 2"):
+        alg.PassK()({"rewards": torch.ones(1), "group_ids": torch.zeros(1, dtype=torch.int64), "response_mask": torch.ones(1, 1).bool()})
+
+
+def test_group_ids_must_be_int64() -> None:
+    with pytest.raises(DataError, match=r"'group_ids' is torch.int32"):
+        alg.GRPO()({**batch(0), "group_ids": torch.zeros(8, dtype=torch.int32)})
+
+
+def test_discount_steps_over_tool_tokens() -> None:
+    columns = {"token_rewards": torch.tensor([[0.0, 0, 0, 1]]), "response_mask": torch.tensor([[1, 0, 1, 1]]).bool()}
+    assert torch.allclose(alg.ReinforcePlusPlus(gamma=0.5)(columns)["returns"], torch.tensor([[0.25, 0, 0.5, 1]]))
+
+
+@quick
+@given(seeds, st.floats(0, 1), st.floats(0, 1))
+def test_gae_equals_its_definition_token_by_token(seed: int, gamma: float, lam: float) -> None:
+    columns = batch(seed, length=13)
+    rewards, values, mask = columns["token_rewards"], columns["values"], columns["response_mask"]
+    expected = torch.zeros_like(values)
+    for row in range(8):
+        following, advantage = 0.0, 0.0
+        for t in reversed(range(13)):
+            if mask[row, t]:
+                advantage = float(rewards[row, t] + gamma * following - values[row, t] + gamma * lam * advantage)
+                following = float(values[row, t])
+                expected[row, t] = advantage + following
+    assert torch.allclose(alg.GAE(gamma=gamma, lam=lam)(columns)["returns"], expected, atol=1e-10)
+
+
+def test_advantages_are_whitened_over_the_tokens() -> None:
+    columns = batch(3)
+    advantages = alg.GAE()(columns)["advantages"][columns["response_mask"]]
+    assert abs(float(advantages.mean())) < 1e-7
+    assert abs(float(advantages.std()) - 1) < 1e-6
+
+
+def test_without_gaps_both_alignments_of_the_token_baseline_agree() -> None:
+    columns = batch(5, gaps=False)
+    by_column, by_token = (alg.OptimalTokenBaseline(align=align)(columns)["advantages"] for align in ("column", "token"))
+    assert close(by_column, by_token)
+
+
+def test_the_tail_of_the_longest_response_has_no_baseline_even_behind_gaps() -> None:
+    columns = batch(0, rows=2, length=5)
+    columns["response_mask"] = torch.tensor([[1, 0, 0, 1, 1], [1, 1, 0, 0, 0]]).bool()
+    columns["group_ids"] = torch.zeros(2, dtype=torch.int64)
+    written = alg.OptimalTokenBaseline()(columns)
+    assert torch.equal(written["advantages"][0, 2:], written["returns"][0, 2:])
+    assert written["advantages"][0, 0] != written["returns"][0, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: alg.GRPO(normalize_std=1), r"GRPO\(normalize_std=1\).*True or False"),
+        (lambda: alg.RLOO(singleton="drop"), r"RLOO\(singleton='drop'\).*'reward', 'zero'"),
+        (lambda: alg.PassK(singleton="zero"), "no effect"),
+        (lambda: alg.GAE(gamma=1.5), r"GAE\(gamma=1.5\).*at most 1"),
+        (lambda: alg.GAE(lam=float("nan")), "finite number"),
+        (lambda: alg.GPG(f_norm=0), "above 0"),
+        (lambda: alg.GDPO(keys=()), "name one column or more"),
+        (lambda: alg.GDPO(keys=("a", "b"), weights=(1.0,)), "one weight for each"),
+        (lambda: alg.OptimalTokenBaseline(align="row"), r"'column', 'token'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_when_it_is_given(make: object, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        make()

@@ -1,0 +1,300 @@
+"""Properties and edge cases of the policy losses and the value loss."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+
+import rlgraph.algorithms as alg
+from rlgraph.errors import DataError, GraphError
+from tests.algorithms.data import ALL_LOSSES, LOSSES, Columns, batch, evaluate, quick, seeds
+
+every_loss = pytest.mark.parametrize("name", ALL_LOSSES)
+HORIZON = {"seq-mean-token-sum-norm": 40}
+
+
+def split(columns: Columns, parts: int) -> list[Columns]:
+    bounds = [round(part * 8 / parts) for part in range(parts + 1)]
+    return [{key: column[a:b] for key, column in columns.items()} for a, b in itertools.pairwise(bounds)]
+
+
+@every_loss
+@quick
+@given(seeds)
+def test_tokens_outside_of_the_mask_have_no_gradient_whatever_they_hold(name: str, seed: int) -> None:
+    columns = batch(seed)
+    mask = columns["response_mask"]
+    spoilt = {
+        key: torch.where(mask, column, float("nan")) if column.shape == mask.shape and column.is_floating_point() else column
+        for key, column in columns.items()
+    }
+    plain, spoilt_result = evaluate(ALL_LOSSES[name], columns), evaluate(ALL_LOSSES[name], spoilt)
+    assert torch.equal(plain[1], spoilt_result[1])
+    assert plain[0] == spoilt_result[0]
+    assert plain[2] == spoilt_result[2]
+    assert torch.count_nonzero(plain[1][~mask]) == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@quick
+@given(seeds)
+def test_splitting_over_micro_batches_and_ranks_changes_nothing(name: str, parts: int, seed: int) -> None:
+    columns = batch(seed, dtype=torch.float32)
+    totals = alg.Totals.of(columns["response_mask"])
+    whole, gradient, metrics = evaluate(LOSSES[name], columns)
+    pieces = [evaluate(LOSSES[name], part, totals) for part in split(columns, parts)]
+    assert float(sum(piece[0] for piece in pieces) - whole) == pytest.approx(0, abs=1e-6)
+    assert torch.allclose(torch.cat([piece[1] for piece in pieces]), gradient, atol=1e-6, rtol=0)
+    for key, value in metrics.items():
+        assert sum(piece[2][key] for piece in pieces) == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", alg.AGGREGATIONS)
+@quick
+@given(seeds)
+def test_every_aggregation_is_the_same_however_the_batch_is_split_and_padded(mode: str, seed: int) -> None:
+    columns = batch(seed, dtype=torch.float32)
+    totals = alg.Totals.of(columns["response_mask"])
+    loss = alg.ClippedLoss(aggregation=mode, horizon=HORIZON.get(mode))
+    whole = evaluate(loss, columns)[0]
+    pieces = [
+        {key: c[:, : int(part["response_mask"].any(0).nonzero().max()) + 1] if c.ndim == 2 else c for key, c in part.items()}
+        for part in split(columns, 4)
+        if bool(part["response_mask"].any())
+    ]
+    assert float(sum(evaluate(loss, piece, totals)[0] for piece in pieces)) == pytest.approx(float(whole), abs=1e-6 * max(1, totals.tokens))
+
+
+@every_loss
+@quick
+@given(seeds)
+def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
+    if name == "clip_cov":
+        return  # drops random tokens, which are others in another order
+    columns = batch(seed)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    plain = evaluate(ALL_LOSSES[name], columns)
+    shuffled = evaluate(ALL_LOSSES[name], {key: column[order] for key, column in columns.items()})
+    assert float(plain[0]) == pytest.approx(float(shuffled[0]), abs=1e-12)
+    assert torch.allclose(plain[1][order], shuffled[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["clipped", "clipped_without_dual", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "dro", "proximal"])
+@quick
+@given(seeds)
+def test_at_ratio_one_the_gradient_is_the_policy_gradient(name: str, seed: int) -> None:
+    columns = batch(seed)
+    columns["old_log_probs"] = columns["rollout_log_probs"] = columns["log_probs"]
+    loss = dataclasses.replace(LOSSES[name], aggregation="token-mean")
+    mask = columns["response_mask"]
+    expected = torch.where(mask, -columns["advantages"], 0.0) / mask.sum()
+    columns["weight_version"].fill_(3)  # one version old, where the proximal policy is the rollout's
+    del columns["rollout_is_weights"]
+    assert torch.allclose(evaluate(loss, columns)[1], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sapo", "gmpo"])
+def test_at_ratio_one_sequence_losses_have_the_policy_gradient_of_each_response(name: str) -> None:
+    columns = batch(1)
+    mask = columns["response_mask"]
+    columns["old_log_probs"] = columns["log_probs"]
+    columns["advantages"] = columns["rewards"][:, None].expand(8, 9)
+    expected = torch.where(mask, -columns["advantages"], 0.0) / mask.sum(-1, keepdim=True).clamp(min=1) / 8
+    del columns["rollout_is_weights"]
+    assert torch.allclose(evaluate(LOSSES[name], columns)[1], expected, atol=1e-7)
+
+
+@every_loss
+def test_gradients_agree_with_finite_differences(name: str) -> None:
+    loss = ALL_LOSSES[name]
+    columns = batch(2, rows=4, length=4)
+    del columns["rollout_is_weights"]
+    # Weights and gates that pass no gradient are constants of the loss, not of the finite difference.
+    if name in ("gspo", "cispo", "dppo_tv", "dppo_kl", "bypass_clipped", "bypass_reinforce", "proximal", "kl_and_entropy"):
+        expected = _straight_through(name, columns)
+        assert torch.allclose(evaluate(loss, columns)[1], expected, atol=1e-9)
+        return
+    log_probs = columns["log_probs"].requires_grad_()
+    totals = alg.Totals.of(columns["response_mask"])
+    assert torch.autograd.gradcheck(lambda lp: loss(lp, columns, totals)[0], (log_probs,), eps=1e-7, atol=1e-5)
+
+
+def _straight_through(name: str, columns: Columns) -> torch.Tensor:
+    """Return the gradient by hand of the losses that stop it somewhere, for each token."""
+    mask, a, lp = columns["response_mask"], columns["advantages"], columns["log_probs"]
+    old, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
+    ratio, tokens = (lp - old).exp(), mask.sum()
+
+    def unclipped(r: torch.Tensor) -> torch.Tensor:
+        return ((a > 0) & (r <= 1.2)) | ((a < 0) & (r >= 0.8) & (r <= 3))
+
+    if name == "gspo":
+        s = (torch.where(mask, lp - old, 0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
+        within = ((a > 0) & (s <= 1.2)) | ((a < 0) & (s >= 0.8))
+        return torch.where(mask & within, -a * s, 0.0) / mask.sum(-1, keepdim=True) / len(mask)
+    if name == "cispo":
+        return torch.where(mask, -a * ratio.clamp(0.8, 1.2), 0.0) / tokens
+    if name.startswith("dppo"):
+        p, q = old.exp(), lp.exp()
+        moved = q - p if name == "dppo_tv" else (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()) * (q - p).sign()
+        within = torch.where(a > 0, moved <= 0.2, moved >= -0.2)
+        return torch.where(mask & within, -a * ratio.clamp(max=20), 0.0) / tokens
+    if name == "bypass_clipped":
+        kept = LOSSES[name].correction.kept(lp, rollout, mask)
+        r = (lp - rollout).exp()
+        return torch.where(kept & unclipped(r), -a * r, 0.0) / tokens
+    if name == "bypass_reinforce":
+        return torch.where(mask, -a * alg.IcePop()(lp, rollout, mask), 0.0) / tokens
+    if name == "proximal":
+        proximal = alg.proximal_log_probs(lp, rollout, columns["weight_version"], 4)
+        r = (lp - proximal).exp()
+        return torch.where(mask & unclipped(r), -a * r * (proximal - rollout).exp().clamp(max=5), 0.0) / tokens
+    kl = 0.1 * (lp - columns["ref_log_probs"])  # the gradient of k2
+    return torch.where(mask, torch.where(unclipped(ratio), -a * ratio, 0.0) + kl, 0.0) / tokens
+
+
+@every_loss
+def test_an_empty_mask_gives_zero_loss_and_gradient(name: str) -> None:
+    columns = batch(0)
+    columns["response_mask"].fill_(False)
+    value, gradient, metrics = evaluate(ALL_LOSSES[name], columns)
+    assert value == 0
+    assert torch.count_nonzero(gradient) == 0
+    assert not any(metrics.values())
+
+
+@every_loss
+def test_log_ratios_far_beyond_the_clamp_stay_finite(name: str) -> None:
+    columns = batch(0, dtype=torch.float32)
+    columns["old_log_probs"] = columns["rollout_log_probs"] = torch.full((8, 9), -300.0)
+    if name in ("gmpo", "dro"):
+        columns["old_log_probs"] = torch.full((8, 9), -60.0)
+    value, gradient, _ = evaluate(ALL_LOSSES[name], columns)
+    assert bool(value.isfinite())
+    assert bool(gradient.isfinite().all())
+
+
+@every_loss
+def test_importance_weights_multiply_the_loss_where_they_are_given(name: str) -> None:
+    if not getattr(ALL_LOSSES[name], "optional_reads", ()):
+        return
+    columns = batch(4)
+    without = {key: column for key, column in columns.items() if key != "rollout_is_weights"}
+    ones = {**columns, "rollout_is_weights": torch.ones(8, 9, dtype=torch.float64)}
+    assert torch.allclose(evaluate(ALL_LOSSES[name], ones)[1], evaluate(ALL_LOSSES[name], without)[1], atol=1e-9)
+    assert not torch.allclose(evaluate(ALL_LOSSES[name], columns)[1], evaluate(ALL_LOSSES[name], without)[1], atol=1e-9)
+
+
+def test_token_sum_over_tokens_is_token_mean() -> None:
+    columns = batch(6)
+    total, mean = (evaluate(alg.ClippedLoss(aggregation=mode), columns)[0] for mode in ("token-sum", "token-mean"))
+    assert float(total / columns["response_mask"].sum()) == pytest.approx(float(mean))
+
+
+def test_entropy_and_kl_terms_add_up_with_their_coefficients() -> None:
+    columns = batch(7)
+    plain = evaluate(alg.ClippedLoss(), columns)[0]
+    value, _, metrics = evaluate(alg.ClippedLoss(entropy_coef=0.3, kl_coef=0.2, kl_estimator="k2"), columns)
+    mask = columns["response_mask"]
+    kl = 0.5 * (columns["log_probs"] - columns["ref_log_probs"]).square()[mask].mean()
+    assert metrics["actor/entropy"] == pytest.approx(float(columns["entropy"][mask].mean()))
+    assert metrics["actor/kl_loss"] == pytest.approx(float(kl))
+    assert float(value) == pytest.approx(float(plain) - 0.3 * metrics["actor/entropy"] + 0.2 * metrics["actor/kl_loss"])
+    assert metrics["actor/pg_loss"] == pytest.approx(float(plain))
+
+
+def test_a_loss_reads_what_its_options_need() -> None:
+    assert alg.ClippedLoss().reads == ("old_log_probs", "advantages")
+    assert alg.ClippedLoss(kl_coef=0.1).reads == ("old_log_probs", "advantages", "ref_log_probs")
+    assert alg.Reinforce().reads == ("advantages",)
+    assert alg.Bypass().reads == ("rollout_log_probs", "advantages")
+    assert alg.ValueLoss(clip=None).reads == ("returns",)
+    assert alg.ClippedLoss(entropy_coef=0.1).needs_entropy
+    assert not alg.ClippedLoss().needs_entropy
+
+
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
+    columns = {key: torch.full((1, 1), value) for key, value in (("log_probs", -1.0), ("old_log_probs", -4.0), ("advantages", -2.0))}
+    columns["response_mask"] = torch.ones(1, 1).bool()
+    value, gradient, metrics = evaluate(alg.ClippedLoss(clip_c=3.0), columns)
+    assert float(value) == pytest.approx(6.0)
+    assert float(gradient) == 0
+    assert metrics["actor/pg_clipfrac_lower"] == 1
+    assert float(evaluate(alg.ClippedLoss(clip_c=None), columns)[0]) == pytest.approx(2 * torch.tensor(3.0).exp().item())
+
+
+def test_clip_cov_draws_from_a_generator_of_its_own() -> None:
+    columns = batch(0)
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    first = evaluate(alg.ClipCov(fraction=0.3, low=0.01), columns)[1]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(evaluate(alg.ClipCov(fraction=0.3, low=0.01), columns)[1], first)
+    assert not torch.equal(evaluate(alg.ClipCov(fraction=0.3, low=0.01, seed=5), columns)[1], first)
+
+
+def test_kl_cov_names_the_absolute_log_ratio_apart() -> None:
+    columns = batch(0)
+    metrics = evaluate(alg.KlCov(), columns)[2]
+    difference = (columns["log_probs"] - columns["old_log_probs"])[columns["response_mask"]]
+    assert metrics["actor/ppo_kl"] == pytest.approx(-float(difference.mean()))
+    assert metrics["actor/ppo_kl_abs"] == pytest.approx(float(difference.abs().mean()))
+
+
+def test_value_loss_takes_the_larger_of_plain_and_clipped_error() -> None:
+    columns = {"values": torch.full((1, 2), 0.2), "returns": torch.zeros(1, 2), "response_mask": torch.ones(1, 2).bool()}
+    value, metrics = alg.ValueLoss(clip=0.5)(torch.tensor([[1.0, 2.0]]), columns, alg.Totals(2, 1))
+    assert float(value) == pytest.approx(1.25)
+    assert metrics == pytest.approx({"critic/vf_loss": 1.25, "critic/vpred_mean": 1.5, "critic/vf_clipfrac": 0.0})
+
+
+def test_value_loss_agrees_with_finite_differences_and_ignores_what_is_masked() -> None:
+    columns = batch(3, rows=4, length=4)
+    columns["returns"] = torch.where(columns["response_mask"], columns["returns"], float("nan"))
+    values = columns["log_probs"].requires_grad_()
+    totals = alg.Totals.of(columns["response_mask"])
+    for clip in (0.3, None):
+        assert torch.autograd.gradcheck(lambda v, c=clip: alg.ValueLoss(clip=c)(v, columns, totals)[0], (values,), eps=1e-7, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: alg.ClippedLoss(aggregation="mean"), r"ClippedLoss\(aggregation='mean'\).*token-mean"),
+        (lambda: alg.ClippedLoss(aggregation="seq-mean-token-sum-norm"), "horizon is a whole number"),
+        (lambda: alg.ClippedLoss(horizon=10), "only 'seq-mean-token-sum-norm' divides"),
+        (lambda: alg.ClippedLoss(clip_low=1.5), r"clip_low=1.5.*at most 1"),
+        (lambda: alg.ClippedLoss(clip_c=1.0), "above 1"),
+        (lambda: alg.ClippedLoss(kl_coef=-1), "at least 0"),
+        (lambda: alg.ClippedLoss(kl_coef=1, kl_estimator="k4"), "one of .*'k3'"),
+        (lambda: alg.ClippedLoss(kl_estimator="k2"), "without kl_coef"),
+        (lambda: alg.SAPO(aggregation="token-mean"), "'seq-mean-token-mean' alone"),
+        (lambda: alg.GMPO(aggregation="token-sum"), "'seq-mean-token-mean' alone"),
+        (lambda: alg.DRO(beta=0), "above 0"),
+        (lambda: alg.DPPO("js"), "'tv', 'kl'"),
+        (lambda: alg.ClipCov(low=5, high=1), "swap them"),
+        (lambda: alg.ValueLoss(clip=0), "above 0"),
+        (lambda: alg.Bypass(alg.ClippedLoss(), alg.RolloutCorrection(alg.TruncatedIS())), "correct twice"),
+        (lambda: alg.ProximalLoss(method="cubic"), "'loglinear', 'linear'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_when_it_is_given(make: object, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        make()
+
+
+@every_loss
+def test_log_probs_of_another_shape_than_the_mask_are_refused(name: str) -> None:
+    columns = batch(0)
+    with pytest.raises(DataError, match=r"log-probs have shape \[8, 8\]"):
+        ALL_LOSSES[name](columns["log_probs"][:, :-1], columns, alg.Totals(1, 1), columns["entropy"])
+
+
+def test_entropy_that_is_needed_and_not_given_is_an_error() -> None:
+    columns = batch(0)
+    with pytest.raises(DataError, match="no entropy was given"):
+        alg.ClippedLoss(entropy_coef=0.1)(columns["log_probs"], columns, alg.Totals(1, 1))

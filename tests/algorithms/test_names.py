@@ -1,0 +1,41 @@
+"""Algorithms by name."""
+
+import pytest
+
+import rlgraph.algorithms as alg
+from rlgraph.errors import GraphError
+
+
+def test_a_name_and_options_make_an_object() -> None:
+    assert alg.estimator("dr_grpo") == alg.GRPO(normalize_std=False)
+    assert alg.estimator("gae", lam=0.95) == alg.GAE(lam=0.95)
+    assert alg.loss("dapo") == alg.ClippedLoss(clip_low=0.2, clip_high=0.28)
+    assert alg.loss("dppo_kl", high=0.1) == alg.DPPO("kl", high=0.1)
+    assert alg.correction("decoupled_token_is") == alg.RolloutCorrection(alg.TruncatedIS(level="token", threshold=2.0))
+    assert alg.loss("bypass_ppo_clip", clip_high=0.28) == alg.Bypass(alg.ClippedLoss(clip_high=0.28))
+
+
+@pytest.mark.parametrize("name", alg.ESTIMATORS)
+def test_every_estimator_can_be_made_by_name(name: str) -> None:
+    assert "advantages" in alg.estimator(name).writes
+
+
+@pytest.mark.parametrize("name", alg.LOSSES)
+def test_every_loss_can_be_made_by_name(name: str) -> None:
+    assert "advantages" in alg.loss(name, **({"beta": 0.1} if name == "dro" else {})).reads
+
+
+@pytest.mark.parametrize(("look_up", "known"), [(alg.estimator, "grpo"), (alg.loss, "clipped"), (alg.correction, "decoupled_seq_is")])
+def test_an_unknown_name_lists_those_there_are(look_up: object, known: str) -> None:
+    with pytest.raises(GraphError, match=f"'gpro'.*'{known}'"):
+        look_up("gpro")
+
+
+def test_an_unknown_option_is_an_error_of_the_graph() -> None:
+    with pytest.raises(GraphError, match=r"loss 'clipped' cannot be made .* 'clip_ratio'"):
+        alg.loss("clipped", clip_ratio=0.2)
+
+
+def test_a_bypass_preset_is_a_loss_and_says_so() -> None:
+    with pytest.raises(GraphError, match="loss='bypass_pg_is'"):
+        alg.correction("bypass_pg_is")
