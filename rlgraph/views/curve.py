@@ -10,7 +10,7 @@ from rlgraph.views.measure import fitted, width
 WIDTH, HEIGHT = 640.0, 300.0
 SIZE = 12.0
 COLOURS = ("#2f6fd0", "#c2330f", "#2b8a57", "#8a4fbe", "#b7791f", "#4a5568")
-INK, MUTED, GRID = "#1c2130", "#5f6675", "#e4e8ed"
+INK, MUTED, GRID = "#1c2130", "#4d5464", "#e4e8ed"
 FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -25,7 +25,7 @@ def svg(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float]], 
     seen = [value for values in series.values() for value in values if math.isfinite(value)]
     y_ticks, x_ticks = ticks(seen), ticks([x for x in xs if math.isfinite(x)], whole=all(float(x).is_integer() for x in xs))
     rows = _legend_rows(list(series)) if len(series) > 1 else []
-    left, top = 22.0 + max(width(_number(tick, y_ticks), SIZE) for tick in y_ticks), 58.0 + 20.0 * len(rows)
+    left, top = 22.0 + max(width(_number(tick, y_ticks), SIZE) for tick in y_ticks), 64.0 + 20.0 * len(rows)
     right, bottom = WIDTH - 24.0, HEIGHT + 20.0 * len(rows) - 42.0
 
     def at(x: float, y: float) -> tuple[float, float]:

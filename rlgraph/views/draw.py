@@ -10,7 +10,7 @@ from rlgraph.views.layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point
 from rlgraph.views.lettering import LegendItem, Text
 
 FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
-INK, MUTED, RED = "#1c2130", "#5f6675", "#c2330f"
+INK, MUTED, RED = "#1c2130", "#4d5464", "#c2330f"
 EDGE_COLOUR, LOCAL_COLOUR = "#565d73", "#aab0c0"
 LANE_FILL, LANE_LINE = "#f4f6f8", "#d9dee4"
 BADGES = {"badge": MUTED, "red badge": RED}
@@ -28,7 +28,7 @@ def svg(plan: Plan) -> str:
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         *(_lane(lane) for lane in picture.lanes),
         *(_edge(edge, plan, picture) for edge in sorted(picture.edges, key=lambda e: _layer(e, picture))),
-        *(_loop(line, picture) for line in picture.loops),
+        *(_loop(line, plan, picture) for line in picture.loops),
         *(_box(box, plan, picture) for box in picture.boxes),
         *(_legend(item) for item in picture.legend),
         *(_text(text) for text in (*picture.texts, *(item.label for item in picture.legend))),
@@ -111,14 +111,15 @@ def _curved(points: Sequence[Point]) -> str:
     return "".join(parts)
 
 
-def _loop(line: LoopLine, picture: Layout) -> str:
+def _loop(line: LoopLine, plan: Plan, picture: Layout) -> str:
     loop, red = line.loop, line.loop.name in picture.critical.loops
+    cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
     version = "the freshest version" if loop.freshest else "exactly the version of its depth"
     tip = _title(
         f"{words.clean(loop.name)}: {words.clean(loop.writer)} → {words.clean(line.reader)}, {version}",
         words.loop_terms(loop),
         f"expected staleness {loop.staleness:.2f}, {words.counted(loop.slots, 'slot')}",
-        f"publishing takes {words.seconds(loop.publish_s)}, {'hidden behind other work' if loop.hidden else 'which lengthens the step'}",
+        f"publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)}, {cost}",
     )
     (_, y0), (x1, y1) = line.points[-2:]
     way = (1, 0) if y0 == y1 else (0, -1)

@@ -154,10 +154,11 @@ def _graphs(draw: st.DrawFn) -> Graph:
     names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
     labels = draw(st.lists(names, min_size=18, max_size=18, unique=True))
     pools = [Pool(f"{label}{i}") for i, label in enumerate(labels[: draw(st.integers(2, 3))])]
-    models = [Model(path="m", pool=draw(st.sampled_from(pools))) for _ in range(draw(st.integers(1, 4)))]
+    homes = [*pools[:2], *draw(st.lists(st.sampled_from(pools), max_size=2))]
+    models = [Model(path="m", pool=pool) for pool in homes]
     loops = [feedback(f"loop {labels[17 - i]}", depth=draw(st.integers(0, 2))) for i in range(draw(st.integers(0, 3)))]
     driven: list[Node] = []
-    nodes = [stage(f"source {labels[3]}", {}, (labels[4], "x"))]
+    nodes = [stage(f"source {labels[3]}", {}, (labels[4], f"{labels[4]}+"))]
     for index in range(draw(st.integers(0, 13))):
         sources = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4, unique=True))
         loop = loops[len(driven)] if len(driven) < len(loops) else None
@@ -168,7 +169,8 @@ def _graphs(draw: st.DrawFn) -> Graph:
         driven += [node] if loop else []
     ends = []
     for loop, reader in zip(loops, driven, strict=False):
-        ends.append(stage(f"update {loop.name}", {reader: reader.writes[:1]}, (), "train", draw(st.sampled_from(models))))
+        elsewhere = [model for model in models if model.pool is not reader.pool]
+        ends.append(stage(f"update {loop.name}", {reader: reader.writes[:1]}, (), "train", draw(st.sampled_from(elsewhere))))
         loop.close(Output(ends[-1], "weights"))
     return Graph(labels[0], *(Output(node, "metrics") for node in [*nodes, *ends]))
 
