@@ -107,14 +107,16 @@ def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
 
 def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     """Return the input for some sequences of a batch. With none it is one token that predicts nothing."""
-    prompts, prompt_mask, responses, response_mask = (
-        batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask")
-    )
+    prompts, prompt_mask, responses, response_mask = (batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask"))
     assert isinstance(prompts, torch.Tensor) and isinstance(prompt_mask, torch.Tensor)
     assert isinstance(responses, torch.Tensor) and isinstance(response_mask, torch.Tensor)
     length = max((s.tokens for s in sequences), default=1)
     shape = (max(len(sequences), 1), length)
-    tokens, positions, segments = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    tokens, positions, segments = (
+        torch.zeros(shape, dtype=torch.long),
+        torch.zeros(shape, dtype=torch.long),
+        torch.zeros(shape, dtype=torch.long),
+    )
     predicts, targets, rows, columns = [], [], [], []
     row_of_batch = 0
     for index, sequence in enumerate(sequences):

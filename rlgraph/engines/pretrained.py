@@ -187,3 +187,15 @@ def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return folder
+
+
+def model_folder(name: str, folder: str | Path = ".models") -> str:
+    """Return the folder of a model: `smollm2` and `tiny` are made inside `folder` at the first call, any other name is a path.
+
+    Raises DataError for a path that holds no model.
+    """
+    makers = {"smollm2": smollm2, "tiny": tiny_model}
+    if name in makers:
+        return str(makers[name](Path(folder) / name))
+    check_model(name)
+    return name
