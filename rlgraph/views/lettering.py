@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from rlgraph.planning.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.views import words
 from rlgraph.views.critical import Critical
-from rlgraph.views.measure import fitted, width
+from rlgraph.views.measure import ROUNDING, fitted, width
 
 Tone: TypeAlias = Literal["ink", "muted", "red", "badge", "red badge"]
 Mark: TypeAlias = Literal["critical", "local", "weights", "turn"]
@@ -15,7 +15,7 @@ Mark: TypeAlias = Literal["critical", "local", "weights", "turn"]
 HEADING, NAME, SMALL = 17.0, 14.0, 12.5  # font sizes in pixels
 PAD = 9.0  # between the edge of a box and its texts
 BADGE = 20.0  # what the turn of a node takes in front of its name
-BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 176.0, 320.0  # the list of columns widens a box up to BOX_LISTED
+BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 206.0, 320.0  # the list of columns widens a box up to BOX_LISTED
 LABEL_MOST = 190.0
 FULL = 0.995  # a pool that works all the time
 
@@ -92,8 +92,8 @@ def box_width(node: PlannedNode, turn: tuple[int, int] | None, plan: Plan) -> fl
     """Return the width at which the texts of a box fit, within limits."""
     badge = BADGE if turn else 0.0
     first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.seconds(node.seconds, node.cost), SMALL)
-    listed = min(width(_second_line(node, plan), SMALL) + 2 * PAD, BOX_LISTED)
-    return min(max(first + 2 * PAD, listed, BOX_LEAST), BOX_MOST)
+    listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
+    return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
 
 
 def box_texts(
@@ -116,13 +116,13 @@ def box_texts(
     return found
 
 
-def _second_line(node: PlannedNode, plan: Plan, room: float = float("inf")) -> str:
+def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
     """Return the columns a node writes, or the weights it publishes: two of them, or one where two have no room."""
     published = [loop.name for loop in plan.loops if loop.writer == node.name]
     names = node.writes or published
     lead = "" if node.writes or not names else "publishes "
     lines = [lead + words.elided(names, shown) for shown in (2, 1)]
-    return next((line for line in lines if width(line, SMALL) <= room), fitted(lines[-1], SMALL, room))
+    return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fitted(lines[-1], SMALL, room))
 
 
 def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> Text:

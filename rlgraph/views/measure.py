@@ -1,6 +1,6 @@
 """How wide a text is in any sans-serif font: an upper estimate, since nobody knows the fonts of the reader's machine.
 
-Widths are classes of em, at least as wide as DejaVu Sans and Verdana, the widest fonts that browsers fall back to.
+Widths are classes of em, at least as wide as Arial, DejaVu Sans and Verdana, which browsers fall back to.
 """
 
 import unicodedata
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 
 _REGULAR = {
     0.37: "'ijlf .,",
-    0.46: 'IJt()[]/\\:;!-r"|·',
-    0.56: "cszL?",
-    0.60: "kvxyF",
-    0.64: "abdeghnopquEPT0123456789_$*{}`",
-    0.70: "ABCKRSVXYZ",
+    0.46: 'It()[]/\\:;!-r"|·',
+    0.56: "cszL?J",
+    0.60: "kvxy",
+    0.64: "abdeghnopquFT0123456789_$*{}`",
+    0.73: "ABCEKPRSVXYZ",
     0.80: "DGHNOQU&",
     0.87: "wM#+<=>^~",
-    1.00: "m@W…",
-    1.08: "%",
+    1.00: "mW…",
+    1.08: "%@",
 }
 _BOLD = {
     0.38: "'il .,",
@@ -32,7 +32,9 @@ _BOLD = {
     1.13: "mW",
     1.28: "%",
 }
-_OTHER, _WIDE = 1.3, 1.5  # characters of other scripts, and those that take two places in a terminal
+_OTHER, _WIDE = 1.5, 1.6  # characters of other scripts, and those that take two places in a terminal
+
+ROUNDING = 1e-6  # pixels: room that was made for a text is room enough, whatever sums it went through
 
 
 def _by_char(classes: Mapping[float, str]) -> dict[str, float]:
@@ -50,16 +52,14 @@ def width(text: str, size: float, bold: bool = False) -> float:
 def _em(char: str, bold: bool) -> float:
     if char in _EM[bold]:
         return _EM[bold][char]
-    if unicodedata.combining(char):
-        return 0.0
     return _WIDE if unicodedata.east_asian_width(char) in "WF" else _OTHER
 
 
 def fitted(text: str, size: float, room: float, bold: bool = False) -> str:
     """Return `text`, cut off with an ellipsis where it is wider than `room` pixels."""
-    if width(text, size, bold) <= room:
+    if width(text, size, bold) <= room + ROUNDING:
         return text
     kept = text
-    while kept and width(kept + "…", size, bold) > room:
+    while kept and width(kept + "…", size, bold) > room + ROUNDING:
         kept = kept[:-1]
     return kept.rstrip() + "…"

@@ -89,7 +89,7 @@ def _route(channel: PlannedChannel) -> str:
 
 
 def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
-    taken = "the newest published version" if loop.freshest else f"version max(0, k - {loop.depth})"
+    taken = "the newest published version" if loop.freshest else f"version max(0, k - {loop.depth})" if loop.depth else "version k"
     cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
     lines = [
         f"feedback {words.clean(loop.name)}: {words.clean(loop.writer)} -> {', '.join(map(words.clean, loop.readers))}",

@@ -10,7 +10,7 @@ from rlgraph.planning.plan import Plan
 from rlgraph.views.grid import drawn_channels
 from rlgraph.views.layout import Box, Layout, Point, layout
 
-slow_to_make = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+slow_to_make = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 Rect = tuple[float, float, float, float]  # left, top, right, bottom
 
 
