@@ -126,7 +126,7 @@ def check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int], conte
         if not 1 <= len(prompt) < context:
             raise DataError(
                 f"generate: prompt {row} has {len(prompt)} tokens; a prompt has at least 1 and leaves room for a response in the "
-                f"context of {context} tokens: shorten it, or raise max_model_len"
+                f"context of {context} tokens: shorten it, or give a longer context"
             )
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise DataError(

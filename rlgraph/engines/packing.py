@@ -6,6 +6,7 @@ Responses of one prompt lie behind one copy of it and do not see each other, so 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ class MicroBatch:
     column: torch.Tensor
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
+        return MicroBatch(**moved)
 
 
 def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int) -> list[list[list[PackedSequence]]]:
@@ -66,6 +68,11 @@ def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int) -> l
     return [plan + [[]] * (count - len(plan)) for plan in plans]
 
 
+def _read(batch: Columns) -> list[torch.Tensor]:
+    columns = [batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask")]
+    return [column.cpu() for column in columns if isinstance(column, torch.Tensor)]
+
+
 def _cut(sequences: Sequence[PackedSequence], limit: int) -> list[list[PackedSequence]]:
     parts: list[list[PackedSequence]] = []
     for sequence in sequences:  # longest first, so the first of a part is as long as the part
@@ -77,8 +84,7 @@ def _cut(sequences: Sequence[PackedSequence], limit: int) -> list[list[PackedSeq
 
 
 def _sequences(batch: Columns) -> list[PackedSequence]:
-    prompt_mask, response_mask, prompts = (batch[name] for name in ("prompt_mask", "response_mask", "prompts"))
-    assert isinstance(prompt_mask, torch.Tensor) and isinstance(response_mask, torch.Tensor) and isinstance(prompts, torch.Tensor)
+    prompts, prompt_mask, _, response_mask = _read(batch)
     prompt_lengths = prompt_mask.sum(-1).tolist()
     lengths = response_lengths(response_mask).tolist()
     same = ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
@@ -107,16 +113,10 @@ def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
 
 def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     """Return the input for some sequences of a batch. With none it is one token that predicts nothing."""
-    prompts, prompt_mask, responses, response_mask = (batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask"))
-    assert isinstance(prompts, torch.Tensor) and isinstance(prompt_mask, torch.Tensor)
-    assert isinstance(responses, torch.Tensor) and isinstance(response_mask, torch.Tensor)
+    prompts, prompt_mask, responses, response_mask = _read(batch)
     length = max((s.tokens for s in sequences), default=1)
     shape = (max(len(sequences), 1), length)
-    tokens, positions, segments = (
-        torch.zeros(shape, dtype=torch.long),
-        torch.zeros(shape, dtype=torch.long),
-        torch.zeros(shape, dtype=torch.long),
-    )
+    tokens, positions, segments = torch.zeros(3, *shape, dtype=torch.long).unbind()
     predicts, targets, rows, columns = [], [], [], []
     row_of_batch = 0
     for index, sequence in enumerate(sequences):

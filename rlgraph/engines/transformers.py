@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,15 +24,15 @@ class TransformersEngine:
         path: str | Path,
         *,
         device: str = "cpu",
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
-        max_model_len: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        max_context: int | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
         self._summary = check_model(path)
-        self._context = max_model_len or self._summary.context_length
+        self._context = max_context or self._summary.context_length
         self._device = torch.device(device)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         self._model.to(self._device).eval()
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.columns import Columns
 from rlgraph.engines.base import PolicyLoss
-from rlgraph.engines.fsdp import AdamW
+from rlgraph.engines.adamw import AdamW
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
