@@ -15,7 +15,7 @@ from rlgraph.errors import GraphError
 
 def covariances(tokens: Tokens) -> torch.Tensor:
     """Return (A - mean A)(log p - mean log p) of each token `[b, T]`, -inf outside of the mask."""
-    log_probs, advantages = tokens.log_probs.detach(), tokens.advantages
+    log_probs, advantages = tokens.given.detach(), tokens.advantages
     products = (advantages - masked_mean(advantages, tokens.mask)) * (log_probs - masked_mean(log_probs, tokens.mask))
     return torch.where(tokens.mask, products, float("-inf"))
 
@@ -45,14 +45,14 @@ class ClipCov(PolicyLoss):
         if self.low >= self.high:
             raise GraphError(f"ClipCov(low={self.low!r}, high={self.high!r}): no covariance is between them; swap them")
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         log_ratio = tokens.safe_log_ratio
         ratio = log_ratio.exp()
         plain = tokens.advantages * ratio
         clipped = tokens.advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         dropped = self.dropped(tokens, clipped < plain)
-        metrics = {"actor/pg_clipfrac": tokens.mean(dropped), "actor/ppo_kl": -tokens.mean(log_ratio)}
-        return -torch.where(dropped, 0.0, torch.minimum(plain, clipped)), metrics
+        metrics = {"actor/pg_clipfrac": tokens.fraction(dropped), "actor/ppo_kl": -tokens.mean(log_ratio)}
+        return torch.where(dropped, 0.0, torch.minimum(plain, clipped)), metrics
 
     @torch.no_grad()
     def dropped(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
@@ -81,11 +81,11 @@ class KlCov(PolicyLoss):
         check_number("KlCov", "fraction", self.fraction, above=0, most=1)
         check_number("KlCov", "coef", self.coef, above=0)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         log_ratio = tokens.safe_log_ratio
         distance = log_ratio.abs()
         covariance = covariances(tokens).flatten()
         count = min(max(int(self.fraction * int(tokens.mask.sum())), 1), len(covariance))
         chosen = torch.zeros_like(covariance).index_fill_(0, covariance.topk(count).indices, self.coef).view_as(distance)
         metrics = {"actor/ppo_kl": -tokens.mean(log_ratio), "actor/ppo_kl_abs": tokens.mean(distance)}
-        return chosen * distance - tokens.advantages * log_ratio.exp(), metrics
+        return tokens.advantages * log_ratio.exp() - chosen * distance, metrics

@@ -39,13 +39,18 @@ def diagnostics(
         metrics |= _rejection(rejection, log_ratio, response_mask)
     if correction is not None and correction.rejections:
         rejected = response_mask & ~correction.kept(old_log_probs, rollout_log_probs, response_mask)
-        metrics["rollout_rs_masked_fraction"] = _mean(rejected, response_mask)
+        metrics["rollout_rs_masked_fraction"] = _fraction(rejected, response_mask)
         metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).double().mean()
     return {f"rollout_corr/{name}": value for name, value in to_floats(metrics).items()}
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return masked_mean(values.double(), mask)
+def _fraction(flags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (flags & mask).sum() / mask.sum()
+
+
+def _deviation(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # Around their mean, so that a small deviation does not drown in the square of the mean.
+    return masked_mean((values - masked_mean(values, mask)).square(), mask).sqrt()
 
 
 def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
@@ -73,15 +78,12 @@ def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Te
     raw = weights.raw(log_ratio, mask)
     bounded = weights.bounded(raw)
     low, high = weights.bounds()
-    capped = bounded.double().clamp(0, high)
-    mean = _mean(capped, mask)
-    # Around its mean, so that a small deviation does not drown in the square of the mean.
-    deviation = _mean((capped - mean).square(), mask).sqrt()
-    ess_denominator = _mean((capped / (mean + 1e-8)).square(), mask)
+    mean = masked_mean(bounded, mask)
+    ess_denominator = masked_mean((bounded / (mean + 1e-8)).square(), mask)
     metrics = {
-        "rollout_is_mean": masked_mean(bounded, mask),
-        **_extremes(weights, log_ratio, bounded, mask),
-        "rollout_is_std": deviation,
+        "rollout_is_mean": mean,
+        **_extremes(weights, log_ratio, raw, bounded, mask),
+        "rollout_is_std": _deviation(bounded, mask),
         "rollout_is_eff_sample_size": torch.where(ess_denominator > 0, 1 / ess_denominator, 0.0),
     }
     rows, raw_rows = masked_mean(bounded, mask, -1), masked_mean(raw, mask, -1)
@@ -92,13 +94,13 @@ def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Te
         "rollout_is_seq_fraction_low": (raw_rows < low).double().mean(),
     }
     if isinstance(weights, IcePop):
-        metrics["rollout_is_oob_ratio"] = _mean((raw < low) | (raw > high), mask)
+        metrics["rollout_is_oob_ratio"] = _fraction((raw < low) | (raw > high), mask)
     if weights.normalize:
         metrics["rollout_is_batch_norm_factor"] = torch.tensor(weights.scale(bounded, mask), dtype=torch.float64, device=mask.device)
     return metrics
 
 
-def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, bounded: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Tensor, bounded: torch.Tensor, mask: torch.Tensor) -> Metrics:
     low, high = weights.bounds()
     if weights.level == "sequence":
         sums = log_ratio.sum(-1)
@@ -109,12 +111,11 @@ def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, bounded: torc
             "rollout_is_ratio_fraction_high": (ratios > high).double().mean(),
             "rollout_is_ratio_fraction_low": (ratios < low).double().mean(),
         }
-    raw = weights.raw(log_ratio, mask)
     return {
         "rollout_is_max": torch.where(mask, bounded, float("-inf")).max(),
         "rollout_is_min": torch.where(mask, bounded, float("inf")).min(),
-        "rollout_is_ratio_fraction_high": _mean(raw > high, mask),
-        "rollout_is_ratio_fraction_low": _mean(raw < low, mask),
+        "rollout_is_ratio_fraction_high": _fraction(raw > high, mask),
+        "rollout_is_ratio_fraction_low": _fraction(raw < low, mask),
     }
 
 
@@ -126,7 +127,7 @@ def _rejection(rejection: Rejection, log_ratio: torch.Tensor, mask: torch.Tensor
     rows = (masked_mean(distance, mask, -1) if rejection.by_token else distance)[present]
     tokens = distance if rejection.by_token else distance[:, None].expand_as(log_ratio)
     selected = distance[mask] if rejection.by_token else rows
-    capped = tokens.double().clamp(low if two_sided else 0.0, high)
+    capped = tokens.clamp(low if two_sided else 0.0, high)
     rejected = mask & ~rejection.within(tokens)
     metrics = {
         "mean": masked_mean(tokens, mask),
@@ -134,12 +135,12 @@ def _rejection(rejection: Rejection, log_ratio: torch.Tensor, mask: torch.Tensor
         "min": selected.min(),
         "fraction_high": (selected > high).double().mean(),
         "fraction_low": (selected < low).double().mean(),
-        "std": _mean((capped - _mean(capped, mask)).square(), mask).sqrt(),
+        "std": _deviation(capped, mask),
         **_row_statistics("seq", rows),
         "seq_max_deviation": rows.abs().max(),
         "seq_fraction_high": (rows > high).double().mean(),
         **({"seq_fraction_low": (rows < low).double().mean()} if two_sided else {}),
-        "masked_fraction": _mean(rejected, mask),
+        "masked_fraction": _fraction(rejected, mask),
         "seq_masked_fraction": rejected.any(-1)[present].double().mean(),
     }
     return {f"rollout_rs_{rejection.statistic}_{name}": value for name, value in metrics.items()}

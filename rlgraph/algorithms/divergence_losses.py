@@ -29,24 +29,24 @@ class DPPO(PolicyLoss):
         check_number("DPPO", "high", self.high, least=0)
         check_number("DPPO", "clip_c", self.clip_c, above=1)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         with torch.no_grad():
             log_ratio = tokens.safe_log_ratio
             ratio = log_ratio.exp()
             within = self.within(tokens)
             metrics = {
-                "actor/pg_clipfrac": tokens.mean(~within),
-                "actor/pg_clipfrac_lower": tokens.mean(within & (ratio > self.clip_c)),
+                "actor/pg_clipfrac": tokens.fraction(~within),
+                "actor/pg_clipfrac_lower": tokens.fraction(within & (ratio > self.clip_c)),
                 "actor/ppo_kl": -tokens.mean(log_ratio),
             }
             weights = torch.where(within, ratio.clamp(max=self.clip_c), 0.0) * tokens.advantages
-        return -weights * tokens.log_probs, metrics
+        return weights * tokens.log_probs, metrics
 
     def within(self, tokens: Tokens) -> torch.Tensor:
         """Return which tokens `[b, T]` are within bounds, or move back towards the old policy."""
-        assert tokens.old_log_probs is not None
-        new, old = tokens.log_probs.exp(), tokens.old_log_probs.exp()
+        assert tokens.old is not None
+        new, old = tokens.given.exp(), tokens.old.exp()
         if self.divergence == "tv":
             return torch.where(tokens.advantages > 0, new - old <= self.high, new - old >= -self.low)
-        kl = old * (tokens.old_log_probs - tokens.log_probs) + (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        kl = old * (tokens.old - tokens.given) + (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
         return torch.where(tokens.advantages > 0, (kl <= self.high) | (new <= old), (kl <= self.low) | (new >= old))

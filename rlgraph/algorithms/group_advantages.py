@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import check_choice, check_flag, check_number, masked, rowwise
-from rlgraph.algorithms.masks import keep, whiten
+from rlgraph.algorithms.masks import keep, whiten_rows
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 
@@ -149,11 +149,8 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     Raises DataError for a batch of one response token.
     """
 
-    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
-        return {"advantages": whiten(super().__call__(batch)["advantages"], masked(type(self).__name__, batch), type(self).__name__)}
-
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return self.compared(rewards, groups)
+        return whiten_rows(self.compared(rewards, groups), mask, "ReinforcePlusPlusBaseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +183,5 @@ class GDPO(GRPO):
         groups = groups_of("GDPO", batch, mask)
         rewards = [rowwise("GDPO", batch, key, mask) for key in self.keys]
         weights = self.weights or (1.0,) * len(rewards)
-        scores = sum(w * self.normalized(r, groups) for w, r in zip(weights, rewards, strict=True))
-        assert isinstance(scores, torch.Tensor)
-        return {"advantages": whiten(keep(scores.to(rewards[0].dtype)[:, None], mask), mask, "GDPO")}
+        scores = torch.stack([w * self.normalized(r, groups) for w, r in zip(weights, rewards, strict=True)]).sum(0)
+        return {"advantages": keep(whiten_rows(scores, mask, "GDPO").to(rewards[0].dtype)[:, None], mask)}

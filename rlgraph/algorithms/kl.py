@@ -21,23 +21,22 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
     Raises GraphError for an unknown estimator.
     """
     check_choice("kl_penalty", "estimator", estimator, KL_ESTIMATORS)
-    value = _value(log_probs, ref_log_probs, estimator.removesuffix("+"))
-    if not estimator.endswith("+"):
-        return value
-    k2 = _value(log_probs, ref_log_probs, "k2")
-    return value.detach() + (k2 - k2.detach())
+    return kl_of_log_ratio(log_probs - ref_log_probs, estimator)
 
 
-def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
-    difference = log_probs - ref_log_probs
+def kl_of_log_ratio(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Return what `kl_penalty` does, from the log of policy over reference."""
+    if estimator.endswith("+"):
+        k2 = 0.5 * log_ratio.square()
+        return kl_of_log_ratio(log_ratio.detach(), estimator[:-1]) + (k2 - k2.detach())
     if estimator == "k1":
-        return difference
+        return log_ratio
     if estimator == "abs":
-        return difference.abs()
+        return log_ratio.abs()
     if estimator == "k2":
-        return 0.5 * difference.square()
-    safe = difference.clamp(-CLAMP, CLAMP)
-    return (torch.expm1(-safe) + safe).clamp(max=10.0)
+        return 0.5 * log_ratio.square()
+    safe = (-log_ratio).clamp(-CLAMP, CLAMP)
+    return (torch.expm1(safe) - safe).clamp(max=10.0)
 
 
 @dataclass(frozen=True)

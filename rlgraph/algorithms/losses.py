@@ -28,7 +28,7 @@ class ClippedLoss(PolicyLoss):
         if self.clip_c is not None:
             check_number("ClippedLoss", "clip_c", self.clip_c, above=1)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         log_ratio = tokens.safe_log_ratio
         ratio = log_ratio.exp()
         negative = tokens.advantages < 0
@@ -36,11 +36,11 @@ class ClippedLoss(PolicyLoss):
         bounded = torch.where(negative, ratio.clamp(1 - self.clip_low, self.clip_c), ratio.clamp(max=1 + self.clip_high))
         positive = tokens.advantages > 0
         metrics = {
-            "actor/pg_clipfrac": tokens.mean((positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))),
-            "actor/pg_clipfrac_lower": tokens.mean(negative & (ratio > (self.clip_c or float("inf")))),
+            "actor/pg_clipfrac": tokens.fraction((positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))),
+            "actor/pg_clipfrac_lower": tokens.fraction(negative & (ratio > (self.clip_c or float("inf")))),
             "actor/ppo_kl": -tokens.mean(log_ratio),
         }
-        return -tokens.advantages * bounded, metrics
+        return tokens.advantages * bounded, metrics
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,14 @@ class CISPO(PolicyLoss):
         super().__post_init__()
         check_clip("CISPO", self.clip_low, self.clip_high)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         with torch.no_grad():
             log_ratio = tokens.safe_log_ratio
             ratio = log_ratio.exp()
             bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-            metrics = {"actor/pg_clipfrac": tokens.mean(ratio != bounded), "actor/ppo_kl": -tokens.mean(log_ratio)}
-        return -(bounded * tokens.advantages) * tokens.log_probs, metrics
+            metrics = {"actor/pg_clipfrac": tokens.fraction(ratio != bounded), "actor/ppo_kl": -tokens.mean(log_ratio)}
+        weights = bounded * tokens.advantages
+        return weights * tokens.log_probs, metrics
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Reinforce(PolicyLoss):
 
     ratio = False
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        return -tokens.advantages * tokens.log_probs, {}
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        return tokens.advantages * tokens.log_probs, {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class DRO(PolicyLoss):
         super().__post_init__()
         check_number("DRO", "beta", self.beta, above=0)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         log_ratio = tokens.log_ratio
-        losses = 0.5 * self.beta * log_ratio.square() - tokens.advantages * tokens.log_probs
-        return losses, {"actor/ppo_kl": -tokens.mean(log_ratio)}
+        gains = tokens.advantages * tokens.log_probs - 0.5 * self.beta * log_ratio.square()
+        return gains, {"actor/ppo_kl": -tokens.mean(log_ratio)}

@@ -34,16 +34,26 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor
     An empty mask gives zeros. Raises DataError for a single token, which has no variance.
     """
     count = int(mask.sum())
-    if count == 1:
-        raise DataError(f"{where}: the batch holds one response token, whose advantage cannot be whitened; use a larger batch")
+    _check_whitening(count, where)
     centered = keep(values - masked_mean(values, mask), mask)
     # The variance is taken around the mean of what is centered already: its rounding error is of second order.
     variance = centered.square().sum() / (count + EPSILON) * (count / max(count - 1, 1))
     return centered * torch.rsqrt(variance + EPSILON)
 
 
-def last_token(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask `[B, T]` that is true on the last token of each row; an empty row has none."""
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    ends = torch.where(mask, places, 0).amax(-1, keepdim=True) if mask.shape[1] else places.new_zeros(mask.shape[0], 1)
-    return mask & (places == ends)
+def whiten_rows(rows: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
+    """Return what `whiten` gives on the tokens of each row, where all tokens of a row have the same value, from values `[B]`.
+
+    Raises DataError for a single token, which has no variance.
+    """
+    weights = mask.sum(-1).double()
+    count = float(weights.sum())
+    _check_whitening(count, where)
+    centered = rows.double() - (weights * rows).sum() / (count + EPSILON)
+    variance = (weights * centered.square()).sum() / (count + EPSILON) * (count / max(count - 1, 1))
+    return (centered * torch.rsqrt(variance + EPSILON)).to(rows.dtype)
+
+
+def _check_whitening(count: float, where: str) -> None:
+    if count == 1:
+        raise DataError(f"{where}: the batch holds one response token, whose advantage cannot be whitened; use a larger batch")

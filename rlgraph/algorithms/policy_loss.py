@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation
 from rlgraph.algorithms.inputs import check_choice, check_number, masked, tokenwise
-from rlgraph.algorithms.kl import CLAMP, KL_ESTIMATORS, kl_penalty
+from rlgraph.algorithms.kl import CLAMP, KL_ESTIMATORS, kl_of_log_ratio
 from rlgraph.algorithms.masks import keep
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
@@ -18,30 +19,38 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens `[b, T]` of a micro-batch as a loss sees them: log-probs and their old ones are 0 outside of the mask."""
+    """The tokens `[b, T]` of a micro-batch as a loss sees them. `given` are the new log-probs as they came, `old` the old ones."""
 
-    log_probs: torch.Tensor
+    given: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
     totals: Totals
-    old_log_probs: torch.Tensor | None = None
+    old: torch.Tensor | None = None
     weights: torch.Tensor | None = None
 
-    @property
+    @cached_property
+    def log_probs(self) -> torch.Tensor:
+        """The new log-probs, 0 outside of the mask."""
+        return keep(self.given, self.mask)
+
+    @cached_property
     def log_ratio(self) -> torch.Tensor:
         """The log of new over old probability, 0 outside of the mask."""
-        assert self.old_log_probs is not None
-        return self.log_probs - self.old_log_probs
+        assert self.old is not None
+        return keep(self.given - self.old, self.mask)
 
-    @property
+    @cached_property
     def safe_log_ratio(self) -> torch.Tensor:
         """The log-ratio within [-20, 20], so that its exponential is finite."""
         return self.log_ratio.clamp(-CLAMP, CLAMP)
 
+    def fraction(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return this micro-batch's part of the fraction of the mini-batch's tokens whose flag is set."""
+        return (flags & self.mask).sum() / max(self.totals.tokens, 1)
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this micro-batch's part of the mean of values, or the fraction of flags, over the tokens of the mini-batch."""
-        kept = values & self.mask if values.dtype is torch.bool else keep(values.detach(), self.mask)
-        return kept.sum() / max(self.totals.tokens, 1)
+        """Return this micro-batch's part of the mean over the mini-batch's tokens of values that are 0 outside of the mask."""
+        return values.detach().sum() / max(self.totals.tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +110,25 @@ class PolicyLoss(ABC):
         elif self.needs_entropy:
             raise DataError(f"{type(self).__name__}: entropy_coef is {self.entropy_coef}, but no entropy was given; pass entropy [b, T]")
         if self.kl_coef:
-            reference = keep(tokenwise(type(self).__name__, batch, "ref_log_probs", tokens.mask), tokens.mask)
-            kl = self.aggregated(kl_penalty(tokens.log_probs, reference, self.kl_estimator), tokens)
+            difference = keep(log_probs - tokenwise(type(self).__name__, batch, "ref_log_probs", tokens.mask), tokens.mask)
+            kl = self.aggregated(kl_of_log_ratio(difference, self.kl_estimator), tokens)
             metrics["actor/kl_loss"] = kl
             loss = loss + self.kl_coef * kl
         return loss, to_floats(metrics)
 
     def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         """Return the aggregated policy term and its metrics."""
-        losses, metrics = self.token_losses(tokens)
+        gains, metrics = self.gains(tokens)
         if tokens.weights is not None:
-            losses = losses * tokens.weights
-        return self.aggregated(losses, tokens), metrics
+            gains = gains * tokens.weights
+        return -self.aggregated(gains, tokens), metrics
 
     @abstractmethod
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        """Return the loss of each token `[b, T]`, and this micro-batch's part of the metrics."""
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        """Return what is to be maximised for each token `[b, T]`, and this micro-batch's part of the metrics.
+
+        What is outside of the mask is left out later, and may be anything.
+        """
 
     def aggregated(self, losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Return this micro-batch's part of losses `[b, T]`, aggregated as the options say."""
@@ -125,9 +137,9 @@ class PolicyLoss(ABC):
     def _tokens(self, log_probs: torch.Tensor, batch: Columns, totals: Totals) -> Tokens:
         where = type(self).__name__
         mask = masked(where, batch, log_probs.shape)
-        old = keep(tokenwise(where, batch, "old_log_probs", mask), mask) if self.ratio else None
+        old = tokenwise(where, batch, "old_log_probs", mask) if self.ratio else None
         weights = tokenwise(where, batch, "rollout_is_weights", mask) if "rollout_is_weights" in batch else None
-        return Tokens(keep(log_probs, mask), tokenwise(where, batch, "advantages", mask), mask, totals, old, weights)
+        return Tokens(log_probs, tokenwise(where, batch, "advantages", mask), mask, totals, old, weights)
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Policy losses whose ratio or mean is that of a whole response."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +28,18 @@ class GSPO(PolicyLoss):
         super().__post_init__()
         check_clip("GSPO", self.clip_low, self.clip_high)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        log_ratio = tokens.log_ratio.detach()
-        sequence = log_ratio.sum(-1, keepdim=True) / tokens.mask.sum(-1, keepdim=True).clamp(min=1)
-        ratio = (tokens.log_probs - tokens.log_probs.detach() + sequence).clamp(max=LARGEST_LOG_RATIO).exp()
-        plain = tokens.advantages * ratio
-        clipped = tokens.advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        metrics = {"actor/pg_clipfrac": tokens.mean(clipped < plain), "actor/ppo_kl": -tokens.mean(log_ratio)}
-        return -torch.minimum(plain, clipped), metrics
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        with torch.no_grad():
+            counts = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
+            ratio = (tokens.log_ratio.sum(-1, keepdim=True) / counts).clamp(max=LARGEST_LOG_RATIO).exp()
+            positive, negative = tokens.advantages > 0, tokens.advantages < 0
+            clipped = (positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))
+            bounded = torch.where(negative, ratio.clamp(min=1 - self.clip_low), ratio.clamp(max=1 + self.clip_high))
+            gains = tokens.advantages * bounded
+            metrics = {"actor/pg_clipfrac": tokens.fraction(clipped), "actor/ppo_kl": -tokens.mean(tokens.log_ratio)}
+            # A ratio at the clamp of its log is the one other place without a gradient.
+            slopes = torch.where(clipped | (ratio >= math.exp(LARGEST_LOG_RATIO)), 0.0, gains)
+        return gains + slopes * (tokens.log_probs - tokens.log_probs.detach()), metrics
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,12 @@ class SAPO(PolicyLoss):
         check_number("SAPO", "tau_pos", self.tau_pos, above=0)
         check_number("SAPO", "tau_neg", self.tau_neg, above=0)
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         log_ratio = tokens.safe_log_ratio
         positive, negative = (torch.tensor(tau, dtype=log_ratio.dtype, device=log_ratio.device) for tau in (self.tau_pos, self.tau_neg))
         tau = torch.where(tokens.advantages > 0, positive, negative)
         gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
-        return -gate * tokens.advantages, {"actor/ppo_kl": -tokens.mean(log_ratio)}
+        return gate * tokens.advantages, {"actor/ppo_kl": -tokens.mean(log_ratio)}
 
 
 @dataclass(frozen=True)
@@ -81,22 +86,22 @@ class GMPO(PolicyLoss):
         check_number("GMPO", "clip_high", self.clip_high, least=0)
 
     def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        losses, metrics = self.token_losses(tokens)
+        gains, metrics = self.gains(tokens)
         if tokens.weights is not None:
-            losses = losses * masked_mean((tokens.weights + 1e-10).log(), tokens.mask, -1).exp()
-        return losses.sum() / max(tokens.totals.rows, 1), metrics
+            gains = gains * masked_mean((tokens.weights + 1e-10).log(), tokens.mask, -1).exp()
+        return -gains.sum() / max(tokens.totals.rows, 1), metrics
 
-    def token_losses(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        """Return what is to be maximised for each response `[b]`, and this micro-batch's part of the metrics."""
         log_ratio = tokens.log_ratio
         positive, negative = tokens.advantages > 0, tokens.advantages < 0
         bounded = torch.where(positive, log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low))
         counts = lengths(tokens.mask, log_ratio.dtype)
-        ratios = (keep(bounded, tokens.mask & (positive | negative)).sum(-1) / counts).exp()
-        advantages = keep(tokens.advantages, tokens.mask).sum(-1) / counts
+        ratios = (keep(bounded, positive | negative).sum(-1) / counts).exp()
         clipped = (log_ratio < -self.clip_low) | (log_ratio > self.clip_high)
         metrics = {
-            "actor/pg_clipfrac": tokens.mean(clipped & positive),
-            "actor/pg_clipfrac_lower": tokens.mean(clipped & negative),
+            "actor/pg_clipfrac": tokens.fraction(clipped & positive),
+            "actor/pg_clipfrac_lower": tokens.fraction(clipped & negative),
             "actor/ppo_kl": -tokens.mean(log_ratio),
         }
-        return -advantages * ratios, metrics
+        return masked_mean(tokens.advantages, tokens.mask, -1) * ratios, metrics
