@@ -5,7 +5,8 @@ from rlgraph.columns import Columns
 from rlgraph.compiler import Plan, compile  # noqa: A004 (the API's name)
 from rlgraph.config import config
 from rlgraph.engines.base import Sampling
-from rlgraph.engines.fsdp import AdamW
+from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.pretrained import model_folder
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph, Pool, feedback
 from rlgraph.nodes import tools
@@ -20,6 +21,7 @@ from rlgraph.nodes.rollout import Generator
 from rlgraph.nodes.tools import Tools
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
+from rlgraph.record import record
 from rlgraph.runtime.machine import local_cluster
 
 __all__ = [
@@ -49,8 +51,10 @@ __all__ = [
     "feedback",
     "kl_shaped_rewards",
     "local_cluster",
+    "model_folder",
     "node",
     "prompts",
+    "record",
     "reward",
     "rollout_correction",
     "tools",

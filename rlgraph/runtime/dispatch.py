@@ -6,8 +6,10 @@ numbers only), and plain actor calls.
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -17,6 +19,7 @@ from rlgraph.planning.plan import PlannedWorker
 from rlgraph.runtime.process import Process
 from rlgraph.runtime.tasks import WorkerSetup
 
+RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 REHEARSAL = -1  # a tick before the first step, at which no node fires
 
 
@@ -89,6 +92,15 @@ def start_ray() -> bool:
     # they share the cores as the plan says.
     ray.init(include_dashboard=False, num_cpus=1, object_store_memory=100 * 2**20, log_to_driver=True, logging_level=logging.ERROR)
     return True
+
+
+def stop_ray() -> None:
+    """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
+    ray.shutdown()
+    for path in Path("/dev/shm").glob("sem.*"):
+        made_by = RAY_SEMAPHORE.fullmatch(path.name)
+        if made_by and not Path(f"/proc/{made_by[1]}").exists():  # of a living process it is in use, perhaps another job's
+            path.unlink(missing_ok=True)
 
 
 def create(setup: WorkerSetup, driver: str) -> Any:

@@ -144,5 +144,5 @@ class Job:
         for actor in self._actors:
             ray.kill(actor)
         if self._owns_ray:
-            ray.shutdown()
+            dispatch.stop_ray()
         shutil.rmtree(self._folder)

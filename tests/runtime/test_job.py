@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -76,8 +78,7 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("worker", ["prompts", "generator", "score", "policy"])
-def test_a_killed_worker_is_named_and_nothing_is_left(dispatch: str, worker: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
+def test_a_killed_worker_is_named_and_its_peers_end(dispatch: str, worker: str) -> None:
     with job(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), dispatch) as running:
         steps = running.steps(1000)
         next(steps)
@@ -93,7 +94,35 @@ def test_a_killed_worker_is_named_and_nothing_is_left(dispatch: str, worker: str
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         os.sched_yield()
     assert not any(alive(pid) for pid in pids)
-    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+KILL = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import fakes
+from rlgraph.compiler import compile
+from rlgraph.planning.cluster import Cluster
+
+job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
+with job:
+    steps = job.steps(1000)
+    next(steps)
+    print(job._folder, *job.pids.values())
+    os.kill(job.pids["generator"], signal.SIGKILL)
+    for step in steps:
+        pass
+"""
+
+
+def test_a_killed_worker_leaves_no_process_no_file_and_no_shared_memory() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    script = KILL.format(tests=str(Path(fakes.__file__).parent))
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert "WorkerDied: worker 'generator'" in run.stderr, run.stderr
+    folder, *pids = run.stdout.split()
+    assert not Path(folder).exists()
+    assert not any(alive(int(pid)) for pid in pids)
+    assert {p for p in set(Path("/dev/shm").iterdir()) - before if p.exists()} == set()
 
 
 @node(reads="values group_ids", writes="rewards")
