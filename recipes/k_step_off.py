@@ -29,7 +29,9 @@ class Config:
 def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
-    generator = rg.Generator(model, pool=rg.Pool("rollout", share=None), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
+    generator = rg.Generator(
+        model, pool=rg.Pool("rollout", share=None), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed
+    )
     policy = rg.Policy(model, pool=rg.Pool("train", share=None), optimizer=rg.AdamW(lr=cfg.lr))
     weights = rg.feedback("weights", depth=cfg.depth, buffers=2)
 
@@ -47,5 +49,4 @@ if __name__ == "__main__":
     plan = rg.compile(graph(cfg), rg.local_cluster())
     print(plan)
     with plan.launch() as job:
-        for step in rg.record(job, cfg.steps, cfg.out):
-            pass  # step.metrics, step.staleness and step.seconds are yours
+        list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics, staleness and seconds

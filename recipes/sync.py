@@ -46,5 +46,4 @@ if __name__ == "__main__":
     plan = rg.compile(graph(cfg), rg.local_cluster())
     print(plan)
     with plan.launch() as job:
-        for step in rg.record(job, cfg.steps, cfg.out):
-            pass  # step.metrics, step.staleness and step.seconds are yours
+        list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics, staleness and seconds

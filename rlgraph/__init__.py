@@ -2,10 +2,10 @@
 
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
 from rlgraph.columns import Columns
-from rlgraph.compiler import Plan, compile  # noqa: A004 (the API's name)
+from rlgraph.compiler import Plan, compile
 from rlgraph.config import config
-from rlgraph.engines.base import Sampling
 from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.base import Sampling
 from rlgraph.engines.pretrained import model_folder
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph, Pool, feedback

@@ -1,5 +1,6 @@
 """`rlgraph.compile` and the plan it returns: the planning layer's values, with pictures and a way to run them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,9 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.period import simulate
-from rlgraph.views import draw, mermaid, text, timeline
+from rlgraph.views import draw, timeline
+from rlgraph.views.mermaid import mermaid
+from rlgraph.views.text import text
 
 if TYPE_CHECKING:
     from rlgraph.runtime.job import Job
@@ -30,11 +33,11 @@ class Plan(values.Plan):
     source: Graph | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return text.text(self)
+        return text(self)
 
     def draw(self, path: str | Path) -> None:
         """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
-        writers = {".svg": draw.svg, ".mmd": mermaid.mermaid}
+        writers: dict[str, Callable[[values.Plan], str]] = {".svg": draw.svg, ".mmd": mermaid}
         if Path(path).suffix not in writers:
             raise PlanError(f"draw('{path}'): a plan is drawn as .svg or .mmd; choose one of these endings")
         Path(path).write_text(writers[Path(path).suffix](self), encoding="utf-8")
@@ -69,7 +72,7 @@ class Plan(values.Plan):
         here = local_cluster()
         if self.cluster.gpus > here.gpus:
             raise PlanError(
-                f"the plan is for {self.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() to run here"
+                f"the plan is for {self.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() instead"
             )
         if dispatch not in ("compiled_graph", "calls"):
             raise PlanError(f"dispatch={dispatch!r}: steps are sent by 'compiled_graph' or by 'calls'")
@@ -92,7 +95,7 @@ class Plan(values.Plan):
         return self.source
 
 
-def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:  # noqa: A001 (the API's name)
+def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Return the plan of a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
     Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` nominal ones are used, and said so beside every number.

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rlgraph.compiler import Plan, compile  # noqa: A004 (the API's name)
+from rlgraph.compiler import Plan, compile
 from rlgraph.runtime.job import Job, Step
 from rlgraph.views import curve, timeline
 

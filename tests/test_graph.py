@@ -164,7 +164,11 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; a step takes a whole number of prompts"),
     "a data set of strings": (lambda: rg.prompts(["a"], count=1), DataError, "each item is a mapping with text under 'prompt'"),  # type: ignore[list-item]
     "a field of another name": (lambda: rg.prompts([{"question": "?"}], count=1), DataError, "name its field with prompt="),
-    "a field of lists": (lambda: rg.prompts([{"prompt": "?", "answer": [1]}], count=1), DataError, "field 'answer' of the data set holds list"),
+    "a field of lists": (
+        lambda: rg.prompts([{"prompt": "?", "answer": [1]}], count=1),
+        DataError,
+        "field 'answer' of the data set holds list",
+    ),
     "a node of two arguments": (lambda: rg.node(reads="a", writes="b")(lambda a, b: a), GraphError, "a function of one argument"),
     "a node that writes nothing": (lambda: rg.node(reads="a", writes="")(lambda a: a), GraphError, "reads and writes at least one column"),
 }

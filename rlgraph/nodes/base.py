@@ -80,7 +80,9 @@ def node(*, reads: str | Sequence[str], writes: str | Sequence[str]) -> Callable
         if not callable(function) or len(inspect.signature(function).parameters) != 1:
             raise GraphError(f"node '{name}' must be a function of one argument, the columns it reads, as in def {name}(batch)")
         if not read or not written:
-            raise GraphError(f"node '{name}' reads {list(read)} and writes {list(written)}; a node reads and writes at least one column each")
+            raise GraphError(
+                f"node '{name}' reads {list(read)} and writes {list(written)}; a node reads and writes at least one column each"
+            )
         return FunctionNode(function, read, written)
 
     return wrap

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.engines.base import PolicyLoss
 from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.base import PolicyLoss
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -78,7 +78,16 @@ class Policy(TrainedModel):
 
     def log_probs(self, *inputs: Output, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update."""
-        return Output(declare(name, LogProbs(self, "old_log_probs", sampling_temperature(inputs)), inputs, reads=TOKENS, writes=("old_log_probs",), model=self))
+        return Output(
+            declare(
+                name,
+                LogProbs(self, "old_log_probs", sampling_temperature(inputs)),
+                inputs,
+                reads=TOKENS,
+                writes=("old_log_probs",),
+                model=self,
+            )
+        )
 
     def update(self, *inputs: Output, loss: PolicyLoss, name: str = "update") -> Update:
         """Declare one optimizer step on the batch. Give its `weights` to a feedback edge and its `metrics` to the graph.

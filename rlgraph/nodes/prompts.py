@@ -52,7 +52,9 @@ class Prompts:
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
         item = self.data[int(order[place])]
         if not isinstance(item.get(self.prompt_field), str):
-            raise DataError(f"item {int(order[place])} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text")
+            raise DataError(
+                f"item {int(order[place])} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text"
+            )
         return item
 
 
@@ -74,7 +76,9 @@ def prompts(data: Dataset, count: int, *, seed: int = 0, prompt: str = "prompt",
     first = data[0]
     if not isinstance(first, Mapping) or not isinstance(first.get(prompt), str):
         found = sorted(first) if isinstance(first, Mapping) else type(first).__name__
-        raise DataError(f"{name}: the first item is {found}; each item is a mapping with text under '{prompt}': name its field with prompt=")
+        raise DataError(
+            f"{name}: the first item is {found}; each item is a mapping with text under '{prompt}': name its field with prompt="
+        )
     fields = tuple(f for f in first if f != prompt)
     for f in fields:
         _column(f, [first[f]])
@@ -94,4 +98,3 @@ def _column(name: str, values: list[Any]) -> Column:
         whole = all(isinstance(v, int) for v in values)
         return torch.tensor(values, dtype=torch.int64 if whole else torch.float32)
     raise DataError(f"field '{name}' of the data set holds {type(values[0]).__name__}; a field is text or a number: turn it into text")
-

@@ -15,4 +15,13 @@ class Reference(TrainedModel):
 
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: what the reference gives the responses."""
-        return Output(declare(name, LogProbs(self, "ref_log_probs", sampling_temperature(inputs)), inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
+        return Output(
+            declare(
+                name,
+                LogProbs(self, "ref_log_probs", sampling_temperature(inputs)),
+                inputs,
+                reads=TOKENS,
+                writes=("ref_log_probs",),
+                model=self,
+            )
+        )

@@ -60,7 +60,9 @@ def reward(function: Callable[..., Sequence[float]], *inputs: Output, name: str 
     signature = inspect.signature(function)
     parameters = tuple(signature.parameters)
     if not parameters or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
-        raise GraphError(f"node '{name}': the parameters of {_title(function)}{signature} name the columns it reads, as in (responses, answers)")
+        raise GraphError(
+            f"node '{name}': the parameters of {_title(function)}{signature} name the columns it reads, as in (responses, answers)"
+        )
     as_tokens = {p.name for p in signature.parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
     decoded = [p for p in parameters if p in TOKEN_COLUMNS and p not in as_tokens]
     reads = (*parameters, *(TOKEN_COLUMNS[p] for p in decoded if TOKEN_COLUMNS[p] not in parameters))

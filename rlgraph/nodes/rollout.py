@@ -68,7 +68,9 @@ class Generator(Model):
         if weights is not None and not isinstance(weights, Feedback):
             raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
         if max_turns is not None and tools is None:
-            raise GraphError(f"node '{name}' has max_turns={max_turns} but no tools, so there is one turn; pass tools= or leave max_turns out")
+            raise GraphError(
+                f"node '{name}' has max_turns={max_turns} but no tools, so there is one turn; pass tools= or leave max_turns out"
+            )
         operation = Rollout(self, group_size, tools, max_turns)
         reads = ("prompt_texts", "prompt_ids")
         rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
@@ -108,7 +110,9 @@ class Rollout:
         context = self.generator.max_context or check_model(self.generator.path).context_length
         room = context - self.generator.sampling.max_tokens
         if room < 1:
-            raise DataError(f"node '{node.name}' samples {self.generator.sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
+            raise DataError(
+                f"node '{node.name}' samples {self.generator.sampling.max_tokens} tokens in a context of {context}: lower max_tokens"
+            )
         source = node.source_of("prompt_texts").operation
         if not isinstance(source, Prompts):
             return
@@ -131,7 +135,7 @@ class Rollout:
         ids = ids[mine]
         encoded = context.tokenizer(self.generator.path)(list(texts[mine]))["input_ids"] if len(ids) else []
         repeated = [tokens for tokens in encoded for _ in range(self.group_size)]
-        # A response is a function of (seed, place of its prompt in the data order, place in its group, weights).
+        # A response is a function of the weights, the seed, the place of its prompt in the data order and its own in the group.
         seeds = [_seed(self.generator.seed, int(i), member) for i in ids for member in range(self.group_size)]
         responses = context.engine.generate(repeated, self.generator.sampling, seeds)
         return _columns(repeated, responses, repeat_rows(ids.clone(), self.group_size), context.version)
@@ -142,22 +146,23 @@ def _seed(seed: int, prompt: int, member: int) -> int:
 
 
 def _columns(prompts: list[list[int]], responses: list[Response], group_ids: Column, version: int) -> dict[str, Column]:
-    rows, width = len(prompts), max((len(p) for p in prompts), default=0)
-    length = max((len(r.tokens) for r in responses), default=0)
-    columns: dict[str, Column] = {
-        "prompts": torch.zeros(rows, width, dtype=torch.int64),
-        "prompt_mask": torch.zeros(rows, width, dtype=torch.bool),
-        "responses": torch.zeros(rows, length, dtype=torch.int64),
-        "response_mask": torch.zeros(rows, length, dtype=torch.bool),
-        "rollout_log_probs": torch.zeros(rows, length),
-        "weight_version": torch.full((rows, length), version, dtype=torch.int32),
+    tokens, mask = _padded([torch.tensor(p, dtype=torch.int64) for p in prompts], left=True)
+    sampled, written = _padded([torch.tensor(r.tokens, dtype=torch.int64) for r in responses], left=False)
+    log_probs, _ = _padded([torch.tensor(r.log_probs, dtype=torch.float32) for r in responses], left=False)
+    return {
+        "prompts": tokens,
+        "prompt_mask": mask,
+        "responses": sampled,
+        "response_mask": written,
+        "rollout_log_probs": log_probs,
+        "weight_version": torch.full(sampled.shape, version, dtype=torch.int32),
         "group_ids": group_ids,
     }
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        count = len(response.tokens)
-        columns["prompts"][row, width - len(prompt) :] = torch.tensor(prompt)  # type: ignore[index]
-        columns["prompt_mask"][row, width - len(prompt) :] = True  # type: ignore[index]
-        columns["responses"][row, :count] = torch.tensor(response.tokens)  # type: ignore[index]
-        columns["response_mask"][row, :count] = True  # type: ignore[index]
-        columns["rollout_log_probs"][row, :count] = torch.tensor(response.log_probs)  # type: ignore[index]
-    return columns
+
+
+def _padded(rows: list[torch.Tensor], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows as one tensor, padded with 0 to the longest, and a mask that is true where there was no padding."""
+    side = "left" if left else "right"
+    full = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in rows], batch_first=True, padding_side=side)
+    return full, mask

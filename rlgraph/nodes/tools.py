@@ -28,4 +28,6 @@ class Tools:
         if not self.tools:
             raise GraphError("Tools([]) has no tool; pass at least one, as Tools([rg.tools.python], pool=...)")
         if self.pool.cpus is None:
-            raise GraphError(f"tools are on pool '{self.pool.name}', which is of GPUs; tools run on host cores: Pool('{self.pool.name}', cpus=n)")
+            raise GraphError(
+                f"tools are on pool '{self.pool.name}', which is of GPUs; tools run on host cores: Pool('{self.pool.name}', cpus=n)"
+            )

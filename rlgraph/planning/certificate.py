@@ -11,7 +11,7 @@ from rlgraph.planning.schedule import Schedule
 
 
 def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
-    """Return the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered (None: unbounded columns)."""
+    """Return the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered."""
     sizes = [None if channel.bytes is None else channel.slots * channel.bytes for channel in channels if channel.transport != "local"]
     return Certificate(
         staleness_bound=staleness_bound(graph, schedule),

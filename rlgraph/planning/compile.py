@@ -1,12 +1,12 @@
 """From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import networkx as nx
 
 from rlgraph.columns import COLUMNS
-from rlgraph.graph import Graph, Node
+from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning import events
 from rlgraph.planning.advice import advise
 from rlgraph.planning.certificate import certify
@@ -27,7 +27,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> 
     """
     priced = checked(graph, costs)
     counts = _best_split(graph, cluster, priced)
-    hosts, crew, schedule = _scheduled(graph, cluster, counts, priced)
+    crew, schedule = _scheduled(graph, cluster, counts, priced)
     cycle = critical_cycle(schedule)
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
     loops = tuple(_loops(graph, schedule, cycle))
@@ -60,19 +60,17 @@ def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> Counts:
     for counts in sorted(candidates, key=load):
         if load(counts) >= least:
             break
-        period = critical_cycle(_scheduled(graph, cluster, counts, costs)[2]).period_s
+        period = critical_cycle(_scheduled(graph, cluster, counts, costs)[1]).period_s
         if period < least:
             best, least = counts, period
     return best
 
 
-def _scheduled(
-    graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
-) -> tuple[Mapping[str, str], tuple[PlannedWorker, ...], Schedule]:
+def _scheduled(graph: Graph, cluster: Cluster, counts: Counts, costs: Costs) -> tuple[tuple[PlannedWorker, ...], Schedule]:
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     crew = workers(graph, cluster, counts, order)
     hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
-    return hosts, crew, events.schedule(graph, hosts, counts, costs)
+    return crew, events.schedule(graph, hosts, counts, costs)
 
 
 def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, cycle: Cycle) -> list[PlannedPool]:
@@ -184,7 +182,7 @@ def _loops(graph: Graph, schedule: Schedule, cycle: Cycle) -> list[PlannedLoop]:
     return planned
 
 
-def _expected_staleness(graph: Graph, schedule: Schedule, feedback: events.Feedback) -> float:
+def _expected_staleness(graph: Graph, schedule: Schedule, feedback: Feedback) -> float:
     """Return the mean gap between the version a rollout takes and the one it is trained at, once the pipeline is full."""
     steps = 60
     spans = simulate(schedule, steps)

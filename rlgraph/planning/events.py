@@ -1,6 +1,7 @@
 """From a graph to its schedule: the events of a step, and what each waits for."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import networkx as nx
 
@@ -123,6 +124,6 @@ def _turns(ordered: list[Event]) -> list[Dependency]:
     found = []
     for group in turns.values():
         if len(group) > 1:
-            found += [Dependency(a.name, b.name, 0, "order") for a, b in zip(group, group[1:], strict=False)]
+            found += [Dependency(a.name, b.name, 0, "order") for a, b in pairwise(group)]
             found.append(Dependency(group[-1].name, group[0].name, 1, "order"))
     return found

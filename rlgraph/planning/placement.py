@@ -27,7 +27,7 @@ def splits(graph: Graph, cluster: Cluster) -> Iterator[Counts]:
     """
     models = _models(graph)
     shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
-    fixed = {p.name: p.cpus if p.cpus is not None else p.gpus for p in graph.pools if p not in shared}
+    fixed = {p.name: p.cpus or p.gpus or 0 for p in graph.pools if p not in shared}
     if cluster.gpus == 0 and any(p.gpus is not None for p in graph.pools):
         name = next(p.name for p in graph.pools if p.gpus is not None)
         raise PlanError(f"pool '{name}' asks for GPUs, but the cluster has none; give it a share, or compile for a cluster with GPUs")
@@ -132,7 +132,14 @@ def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...
     threads = 1 if gpus else max(count // world, 1)
     return [
         PlannedWorker(
-            f"{name}[{rank}]" if world > 1 else name, model.pool.name, name, rank, world, gpus[rank * share : (rank + 1) * share], threads, nodes
+            f"{name}[{rank}]" if world > 1 else name,
+            model.pool.name,
+            name,
+            rank,
+            world,
+            gpus[rank * share : (rank + 1) * share],
+            threads,
+            nodes,
         )
         for rank in range(world)
     ]

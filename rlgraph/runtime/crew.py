@@ -126,7 +126,9 @@ class Crew:
         for name in self._dead:
             last = self._doing.get(name)
             did = f"in {last.doing} at step {last.step}" if last else "between two steps"
-            return WorkerDied(f"worker '{name}' (process {self.pids[name]}) died {did}; its process was killed or crashed: see its log, and memory")
+            return WorkerDied(
+                f"worker '{name}' (process {self.pids[name]}) died {did}; its process was killed or crashed: see its log, and memory"
+            )
         return None
 
     def _consequence(self) -> RlgraphError:

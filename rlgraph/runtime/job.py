@@ -46,7 +46,7 @@ class Job:
         self._dispatch = dispatch.DISPATCHES[dispatch_name]()
         self._crew = Crew(plan, deadline_s)
         self._actors: list[Any] = []
-        self._folder = tempfile.mkdtemp(prefix="rlgraph-")
+        self._folder = ""
         self._owns_ray = self._dispatching = self._ended = self._failed = False
         self._ticked = self._finished = 0
         self._last_s = self._start_s = 0.0
@@ -70,6 +70,7 @@ class Job:
         self.close()
 
     def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="rlgraph-")
         authkey = secrets.token_bytes(32)
         self._owns_ray = dispatch.start_ray()
         address = f"{self._folder}/driver"
@@ -145,4 +146,5 @@ class Job:
             ray.kill(actor)
         if self._owns_ray:
             dispatch.stop_ray()
-        shutil.rmtree(self._folder)
+        if self._folder:
+            shutil.rmtree(self._folder)

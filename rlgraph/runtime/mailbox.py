@@ -1,13 +1,11 @@
 """The channel ends of one worker: what it takes for a firing, what it puts after it, what it gives back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlgraph.channels.base import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows
 from rlgraph.planning.plan import PlannedChannel
-
-OnWait = Callable[[str, int], None]
 
 
 @dataclass
@@ -69,15 +67,15 @@ class Mailbox:
 
     def fail(self, reason: str) -> None:
         """Break every channel, so that no peer waits for what will not come."""
-        for box in self.outboxes:
-            box.writer.fail(reason)
-        for box in self.inboxes:
-            for reader in box.readers:
+        for outbox in self.outboxes:
+            outbox.writer.fail(reason)
+        for inbox in self.inboxes:
+            for reader in inbox.readers:
                 reader.fail(reason)
 
     def close(self) -> None:
-        for box in self.outboxes:
-            box.writer.close()
-        for box in self.inboxes:
-            for reader in box.readers:
+        for outbox in self.outboxes:
+            outbox.writer.close()
+        for inbox in self.inboxes:
+            for reader in inbox.readers:
                 reader.close()

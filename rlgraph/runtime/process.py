@@ -51,11 +51,13 @@ class Process:
                 self.mailbox.inboxes.append(Inbox(channel, [self._connect(post) for post in posts], users))
         loops = [self._loop(*loop) for loop in self.setup.loops]
         rendezvous = f"file://{self.setup.folder}/{self.setup.worker.model}.group"
-        context = Context(rank=self.setup.worker.rank, world=self.setup.worker.world, threads=self.setup.worker.threads, rendezvous=rendezvous)
+        context = Context(
+            rank=self.setup.worker.rank, world=self.setup.worker.world, threads=self.setup.worker.threads, rendezvous=rendezvous
+        )
         self.worker = Worker(self.setup, self.mailbox, loops, context, self._entered)
         try:
             self.worker.load()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(-1, "start", error)
             return
         messages.send(self.control, messages.Ready(self.name))
@@ -79,7 +81,7 @@ class Process:
             return step
         try:
             self.worker.step(step)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(step, self.worker.doing, error)
         else:
             metrics, spans = self.worker.report()

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rlgraph.graph import Graph, Model, Operation
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows
 from rlgraph.errors import ChannelTimeout, StalenessError
@@ -162,7 +164,9 @@ class _Timer:
 def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
     """Return how many versions the batch is behind, by token. Raises StalenessError where the oldest exceeds the bound."""
     mask, versions = columns["response_mask"], columns["weight_version"]
-    behind = step - versions[mask]  # type: ignore[index, operator]
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(versions, torch.Tensor)
+    behind = step - versions[mask]
     if behind.numel() == 0:
         return {"staleness/max": 0.0, "staleness/mean": 0.0}
     oldest = int(behind.max())

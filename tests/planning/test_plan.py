@@ -72,7 +72,9 @@ def test_the_compiler_chooses_the_split_of_least_period() -> None:
     assert best(1, 100) == {"a": 1, "b": 7}
 
 
-@pytest.mark.parametrize(("pools", "expected"), [({"a": 6, "b": 2}, 1), ({"a": 8, "b": 8}, 2), ({"a": 16, "b": 8}, 3), ({"a": 4, "b": 4}, 1)])
+@pytest.mark.parametrize(
+    ("pools", "expected"), [({"a": 6, "b": 2}, 1), ({"a": 8, "b": 8}, 2), ({"a": 16, "b": 8}, 3), ({"a": 4, "b": 4}, 1)]
+)
 def test_pools_that_fit_on_one_host_together_share_hosts(pools: dict[str, int], expected: int) -> None:
     assert nodes_needed(pools, rg.Cluster(gpus=32, gpus_per_node=8)) == expected
 
@@ -130,7 +132,10 @@ def test_two_pools_in_different_processes_of_one_pool_take_turns() -> None:
 
 
 WRONG = {
-    "more GPUs than there are": (lambda: rg.compile(grpo(rg.Pool("a", gpus=9), rg.Pool("b")), rg.Cluster(gpus=8)), "needs at least 10 GPUs"),
+    "more GPUs than there are": (
+        lambda: rg.compile(grpo(rg.Pool("a", gpus=9), rg.Pool("b")), rg.Cluster(gpus=8)),
+        "needs at least 10 GPUs",
+    ),
     "a pool without a GPU": (lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(gpus=1)), "needs at least 2 GPUs"),
     "GPUs where there are none": (lambda: rg.compile(grpo(rg.Pool("a", gpus=1), rg.Pool("b")), rg.Cluster(cpus=2)), "the cluster has none"),
     "a tensor-parallel group too large": (
@@ -141,7 +146,10 @@ WRONG = {
         lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.Costs({"rolout": 1.0})),
         "costs name a node 'rolout' that graph 'grpo' lacks",
     ),
-    "missing costs": (lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.Costs({"rollout": 1.0})), "costs lack node 'prompts'"),
+    "missing costs": (
+        lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.Costs({"rollout": 1.0})),
+        "costs lack node 'prompts'",
+    ),
     "a negative cost": (lambda: rg.Costs({"rollout": -1.0}), "the cost of 'rollout' is -1.0"),
     "a negative cluster": (lambda: rg.Cluster(gpus=-1), "gpus is a whole number of at least 0"),
     "no graph": (lambda: rg.compile("graph", rg.Cluster()), "pass a Graph"),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import fakes
@@ -73,7 +74,7 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
         list(running.steps(4))
         busy = sorted((s.start_s, s.end_s) for s in running.spans() if s.name in ("rollout", "update") and s.kind == "fire")
     assert len(busy) == 8
-    assert all(end <= start for (_, end), (start, _) in zip(busy, busy[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(busy))
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
@@ -135,7 +136,9 @@ def failing(batch: Columns) -> dict[str, Column]:
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_a_node_that_raises_is_named_with_step_and_traceback(dispatch: str) -> None:
     with job(fakes.vector_loop(1, middle=failing), dispatch) as running:
-        with pytest.raises(NodeError, match="node 'failing' failed at step 2 in worker 'failing': ValueError: no reward for item 11") as raised:
+        with pytest.raises(
+            NodeError, match="node 'failing' failed at step 2 in worker 'failing': ValueError: no reward for item 11"
+        ) as raised:
             list(running.steps(10))
         assert 'raise ValueError("no reward for item 11")' in str(raised.value)
         with pytest.raises(RlgraphError, match="closed"):
@@ -166,5 +169,8 @@ def nameless(batch: Columns) -> dict[str, Column]:
 
 
 def test_a_node_that_writes_other_columns_than_declared_is_refused() -> None:
-    with job(fakes.vector_loop(0, middle=nameless)) as running, pytest.raises(NodeError, match=r"returned columns \['reward'\]; it declares \['rewards'\]"):
+    with (
+        job(fakes.vector_loop(0, middle=nameless)) as running,
+        pytest.raises(NodeError, match=r"returned columns \['reward'\]; it declares \['rewards'\]"),
+    ):
         list(running.steps(1))
