@@ -1,0 +1,69 @@
+"""Values that pass through engines are checked where they are made."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.base import Sampling, check_requests, check_weights
+from rlgraph.errors import DataError, GraphError
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": True},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"stop_token_ids": [2]},
+        {"stop_token_ids": (-1,)},
+    ],
+)
+def test_sampling_out_of_range_names_the_setting(wrong: dict[str, object]) -> None:
+    with pytest.raises(GraphError, match=rf"Sampling\({next(iter(wrong))}="):
+        Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": 0},
+        {"betas": (0.9, 1.0)},
+        {"betas": 0.9},
+        {"eps": 0.0},
+        {"weight_decay": -1.0},
+        {"grad_clip": 0.0},
+        {"warmup_steps": -1},
+    ],
+)
+def test_adamw_out_of_range_names_the_setting(wrong: dict[str, object]) -> None:
+    with pytest.raises(GraphError, match=rf"AdamW\({next(iter(wrong))}="):
+        AdamW(**wrong)
+
+
+def test_the_learning_rate_rises_over_the_warm_up() -> None:
+    settings = AdamW(lr=4.0, warmup_steps=4)
+    assert [settings.lr_at(step) for step in range(6)] == [1, 2, 3, 4, 4, 4]
+    assert dataclasses.replace(settings, warmup_steps=0).lr_at(0) == 4
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 8, [99], [-1]])
+def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int]) -> None:
+    with pytest.raises(DataError, match="prompt 1 has"):
+        check_requests([[1], prompt], [0, 1], context=8, vocab=99)
+
+
+def test_each_prompt_needs_a_seed() -> None:
+    with pytest.raises(DataError, match="2 prompts but 1 seeds"):
+        check_requests([[1], [2]], [0], context=8, vocab=99)
+
+
+@pytest.mark.parametrize(("weights", "rule"), [({}, "missing"), ({"a": (2,), "b": (1,)}, "unknown"), ({"a": (3,)}, "shape")])
+def test_weights_that_are_not_all_of_the_model_are_refused(weights: dict[str, tuple[int, ...]], rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        check_weights({name: torch.zeros(shape) for name, shape in weights.items()}, {"a": (2,)})

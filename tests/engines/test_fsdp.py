@@ -1,0 +1,212 @@
+"""An update by FSDP2 is the update of plain PyTorch, whatever the ranks, the micro-batches and the padding."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import LENGTHS, WeightedLikelihood, batch_of
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.fsdp import FsdpEngine
+from rlgraph.errors import DataError, GraphError
+
+
+# A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
+STEP = AdamW(lr=1e-2, eps=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    engines: list[FsdpEngine] = []
+
+    def build(path: Path, **settings: Any) -> FsdpEngine:
+        engines.append(FsdpEngine(path, **{"optimizer": STEP, "dtype": torch.float32} | settings))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def copies(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights().items()}
+
+
+def plain_model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def plain_scores(model: Any, batch: dict[str, torch.Tensor], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies [B, T] the plain way: every row by itself, padded on both sides."""
+    width = batch["responses"].shape[1]
+    tokens = torch.cat([batch["prompts"], batch["responses"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], torch.ones_like(batch["response_mask"])], dim=1).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits[:, -width - 1 : -1]
+    table = (logits / temperature).log_softmax(-1)
+    return table.gather(-1, batch["responses"][..., None])[..., 0], -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_log_probs_equal_those_of_transformers(make: Any, model: str, request: pytest.FixtureRequest) -> None:
+    path, batch = request.getfixturevalue(model), batch_of(LENGTHS, holes=True)
+    expected = torch.where(batch["response_mask"], plain_scores(plain_model(path), batch)[0], 0)
+    torch.testing.assert_close(make(path).log_probs(batch), expected, atol=1e-5, rtol=0)
+
+
+def test_log_probs_are_those_at_the_temperature_of_the_sampling(make: Any, tied: Path) -> None:
+    batch = batch_of(LENGTHS)
+    expected = torch.where(batch["response_mask"], plain_scores(plain_model(tied), batch, 0.5)[0], 0)
+    torch.testing.assert_close(make(tied, temperature=0.5).log_probs(batch), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.1])
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_an_update_is_the_step_of_plain_pytorch(make: Any, model: str, entropy: float, request: pytest.FixtureRequest) -> None:
+    path, batch, loss = request.getfixturevalue(model), batch_of(LENGTHS, holes=True), WeightedLikelihood(entropy)
+    plain = plain_model(path)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+    engine = make(path, optimizer=replace(STEP, weight_decay=0.1, grad_clip=0.5))
+    for _ in range(3):
+        scores, entropies = plain_scores(plain, batch)
+        value, _ = loss(scores, batch, Totals.of(batch["response_mask"]), entropies if entropy else None)
+        optimizer.zero_grad()
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        metrics = engine.update(batch, loss)
+        assert metrics["actor/pg_loss"] == pytest.approx(value.item(), rel=1e-6)
+        assert metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert metrics["actor/tokens"] == pytest.approx(1)
+    expected, weights = dict(plain.named_parameters()), engine.weights()
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), atol=1e-6, rtol=0)
+
+
+def test_metrics_count_tokens_and_follow_the_warm_up(make: Any, tied: Path) -> None:
+    batch = batch_of(LENGTHS, holes=True)
+    engine = make(tied, optimizer=AdamW(lr=4e-3, warmup_steps=4))
+    first, second = (engine.update(batch, WeightedLikelihood()) for _ in range(2))
+    assert (first["actor/lr"], second["actor/lr"]) == (1e-3, 2e-3)
+    lengths = [3 * (n // 3) + (n % 3 > 0) if n % 3 < 2 else n - 1 for n in LENGTHS]  # up to the last token that is not a tool's
+    assert first["perf/total_num_tokens"] == int(batch["prompt_mask"].sum()) + sum(lengths)
+
+
+def test_the_micro_batches_do_not_change_the_step(make: Any, tied: Path) -> None:
+    batch = batch_of(LENGTHS, holes=True)
+    results = []
+    for limit in (1, 40, 10_000):
+        engine = make(tied, micro_batch_tokens=limit)
+        metrics = engine.update(batch, WeightedLikelihood(entropy=0.1))
+        results.append((metrics, copies(engine)))
+    for metrics, weights in results[1:]:
+        assert metrics == pytest.approx(results[0][0], rel=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, results[0][1][name], atol=1e-6, rtol=0)
+
+
+def test_the_same_updates_give_the_same_bits(make: Any, tied: Path) -> None:
+    batch = batch_of(LENGTHS)
+    runs = []
+    for _ in range(2):
+        engine = make(tied, dtype=torch.bfloat16)
+        metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(3)]
+        runs.append((metrics, copies(engine), engine.log_probs(batch)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
+    assert torch.equal(runs[0][2], runs[1][2])
+
+
+def test_bfloat16_passes_train_float32_weights(make: Any, tied: Path) -> None:
+    batch = batch_of(LENGTHS)
+    engine = make(tied, dtype=torch.bfloat16, optimizer=AdamW(lr=1e-6))
+    before = copies(engine)
+    engine.update(batch, WeightedLikelihood())
+    for name, tensor in engine.weights().items():
+        assert tensor.dtype == torch.float32
+        assert not torch.equal(tensor, before[name])
+        torch.testing.assert_close(tensor, before[name], atol=2e-6, rtol=0)
+
+
+def test_a_state_is_gone_on_from(make: Any, tied: Path) -> None:
+    batch, loss = batch_of(LENGTHS), WeightedLikelihood()
+    engine, other = make(tied), make(tied)
+    engine.update(batch, loss)
+    state = {key: _cloned(value) for key, value in engine.state().items()}
+    expected = engine.update(batch, loss), engine.log_probs(batch)
+    other.update(batch_of(LENGTHS, seed=1), loss)
+    other.log_probs(batch)
+    other.load_state(state)
+    assert other.update(batch, loss) == expected[0]
+    assert torch.equal(other.log_probs(batch), expected[1])
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _cloned(item) for key, item in value.items()}
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def test_log_probs_are_those_of_weights_just_loaded(make: Any, tied: Path) -> None:
+    batch, engine = batch_of(LENGTHS), make(tied)
+    state = _cloned(engine.state())
+    before = engine.log_probs(batch)
+    engine.update(batch, WeightedLikelihood())
+    assert not torch.equal(engine.log_probs(batch), before)
+    engine.load_state(state)
+    assert torch.equal(engine.log_probs(batch), before)
+
+
+def test_the_state_of_another_rank_is_refused(make: Any, tied: Path) -> None:
+    engine = make(tied)
+    with pytest.raises(DataError, match="rank 1 of 2"):
+        engine.load_state(engine.state() | {"rank": 1, "world": 2})
+
+
+def test_several_ranks_need_a_process_group(tied: Path) -> None:
+    with pytest.raises(GraphError, match="init_process_group"):
+        FsdpEngine(tied, optimizer=AdamW(), rank=0, world=2)
+
+
+def test_two_ranks_take_the_step_of_one(make: Any, tied: Path, tmp_path: Path) -> None:
+    results = [torch.load(path) for path in run_ranks(tied, tmp_path, 2)]
+    batch = batch_of(LENGTHS, holes=True)
+    engine = make(tied)
+    torch.testing.assert_close(results[0]["log_probs"], engine.log_probs(batch), atol=1e-5, rtol=0)
+    expected = [engine.update(batch, WeightedLikelihood(entropy=0.1)) for _ in range(2)]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    for found, wanted in zip(results[0]["metrics"], expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    for name, tensor in engine.weights().items():
+        rows = torch.cat([result["weights"][name] for result in results])
+        torch.testing.assert_close(rows, tensor, atol=1e-6, rtol=0)
+    resumed = [torch.load(tmp_path / f"{rank}.resumed.pt") for rank in range(2)]
+    assert resumed[0] == resumed[1] == pytest.approx(engine.update(batch, WeightedLikelihood()), rel=1e-4)
+
+
+def run_ranks(model: Path, out: Path, world: int) -> list[Path]:
+    here = Path(__file__).with_name("ranks.py")
+    environment = os.environ | {"PYTHONPATH": str(here.parent.parent), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([sys.executable, str(here), str(model), str(out), str(rank), str(world)], env=environment) for rank in range(world)
+    ]
+    assert [process.wait(timeout=100) for process in started] == [0] * world
+    return [out / f"{rank}.pt" for rank in range(world)]

@@ -1,0 +1,62 @@
+"""Which rows are computed together."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import batch_of
+
+from rlgraph.engines.packing import pack, plan_micro_batches, response_lengths
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(lambda pairs: [n for p in pairs for n in p])
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 100), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_every_trained_token_is_predicted_once_whatever_the_split(lengths: list[int], world: int, limit: int, holes: bool) -> None:
+    batch = batch_of(lengths, holes=holes)
+    seen = torch.zeros_like(batch["responses"])
+    plans = plan_micro_batches(batch, world, limit)
+    for sequences in (sequences for plan in plans for sequences in plan):
+        part = pack(batch, sequences)
+        rows = part.rows[part.row]
+        seen[rows, part.column] += 1
+        assert torch.equal(part.targets, batch["responses"][rows, part.column])
+    assert torch.equal(seen.bool(), batch["response_mask"])
+    assert seen.max() == 1
+    assert len({len(plan) for plan in plans}) == 1, "collectives of the ranks must match"
+
+
+@given(LENGTHS, st.integers(1, 200))
+@settings(max_examples=40, deadline=None)
+def test_a_micro_batch_of_several_sequences_is_within_the_limit(lengths: list[int], limit: int) -> None:
+    for sequences in plan_micro_batches(batch_of(lengths), 1, limit)[0]:
+        assert len(sequences) == 1 or len(sequences) * max(s.tokens for s in sequences) <= limit
+
+
+def test_responses_of_one_prompt_share_it_and_do_not_see_each_other() -> None:
+    batch = batch_of([3, 3])
+    [[[sequence]]] = plan_micro_batches(batch, 1, 1000)
+    part = pack(batch, [sequence])
+    prompt = int(batch["prompt_mask"][0].sum())
+    assert part.tokens.shape == (1, prompt + 2 + 2)
+    assert part.mask is not None
+    first, second = slice(prompt, prompt + 2), slice(prompt + 2, prompt + 4)
+    assert not part.mask[0, 0, second, first].any()
+    assert part.mask[0, 0, second, :prompt].all()
+    assert part.positions[0].tolist() == [*range(prompt + 2), prompt, prompt + 1]
+
+
+def test_long_responses_do_not_share_their_prompt() -> None:
+    batch = batch_of([60, 60])
+    assert [len(sequence.rows) for part in plan_micro_batches(batch, 1, 1000)[0] for sequence in part] == [1, 1]
+
+
+def test_ranks_get_as_many_tokens_as_each_other() -> None:
+    plans = plan_micro_batches(batch_of([40, 40, 30, 30, 20, 20, 10, 10], group=1), 2, 1000)
+    tokens = [sum(sequence.tokens for part in plan for sequence in part) for plan in plans]
+    assert abs(tokens[0] - tokens[1]) <= 10
+
+
+def test_tool_tokens_count_as_context_up_to_the_last_token_of_the_policy() -> None:
+    mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
+    assert response_lengths(mask).tolist() == [3, 0, 5]

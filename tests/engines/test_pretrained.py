@@ -1,0 +1,97 @@
+"""Model folders are checked, and made once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlgraph.engines.pretrained import check_model, parameter_shapes, smollm2, tiny_model
+from rlgraph.errors import DataError
+
+
+def test_a_model_folder_is_summarised(tied: Path) -> None:
+    summary = check_model(tied)
+    assert (summary.vocab_size, summary.layers, summary.context_length, summary.tied, summary.eos_token_ids) == (288, 2, 256, True, (0,))
+
+
+def test_the_end_tokens_of_generation_come_before_those_of_the_model(tied: Path, tmp_path: Path) -> None:
+    for file in tied.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert check_model(tmp_path).eos_token_ids == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("files", "rule"),
+    [
+        (None, "no such folder"),
+        ([], "no config.json"),
+        (["config.json"], "no \\*.safetensors"),
+        (["config.json", "model.safetensors"], "config.json has no 'model_type'"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, files: list[str] | None, rule: str) -> None:
+    folder = tmp_path / "model"
+    if files is not None:
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("{}")
+    with pytest.raises(DataError, match=rule):
+        check_model(folder)
+
+
+def test_a_tied_head_is_no_parameter_of_its_own(tied: Path, untied: Path) -> None:
+    assert parameter_shapes(untied).keys() - parameter_shapes(tied).keys() == {"lm_head.weight"}
+
+
+def test_the_same_seed_gives_the_same_tiny_model_and_leaves_the_random_state(tied: Path, tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    again = tiny_model(tmp_path / "again")
+    assert (again / "model.safetensors").read_bytes() == (tied / "model.safetensors").read_bytes()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_model_is_made_once(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert tiny_model(folder, seed=1) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="multiple of 64"):
+        tiny_model(tmp_path / "model", hidden=96)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be made"):
+        tiny_model(tmp_path / "file" / "model")
+
+
+def test_the_tiny_tokenizer_gives_any_text_back(tied: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tied)
+    text = "2 + 3 = 5\n ä\t€"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) == len(text.encode())
+    assert 0 not in tokens
+
+
+@pytest.mark.slow
+def test_smollm2_counts_and_its_tokenizer_gives_text_back(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2(tmp_path / "smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "2 + 3 = 5\n7 + 6 = 13\n4 + 4 ="
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        written = model.generate(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(written[0, len(tokens) :]) == " 8"

@@ -1,0 +1,59 @@
+"""A tiny model, batches for it, and a loss: what tests of engines train and sample."""
+
+from pathlib import Path
+
+import torch
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.columns import Columns
+from rlgraph.engines.pretrained import tiny_model
+
+VOCAB = 288
+LENGTHS = [7, 2, 5, 5, 1, 12]  # three prompts: of two ranks one has a pass without rows
+
+
+def tiny(folder: Path, *, tied: bool = True) -> Path:
+    """Return a folder with the tiny model; its weights are always the same."""
+    return tiny_model(folder / ("tied" if tied else "untied"), vocab=VOCAB, tied=tied)
+
+
+def batch_of(lengths: list[int], *, group: int = 2, holes: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch with responses of these lengths, `group` of them for each prompt, and advantages.
+
+    With holes every third token of a response is a tool's.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    rows, width, prompt = len(lengths), max(lengths), 9
+    prompts = torch.randint(1, VOCAB, (rows // group, prompt), generator=draw)
+    prompt_mask = torch.arange(prompt)[None] >= torch.randint(0, 5, (rows // group, 1), generator=draw)
+    responses = torch.randint(1, VOCAB, (rows, width), generator=draw)
+    response_mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    responses = responses * response_mask
+    if holes:
+        response_mask = response_mask & (torch.arange(width)[None] % 3 != 1)
+    return {
+        "prompts": (prompts * prompt_mask).repeat_interleave(group, 0),
+        "prompt_mask": prompt_mask.repeat_interleave(group, 0),
+        "responses": responses,
+        "response_mask": response_mask,
+        "advantages": torch.randn(rows, 1, generator=draw).expand(rows, width).contiguous(),
+    }
+
+
+class WeightedLikelihood:
+    """Minus the advantage-weighted mean log-prob, plus `entropy` times the mean entropy: a loss in closed form."""
+
+    reads = ("advantages",)
+
+    def __init__(self, entropy: float = 0.0) -> None:
+        self.entropy, self.needs_entropy = entropy, entropy != 0
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        mask, advantages = batch["response_mask"], batch["advantages"]
+        terms = -log_probs * advantages
+        if entropy is not None:
+            terms = terms + self.entropy * entropy
+        loss = torch.where(mask, terms, 0).sum() / totals.tokens
+        return loss, {"actor/tokens": mask.sum().item() / totals.tokens}
