@@ -24,12 +24,12 @@ _BOLD = {
     0.50: "rt-!:;",
     0.56: "IJ()[]|·",
     0.60: "csz",
-    0.69: "aekovxyLETF/\\?",
-    0.72: 'bdghnpquS0123456789_$*{}"`',
-    0.78: "ABCKPRVXYZ",
+    0.69: "aekovxyLTF/\\?",
+    0.72: 'bdghnpqu0123456789_$*{}"`',
+    0.78: "ABCEKPRSVXYZ",
     0.88: "DGHNOQU&#+<=>^~",
-    1.00: "wM@…",
-    1.13: "mW",
+    1.00: "wM…",
+    1.13: "mW@",
     1.28: "%",
 }
 _OTHER, _WIDE = 1.5, 1.6  # characters of other scripts, and those that take two places in a terminal

@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rlgraph.planning.plan import Plan
 from rlgraph.views.grid import drawn_channels
 from rlgraph.views.layout import Box, Layout, Point, layout
+from rlgraph.views.lettering import loop_label
 
-slow_to_make = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# A failing plan is shown as drawn: making it smaller takes minutes.
+randomly = settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 Rect = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -74,13 +76,13 @@ def test_nothing_overlaps_in_the_pictures_of_known_graphs(plans: dict[str, Plan]
         check(plan)
 
 
-@slow_to_make
+@randomly
 @given(data=st.data())
 def test_nothing_overlaps_in_the_pictures_of_random_graphs(random_plans: st.SearchStrategy[Plan], data: st.DataObject) -> None:
     check(data.draw(random_plans))
 
 
-@slow_to_make
+@randomly
 @given(data=st.data())
 def test_boxes_stand_in_the_lane_of_their_pool_and_their_texts_inside_them(
     random_plans: st.SearchStrategy[Plan], data: st.DataObject
@@ -102,7 +104,7 @@ def test_boxes_stand_in_the_lane_of_their_pool_and_their_texts_inside_them(
     assert not inside
 
 
-@slow_to_make
+@randomly
 @given(data=st.data())
 def test_every_channel_reader_and_feedback_edge_has_a_line_that_ends_at_its_box(
     random_plans: st.SearchStrategy[Plan], data: st.DataObject
@@ -126,7 +128,7 @@ def test_every_channel_reader_and_feedback_edge_has_a_line_that_ends_at_its_box(
             assert box.y <= y <= box.bottom
 
 
-@slow_to_make
+@randomly
 @given(data=st.data())
 def test_arrows_that_enter_one_box_keep_their_distance(random_plans: st.SearchStrategy[Plan], data: st.DataObject) -> None:
     plan = data.draw(random_plans)
@@ -142,6 +144,14 @@ def test_feedback_edges_run_below_all_lanes_each_at_its_own_height(plans: dict[s
     heights = [max(y for _, y in line.points) for line in picture.loops]
     assert len(set(heights)) == 2
     assert min(heights) > bottom
+
+
+def test_a_loop_label_gives_way_to_the_lines_of_loops_below_it(plans: dict[str, Plan]) -> None:
+    (loop,) = plans["one_step_off"].loops
+    centred = loop_label(loop, 0.0, 500.0, [], (0.0, 1000.0))
+    moved = loop_label(loop, 0.0, 500.0, [480.0], (0.0, 1000.0))
+    crowded = loop_label(loop, 0.0, 500.0, [float(x) for x in range(0, 1000, 100)], (0.0, 1000.0))
+    assert (centred.x, moved.span[0] > 480.0, crowded.span[0] > 900.0) == (500.0, True, True)
 
 
 def test_the_critical_cycle_of_a_pool_marks_its_boxes_and_its_turns(plans: dict[str, Plan]) -> None:

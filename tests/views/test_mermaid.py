@@ -2,7 +2,7 @@
 
 import re
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rlgraph.planning.plan import Plan
@@ -26,7 +26,7 @@ def decoded(text: str) -> str:
     return re.sub(r"#(\d+);", lambda match: chr(int(match[1])), text)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_plan_gives_lines_of_the_grammar_with_each_node_edge_and_loop(
     random_plans: st.SearchStrategy[Plan], data: st.DataObject

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -11,7 +11,7 @@ from rlgraph.views.text import text
 from rlgraph.views.words import clean, seconds
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_line_of_any_plan_is_wider_than_100_cells_or_ends_in_a_space(random_plans: st.SearchStrategy[Plan], data: st.DataObject) -> None:
     for line in text(data.draw(random_plans)).split("\n"):
