@@ -121,8 +121,8 @@ class Rollout:
         for index, tokens in enumerate(tokenizer(texts)["input_ids"]):
             if not 0 < len(tokens) <= room:
                 raise DataError(
-                    f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: a context of "
-                    f"{context} less {self.generator.sampling.max_tokens} for the response; drop the prompt, or lower max_tokens"
+                    f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "
+                    f"a context of {context} less {context - room} for the response; drop the prompt, or lower max_tokens"
                 )
 
     def start(self, context: Context) -> Stage:

@@ -1,13 +1,16 @@
 """The driver's side of the workers' sockets: who is ready, who has reported, who does what, and who is to blame."""
 
+import selectors
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener
 
 from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime import messages
+from rlgraph.runtime.status import read_status
+from rlgraph.runtime.tasks import status_path
 
 SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
 
@@ -16,18 +19,19 @@ class Crew:
     """All workers of a job, as the driver hears them. It sleeps while none speaks."""
 
     def __init__(self, plan: Plan, deadline_s: float) -> None:
-        self.plan, self.deadline_s = plan, deadline_s
+        self.plan, self.deadline_s, self.folder = plan, deadline_s, ""
         self.pids: dict[str, int] = {}
         self.connections: dict[str, Connection] = {}
+        self._selector = selectors.DefaultSelector()
         self._ready: set[str] = set()
-        self._doing: dict[str, messages.Entered] = {}
         self._reports: dict[int, dict[str, messages.Report]] = {}
         self._used: dict[str, int] = {}
         self._failures: list[messages.Failure] = []
         self._dead: list[str] = []
 
-    def welcome(self, listener: Listener) -> threading.Thread:
-        """Take the workers' connections as they come, on a thread that ends with the last of them."""
+    def welcome(self, listener: Listener, folder: str) -> threading.Thread:
+        """Take the workers' connections as they come, on a thread that ends with the last of them; `folder` is the job's."""
+        self.folder = folder
         thread = threading.Thread(target=self._accept, args=(listener,), name="welcome workers", daemon=True)
         thread.start()
         return thread
@@ -40,6 +44,7 @@ class Crew:
             assert isinstance(hello, messages.Hello)
             self.pids[hello.worker] = hello.pid
             self.connections[hello.worker] = connection
+            self._selector.register(connection, selectors.EVENT_READ, hello.worker)
 
     def tell(self, message: messages.Message) -> None:
         """Send a message to every worker that is still there."""
@@ -81,15 +86,13 @@ class Crew:
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in what the workers say; return whether any spoke within the time."""
-        by_connection = {connection: name for name, connection in self.connections.items()}
-        speaking = wait(list(by_connection), timeout_s)
-        for connection in speaking:
-            assert isinstance(connection, Connection)
-            name = by_connection[connection]
+        speaking = self._selector.select(timeout_s)
+        for key, _ in speaking:
+            name = key.data
             try:
-                self._take(messages.receive(connection))
+                self._take(messages.receive(self.connections[name]))
             except (EOFError, OSError):
-                del self.connections[name]
+                self._selector.unregister(self.connections.pop(name))
                 self._dead.append(name)
         return bool(speaking)
 
@@ -97,10 +100,7 @@ class Crew:
         match message:
             case messages.Ready():
                 self._ready.add(message.worker)
-            case messages.Entered():
-                self._doing[message.worker] = message
             case messages.Report():
-                self._doing.pop(message.worker, None)
                 self._reports.setdefault(message.step, {})[message.worker] = message
                 self._used.update(message.used)
             case messages.Failure():
@@ -124,11 +124,9 @@ class Crew:
                     f"{failure.traceback.rstrip()}"
                 )
         for name in self._dead:
-            last = self._doing.get(name)
-            did = f"in {last.doing} at step {last.step}" if last else "between two steps"
-            return WorkerDied(
-                f"worker '{name}' (process {self.pids[name]}) died {did}; its process was killed or crashed: see its log, and memory"
-            )
+            last = read_status(status_path(self.folder, name))
+            did = f"doing {last.what}, step {last.step}" if last else "before its first step"
+            return WorkerDied(f"worker '{name}' (process {self.pids[name]}) died {did}; it was killed or it crashed: look at memory")
         return None
 
     def _consequence(self) -> RlgraphError:
@@ -140,8 +138,9 @@ class Crew:
     def _states(self) -> str:
         """Return what every worker does and for how long, the longest first, and how full the channels are."""
         now = time.monotonic()
-        doing = sorted(self._doing.values(), key=lambda entered: entered.at_s)
-        lines = [f"  worker '{e.worker}' has been at {e.doing}, step {e.step}, for {now - e.at_s:.1f} s" for e in doing]
+        found = [(worker.name, read_status(status_path(self.folder, worker.name))) for worker in self.plan.workers]
+        doing = sorted((d.at_s, name, d) for name, d in found if d is not None)
+        lines = [f"  worker '{name}' has been at {d.what}, step {d.step}, for {now - at_s:.1f} s" for at_s, name, d in doing]
         slots = {channel.name: channel.slots for channel in self.plan.channels}
         for end, used in sorted(self._used.items()):
             way, name = end.split(" ", 1)

@@ -44,8 +44,8 @@ class Job:
         self._graph, self._deadline_s = graph, deadline_s
         self._spans: list[Span] = []
         self._dispatch = dispatch.DISPATCHES[dispatch_name]()
-        self._crew = Crew(plan, deadline_s)
         self._actors: list[Any] = []
+        self._crew = Crew(plan, deadline_s)
         self._folder = ""
         self._owns_ray = self._dispatching = self._ended = self._failed = False
         self._ticked = self._finished = 0
@@ -75,7 +75,7 @@ class Job:
         self._owns_ray = dispatch.start_ray()
         address = f"{self._folder}/driver"
         with Listener(address, family="AF_UNIX", backlog=len(self.plan.workers), authkey=authkey) as listener:
-            welcoming = self._crew.welcome(listener)
+            welcoming = self._crew.welcome(listener, self._folder)
             crew = setups(self._graph, self.plan, self._folder, authkey, self._deadline_s)
             self._actors = [dispatch.create(setup, address) for setup in crew]
             ray.get([actor.open.remote() for actor in self._actors])

@@ -21,15 +21,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     worker: str
 
 
-class Entered(msgspec.Struct, tag=True, frozen=True):
-    """A worker begins to do something; what it does when it says nothing more."""
-
-    worker: str
-    step: int
-    doing: str
-    at_s: float
-
-
 class Report(msgspec.Struct, tag=True, frozen=True):
     """A worker has fired all its nodes for a step."""
 
@@ -61,7 +52,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Close everything and end."""
 
 
-Message: TypeAlias = Hello | Ready | Entered | Report | Failure | Go | Stop
+Message: TypeAlias = Hello | Ready | Report | Failure | Go | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

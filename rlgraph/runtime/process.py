@@ -1,7 +1,6 @@
 """A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
 
 import os
-import time
 import traceback
 from multiprocessing.connection import Client, Connection
 
@@ -12,6 +11,7 @@ from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
+from rlgraph.runtime.status import BETWEEN, StatusWriter
 from rlgraph.runtime.tasks import Post, WorkerSetup
 from rlgraph.runtime.worker import Loop, Worker
 
@@ -24,6 +24,7 @@ class Process:
         self.name = setup.worker.name
         self.control: Connection = Client(driver, family="AF_UNIX", authkey=setup.authkey)
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
+        self.status = StatusWriter(setup.status)
         self.mailbox = Mailbox()
         self.worker: Worker | None = None
         self.stopped = False
@@ -54,7 +55,7 @@ class Process:
         context = Context(
             rank=self.setup.worker.rank, world=self.setup.worker.world, threads=self.setup.worker.threads, rendezvous=rendezvous
         )
-        self.worker = Worker(self.setup, self.mailbox, loops, context, self._entered)
+        self.worker = Worker(self.setup, self.mailbox, loops, context, self.status.enter)
         try:
             self.worker.load()
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
@@ -72,9 +73,6 @@ class Process:
             loop.reader = WeightsReader([self._connect(post) for post in posts], plan.buffers)
         return loop
 
-    def _entered(self, step: int, doing: str) -> None:
-        messages.send(self.control, messages.Entered(self.name, step, doing, time.monotonic()))
-
     def step(self, step: int) -> int:
         """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
         if self.stopped or self.worker is None or step < 0:
@@ -86,6 +84,7 @@ class Process:
         else:
             metrics, spans = self.worker.report()
             used = {name: end.used for name, end in self.mailbox.statistics().items()}
+            self.status.enter(step, BETWEEN)
             messages.send(self.control, messages.Report(self.name, step, metrics, spans, used))
         self._sleep(step)
         return step

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlgraph.graph import Graph, Model, Operation
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
@@ -43,8 +44,18 @@ class WorkerSetup:
     authkey: bytes
     deadline_s: float
 
+    @property
+    def status(self) -> Path:
+        """Where the worker says what it does."""
+        return status_path(self.folder, self.worker.name)
+
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)
+
+
+def status_path(folder: str, worker: str) -> Path:
+    """Return the file in which a worker says what it does."""
+    return Path(folder) / f"{worker}.status"
 
 
 def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float) -> tuple[WorkerSetup, ...]:

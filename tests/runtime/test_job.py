@@ -108,7 +108,7 @@ job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
 with job:
     steps = job.steps(1000)
     next(steps)
-    print(job._folder, *job.pids.values())
+    print("left:", job._folder, *job.pids.values())
     os.kill(job.pids["generator"], signal.SIGKILL)
     for step in steps:
         pass
@@ -120,7 +120,7 @@ def test_a_killed_worker_leaves_no_process_no_file_and_no_shared_memory() -> Non
     script = KILL.format(tests=str(Path(fakes.__file__).parent))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert "WorkerDied: worker 'generator'" in run.stderr, run.stderr
-    folder, *pids = run.stdout.split()
+    _, folder, *pids = next(line for line in run.stdout.splitlines() if line.startswith("left:")).split()
     assert not Path(folder).exists()
     assert not any(alive(int(pid)) for pid in pids)
     assert {p for p in set(Path("/dev/shm").iterdir()) - before if p.exists()} == set()
