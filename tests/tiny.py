@@ -1,5 +1,6 @@
 """A tiny model, batches for it, and a loss: what tests of engines train and sample."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from rlgraph.engines.pretrained import tiny_model
 
 VOCAB = 288
 LENGTHS = [7, 2, 5, 5, 1, 12]  # three prompts: of two ranks one has a pass without rows
+VLLM_PROMPTS = [[5, 6, 7], list(range(1, 41)), list(range(1, 41)), [9, 10, 11, 12, 13], [5, 6, 7]]  # two share a block of 32
+UPDATES = 3
 
 
 def tiny(folder: Path, *, tied: bool = True) -> Path:
@@ -57,3 +60,9 @@ class WeightedLikelihood:
             terms = terms + self.entropy * entropy
         loss = torch.where(mask, terms, 0).sum() / totals.tokens
         return loss, {"actor/tokens": mask.sum().item() / totals.tokens}
+
+
+def changed(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Return clearly other weights, the same for the same seed."""
+    draw = torch.Generator().manual_seed(seed)
+    return {name: tensor + 0.05 * torch.randn(tensor.shape, generator=draw) for name, tensor in weights.items()}

@@ -3,7 +3,9 @@
 vLLM patches torch for its whole process (thread count, random seed, garbage collector): never share it with a trainer.
 """
 
+import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ import torch
 
 from rlgraph.engines.base import Response, Sampling, check_requests, check_weights
 from rlgraph.engines.pretrained import check_model, parameter_shapes
+from rlgraph.errors import GraphError
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and model in this process
@@ -27,7 +30,7 @@ class VllmEngine:
     `max_model_len` is the context (None: the model's), `kv_cache_bytes` what the keys and values may take. `threads` is the
     number of cores on a CPU; it is set for the process as a whole. Log-probs are those of the distribution sampled from.
 
-    Raises DataError for a folder that is no model.
+    Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
 
     def __init__(
@@ -51,29 +54,33 @@ class VllmEngine:
 
         context = max_model_len or self._summary.context_length
         self._on_cpu = current_platform.is_cpu()
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(path),
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # not the folder's: only `Sampling` says how to sample
-                max_model_len=context,
-                dtype=dtype,
-                seed=seed,
-                kv_cache_memory_bytes=kv_cache_bytes,
-                tensor_parallel_size=tensor_parallel,
-                max_num_seqs=max_sequences,
-                block_size=32,  # the smallest that the CPU build takes; prompts share prefixes in whole blocks
-                enable_prefix_caching=True,
-                enforce_eager=self._on_cpu,
-                # In a split prompt vLLM rewinds the request's random generator, which one of a CPU cannot do.
-                enable_chunked_prefill=not self._on_cpu,
-                max_num_batched_tokens=max(4096, context),
-                async_scheduling=False,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-            )
+        if self._on_cpu and tensor_parallel > 1:
+            raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
+        arguments = EngineArgs(
+            model=str(path),
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the folder's: only `Sampling` says how to sample
+            max_model_len=context,
+            dtype=dtype,
+            seed=seed,
+            kv_cache_memory_bytes=kv_cache_bytes,
+            tensor_parallel_size=tensor_parallel,
+            max_num_seqs=max_sequences,
+            block_size=32,  # the smallest that the CPU build takes; prompts share prefixes in whole blocks
+            enable_prefix_caching=True,
+            enforce_eager=self._on_cpu,
+            # In a split prompt vLLM rewinds the request's random generator, which one of a CPU cannot do.
+            enable_chunked_prefill=not self._on_cpu,
+            max_num_batched_tokens=max(4096, context),
+            async_scheduling=False,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
         )
+        with warnings.catch_warnings():
+            # vLLM looks at every attribute of every module, those included that warn when looked at.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._engine = LLMEngine.from_engine_args(arguments)
         self._requests = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
@@ -136,6 +143,7 @@ class VllmEngine:
 def _prepare_process(threads: int | None) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", which a CPU does not need
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # without it vLLM goes back to one thread
         torch.set_num_threads(threads)

@@ -17,7 +17,6 @@ from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.fsdp import FsdpEngine
 from rlgraph.errors import DataError, GraphError
 
-
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
 STEP = AdamW(lr=1e-2, eps=1e-3)
 

@@ -7,7 +7,9 @@ from tiny import batch_of
 
 from rlgraph.engines.packing import pack, plan_micro_batches, response_lengths
 
-LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(lambda pairs: [n for p in pairs for n in p])
+LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(
+    lambda pairs: [n for p in pairs for n in p]
+)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 100), st.booleans())
