@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import OmegaConf
@@ -29,11 +30,12 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
             raise ConfigError(f"argument '{argument}' is no setting; write key=value, with a key of {sorted(base)}")
     files = [a.removeprefix("config=") for a in given if a.startswith("config=")]
     pairs = [a for a in given if not a.startswith("config=")]
+    for file in files:
+        if not Path(file).is_file():
+            raise ConfigError(f"config={file}: there is no such file")
     try:
         merged = OmegaConf.merge(base, *(OmegaConf.load(f) for f in files), OmegaConf.from_dotlist(pairs))
         instance = OmegaConf.to_object(merged)
-    except FileNotFoundError as error:
-        raise ConfigError(f"config={error.filename}: there is no such file") from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"setting '{error.full_key}': {reason}; the keys are {sorted(base)}") from error

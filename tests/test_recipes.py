@@ -45,7 +45,7 @@ WRONG = {
     "a model that is not there": (["model=nowhere"], "model 'nowhere': no such folder"),
     "a prompt that does not fit": (
         ["model=tiny", "engine=transformers", "max_tokens=60"],
-        "has 31 tokens, but node 'rollout' has room for 1 to 4",
+        "tokens, but node 'rollout' has room for 1 to 4: a context of 64 less 60 for the response",
     ),
     "a negative depth": (["model=tiny", "depth=-1"], "depth=-1; depth is how many weight versions"),
 }

@@ -1,13 +1,13 @@
 """What a schedule guarantees for any timing, derived from its tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
 from rlgraph.graph import Graph
 from rlgraph.planning.events import open_batches, publish_event, readers
 from rlgraph.planning.plan import Certificate, PlannedChannel
-from rlgraph.planning.schedule import Schedule
+from rlgraph.planning.schedule import Dependency, Schedule
 
 
 def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
@@ -24,15 +24,16 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
 
 def deadlock_free(schedule: Schedule) -> bool:
     """Return whether every cycle holds a token: then the marked graph is live (Commoner, 1971)."""
-    return bool(nx.is_directed_acyclic_graph(_tokens(schedule, only_empty=True)))
+    return bool(nx.is_directed_acyclic_graph(_tokens(d for d in schedule.dependencies if d.tokens == 0)))
 
 
 def staleness_bound(graph: Graph, schedule: Schedule) -> int:
     """Return how many versions a batch can be behind when it is trained: the tokens on its loop, less the one in service.
 
-    The tokens on a cycle never change, so the fewest on any cycle through rollout and publish bound the open batches.
+    The tokens on a cycle never change, so those on the way that a version takes, from publish through rollout and update
+    to the next publish, bound the open batches. Turns in a pool can keep fewer open, but not make an older version newer.
     """
-    tokens = _tokens(schedule, only_empty=False)
+    tokens = _tokens(d for d in schedule.dependencies if d.reason in ("loop", "data"))
     worst = 0
     for feedback in graph.feedbacks:
         publish = publish_event(feedback.name)
@@ -43,11 +44,9 @@ def staleness_bound(graph: Graph, schedule: Schedule) -> int:
     return worst
 
 
-def _tokens(schedule: Schedule, only_empty: bool) -> "nx.DiGraph[str]":
+def _tokens(dependencies: Iterable[Dependency]) -> "nx.DiGraph[str]":
     graph: nx.DiGraph[str] = nx.DiGraph()
-    for d in schedule.dependencies:
-        if only_empty and d.tokens:
-            continue
+    for d in dependencies:
         fewest = min(d.tokens, graph.edges[d.before, d.after]["tokens"]) if graph.has_edge(d.before, d.after) else d.tokens
         graph.add_edge(d.before, d.after, tokens=fewest)
     return graph

@@ -82,8 +82,9 @@ def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], flo
         waits[dependency.after].append(dependency)
     done: dict[tuple[str, int], float] = {}
     spans = []
+    order = firing_order(schedule)
     for step in range(steps):
-        for event in firing_order(schedule):
+        for event in order:
             start = max((done[d.before, step - d.tokens] for d in waits[event.name] if step >= d.tokens), default=0.0)
             end = start + (event.seconds if seconds is None else seconds(event, step))
             done[event.name, step] = end
