@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -206,7 +205,7 @@ def _join(rank: int, world: int) -> bool:
         return False
     if world > 1:
         raise GraphError(f"FsdpEngine(world={world}): call torch.distributed.init_process_group on every rank before")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return True
 
 

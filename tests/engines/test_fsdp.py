@@ -164,16 +164,6 @@ def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def test_log_probs_are_those_of_weights_just_loaded(make: Any, tied: Path) -> None:
-    batch, engine = batch_of(LENGTHS), make(tied)
-    state = _cloned(engine.state())
-    before = engine.log_probs(batch)
-    engine.update(batch, WeightedLikelihood())
-    assert not torch.equal(engine.log_probs(batch), before)
-    engine.load_state(state)
-    assert torch.equal(engine.log_probs(batch), before)
-
-
 def test_the_state_of_another_rank_is_refused(make: Any, tied: Path) -> None:
     engine = make(tied)
     with pytest.raises(DataError, match="rank 1 of 2"):
