@@ -123,5 +123,6 @@ def environment(worker: PlannedWorker) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import, a worker can
     }

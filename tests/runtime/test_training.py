@@ -1,0 +1,136 @@
+"""Real engines on a tiny model: a run on Ray repeats the oracle bit for bit, batches, losses and weights, at any depth."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.pretrained import tiny_model
+from rlgraph.nodes.base import Context
+from rlgraph.runtime.job import Job, Step
+from rlgraph.runtime.local import LocalJob
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
+
+ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 5)]
+
+
+def digest(tensors: list[torch.Tensor]) -> float:
+    """Return a number that two runs share only if every bit is the same."""
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return float(int.from_bytes(hashed.digest()[:6], "big"))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DigestPolicy(rg.Policy):
+    """A policy that adds a digest of its weights to the metrics of each update."""
+
+    def load(self, context: Context) -> Any:
+        engine = super().load(context)
+        update = engine.update
+
+        def digested(batch: Columns, loss: Any) -> dict[str, float]:
+            metrics: dict[str, float] = update(batch, loss)
+            return {**metrics, "digest/weights": digest(list(engine.weights().values()))}
+
+        engine.update = digested
+        return engine
+
+
+@rg.node(reads="responses rollout_log_probs response_mask", writes="rewards")
+def odd_tokens(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+    """Reward the share of odd tokens, which a random model can learn; digest the batch on the way."""
+    responses, mask = batch["responses"], batch["response_mask"]
+    assert isinstance(responses, torch.Tensor)
+    assert isinstance(mask, torch.Tensor)
+    odd = ((responses % 2 == 1) & mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    metrics = {"digest/batch": digest([batch[c] for c in sorted(batch)]), "odd": odd.mean().item()}  # type: ignore[misc]
+    return {"rewards": odd.float()}, metrics
+
+
+def grpo(model: Path, depth: int, *, buffers: int = 1, ranks: int | None = None, old_log_probs: bool = False) -> rg.Graph:
+    generator = rg.Generator(
+        str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32"
+    )
+    policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", data_parallel=ranks)
+    weights = rg.feedback("weights", depth=depth, buffers=buffers)
+    prompts = rg.prompts(ITEMS, count=4, seed=3)
+    rollout = generator.rollout(prompts, weights, group_size=4)
+    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    extra = [policy.log_probs(rollout)] if old_log_probs else []
+    step = policy.update(rollout, advantages, *extra, loss=rg.ClippedLoss(clip_high=0.28))
+    weights.close(step.weights)
+    return rg.Graph("tiny", step.metrics)
+
+
+def plan(graph: rg.Graph) -> rg.Plan:
+    return rg.compile(graph, rg.Cluster(cpus=2))
+
+
+def bits(step: Step) -> dict[str, float]:
+    return {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}
+
+
+def on_ray(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+    job: Job = plan(graph).launch()
+    with job:
+        return [bits(step) for step in job.steps(steps)]
+
+
+def here(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+    job: LocalJob = plan(graph).run_here()
+    with job:
+        return [bits(step) for step in job.steps(steps)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
+def test_five_steps_on_ray_equal_the_oracle_in_every_bit(model: Path, depth: int, buffers: int) -> None:
+    graph = grpo(model, depth, buffers=buffers)
+    found = on_ray(graph, 5)
+    assert found == here(graph, 5)
+    assert [step["staleness/max"] for step in found] == [min(step, depth) for step in range(5)]
+    assert len({step["digest/weights"] for step in found}) == 5
+
+
+def test_depth_changes_what_is_learnt_and_only_after_it_begins_to_count(model: Path) -> None:
+    on_policy, one_off = here(grpo(model, 0), 4), here(grpo(model, 1), 4)
+    assert on_policy[0] == one_off[0]
+    assert on_policy[1]["digest/batch"] != one_off[1]["digest/batch"]
+
+
+def test_on_policy_ratios_are_one(model: Path) -> None:
+    for step in here(grpo(model, 0), 3):
+        assert abs(step["actor/ppo_kl"]) < 1e-6
+        assert step["actor/pg_clipfrac"] == 0
+
+
+def test_the_trainers_own_log_probs_give_the_same_step_as_the_engines_on_policy(model: Path) -> None:
+    bypass, old = here(grpo(model, 0), 3), here(grpo(model, 0, old_log_probs=True), 3)
+    for a, b in zip(bypass, old, strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
+
+
+def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:
+    one, two = here(grpo(model, 1), 3), on_ray(grpo(model, 1, ranks=2), 3)
+    assert two[0]["digest/batch"] == one[0]["digest/batch"]
+    for a, b in zip(one[:2], two[:2], strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
+        assert a["actor/pg_loss"] == pytest.approx(b["actor/pg_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_reward_rises_at_any_depth(model: Path, depth: int) -> None:
+    odd = [step["odd"] for step in here(grpo(model, depth), 30)]
+    assert sum(odd[-5:]) / 5 > sum(odd[:5]) / 5 + 0.2
