@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rlgraph.algorithms.inputs import check_choice, check_whole
-from rlgraph.algorithms.masks import masked_mean, masked_sum
+from rlgraph.algorithms.masks import count, lengths, masked_sum
 from rlgraph.errors import GraphError
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -25,7 +25,7 @@ class Totals:
     @classmethod
     def of(cls, mask: torch.Tensor) -> "Totals":
         """Return the totals of a mini-batch that is all here: the tokens under its mask `[B, T]`, and its B rows."""
-        return cls(int(mask.sum()), mask.shape[0])
+        return cls(int(count(mask)), mask.shape[0])
 
 
 def check_aggregation(where: str, mode: str, horizon: int | None) -> None:
@@ -49,11 +49,12 @@ def aggregate(
     Raises GraphError for an unknown mode, or a horizon where none is used.
     """
     check_aggregation("aggregate", mode, horizon)
+    return masked_sum(losses, mask, -1) @ row_weights(losses, mask, totals, mode, horizon)
+
+
+def row_weights(losses: torch.Tensor, mask: torch.Tensor, totals: Totals, mode: str, horizon: int | None) -> torch.Tensor:
+    """Return what the sum of each row `[b]` is multiplied by, so that the rows of all micro-batches add up to the loss."""
     if mode == "seq-mean-token-mean":
-        return (masked_mean(losses, mask, -1)).sum() / max(totals.rows, 1)
-    total = masked_sum(losses, mask)
-    if mode == "token-sum":
-        return total
-    if mode == "token-mean":
-        return total / max(totals.tokens, 1)
-    return total / max(totals.rows, 1) / (horizon or 1)
+        return 1 / lengths(mask, losses.dtype) / max(totals.rows, 1)
+    scale = {"token-mean": totals.tokens, "token-sum": 1}.get(mode, totals.rows)
+    return losses.new_full((len(losses),), 1 / max(scale, 1) / (horizon or 1))

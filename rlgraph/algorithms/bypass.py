@@ -9,6 +9,7 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import masked, tokenwise
 from rlgraph.algorithms.losses import ClippedLoss
+from rlgraph.algorithms.masks import count
 from rlgraph.algorithms.policy_loss import PolicyLoss
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.columns import Columns
@@ -64,5 +65,5 @@ class Bypass:
             columns = {**columns, "rollout_is_weights": self.correction.weights(log_probs.detach(), rollout, mask)}
         loss, metrics = self.loss(log_probs, columns, totals, entropy)
         if self.correction.rejections:
-            metrics["rollout_corr/rollout_rs_masked_fraction"] = float((mask & ~kept).sum()) / max(totals.tokens, 1)
+            metrics["rollout_corr/rollout_rs_masked_fraction"] = int(count(mask & ~kept)) / max(totals.tokens, 1)
         return loss, metrics

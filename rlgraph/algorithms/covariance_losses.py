@@ -8,16 +8,26 @@ from dataclasses import dataclass
 import torch
 
 from rlgraph.algorithms.inputs import check_clip, check_number, check_whole
-from rlgraph.algorithms.masks import masked_mean
+from rlgraph.algorithms.kl import CLAMP
+from rlgraph.algorithms.masks import count, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 from rlgraph.errors import GraphError
 
 
 def covariances(tokens: Tokens) -> torch.Tensor:
     """Return (A - mean A)(log p - mean log p) of each token `[b, T]`, -inf outside of the mask."""
-    log_probs, advantages = tokens.given.detach(), tokens.advantages
+    log_probs, advantages = tokens.given, tokens.advantages
     products = (advantages - masked_mean(advantages, tokens.mask)) * (log_probs - masked_mean(log_probs, tokens.mask))
     return torch.where(tokens.mask, products, float("-inf"))
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the places of the `count` largest values of a vector."""
+    # As many block maxima as are looked for bound them from below, which leaves few candidates: an eighth of topk's time.
+    block = max(len(values) // (4 * count), 1)
+    maxima = values[: len(values) // block * block].view(-1, block).amax(-1)
+    candidates = (values >= maxima.topk(count).values[-1]).nonzero().flatten()
+    return candidates[values[candidates].topk(count).indices]
 
 
 @dataclass(frozen=True)
@@ -45,22 +55,20 @@ class ClipCov(PolicyLoss):
         if self.low >= self.high:
             raise GraphError(f"ClipCov(low={self.low!r}, high={self.high!r}): no covariance is between them; swap them")
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        log_ratio = tokens.safe_log_ratio
-        ratio = log_ratio.exp()
-        plain = tokens.advantages * ratio
-        clipped = tokens.advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        dropped = self.dropped(tokens, clipped < plain)
-        metrics = {"actor/pg_clipfrac": tokens.fraction(dropped), "actor/ppo_kl": -tokens.mean(log_ratio)}
-        return torch.where(dropped, 0.0, torch.minimum(plain, clipped)), metrics
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        plain = tokens.advantages * tokens.ratio
+        lesser = torch.minimum(plain, tokens.advantages * tokens.ratio.clamp(1 - self.clip_low, 1 + self.clip_high))
+        clipped = lesser < plain
+        dropped = self.dropped(tokens, clipped)
+        metrics = {"actor/pg_clipfrac": tokens.fraction(dropped), "actor/ppo_kl": tokens.approximate_kl}
+        return lesser.masked_fill_(dropped, 0), plain.masked_fill_(dropped | clipped | ~tokens.safe, 0), metrics
 
-    @torch.no_grad()
     def dropped(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
         """Return which tokens `[b, T]` are dropped."""
         covariance = covariances(tokens)
         candidates = ((covariance > self.low) & (covariance < self.high) & ~clipped).flatten().nonzero().flatten()
-        count = max(int(self.fraction * int(tokens.mask.sum())), 1)
-        order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(self.seed))[:count]
+        most = max(int(self.fraction * int(count(tokens.mask))), 1)
+        order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(self.seed))[:most]
         dropped = torch.zeros_like(tokens.mask).flatten()
         dropped[candidates[order.to(candidates.device)]] = True
         return dropped.view_as(tokens.mask)
@@ -81,11 +89,13 @@ class KlCov(PolicyLoss):
         check_number("KlCov", "fraction", self.fraction, above=0, most=1)
         check_number("KlCov", "coef", self.coef, above=0)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        log_ratio = tokens.safe_log_ratio
-        distance = log_ratio.abs()
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        distance = tokens.log_ratio.clamp(-CLAMP, CLAMP)
         covariance = covariances(tokens).flatten()
-        count = min(max(int(self.fraction * int(tokens.mask.sum())), 1), len(covariance))
-        chosen = torch.zeros_like(covariance).index_fill_(0, covariance.topk(count).indices, self.coef).view_as(distance)
-        metrics = {"actor/ppo_kl": -tokens.mean(log_ratio), "actor/ppo_kl_abs": tokens.mean(distance)}
-        return tokens.advantages * log_ratio.exp() - chosen * distance, metrics
+        most = min(max(int(self.fraction * int(count(tokens.mask))), 1), len(covariance))
+        chosen = largest(covariance, most)
+        gains = tokens.advantages * tokens.ratio
+        slopes = gains.masked_fill(~tokens.safe, 0)
+        gains.view(-1)[chosen] -= self.coef * distance.view(-1)[chosen].abs()
+        slopes.view(-1)[chosen] -= self.coef * distance.view(-1)[chosen].sign() * tokens.safe.view(-1)[chosen]
+        return gains, slopes, {"actor/ppo_kl": tokens.approximate_kl, "actor/ppo_kl_abs": tokens.mean(distance.abs())}

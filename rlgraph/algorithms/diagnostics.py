@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import masked_mean
+from rlgraph.algorithms.masks import count, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, to_floats
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.rejection import Rejection
@@ -45,7 +45,7 @@ def diagnostics(
 
 
 def _fraction(flags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (flags & mask).sum() / mask.sum()
+    return count(flags & mask) / count(mask)
 
 
 def _deviation(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -29,18 +29,15 @@ class DPPO(PolicyLoss):
         check_number("DPPO", "high", self.high, least=0)
         check_number("DPPO", "clip_c", self.clip_c, above=1)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        with torch.no_grad():
-            log_ratio = tokens.safe_log_ratio
-            ratio = log_ratio.exp()
-            within = self.within(tokens)
-            metrics = {
-                "actor/pg_clipfrac": tokens.fraction(~within),
-                "actor/pg_clipfrac_lower": tokens.fraction(within & (ratio > self.clip_c)),
-                "actor/ppo_kl": -tokens.mean(log_ratio),
-            }
-            weights = torch.where(within, ratio.clamp(max=self.clip_c), 0.0) * tokens.advantages
-        return weights * tokens.log_probs, metrics
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        within = self.within(tokens)
+        metrics = {
+            "actor/pg_clipfrac": tokens.fraction(~within),
+            "actor/pg_clipfrac_lower": tokens.fraction(within & (tokens.ratio > self.clip_c)),
+            "actor/ppo_kl": tokens.approximate_kl,
+        }
+        weights = torch.where(within, tokens.ratio.clamp(max=self.clip_c), 0.0).mul_(tokens.advantages)
+        return weights * tokens.given, weights, metrics
 
     def within(self, tokens: Tokens) -> torch.Tensor:
         """Return which tokens `[b, T]` are within bounds, or move back towards the old policy."""

@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import check_choice, check_flag, check_number, masked, rowwise
-from rlgraph.algorithms.masks import keep, whiten_rows
+from rlgraph.algorithms.masks import count, keep, whiten_rows
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 
@@ -92,7 +92,7 @@ class OPO(GroupEstimator):
     """
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-        lengths = mask.sum(-1).double()
+        lengths = count(mask, -1).double()
         shifted = rewards.double() - groups.min(rewards).double()[groups.index]
         baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
         centered = shifted - baseline[groups.index]

@@ -28,19 +28,19 @@ class ClippedLoss(PolicyLoss):
         if self.clip_c is not None:
             check_number("ClippedLoss", "clip_c", self.clip_c, above=1)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        log_ratio = tokens.safe_log_ratio
-        ratio = log_ratio.exp()
-        negative = tokens.advantages < 0
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        ratio, positive, negative = tokens.ratio, tokens.advantages > 0, tokens.advantages < 0
         # The sign of A decides which bound can bind, so that one clamp of the ratio stands for the minimum of two products.
+        too_high, too_low = positive & (ratio > 1 + self.clip_high), negative & (ratio < 1 - self.clip_low)
+        far_too_high = negative & (ratio > (self.clip_c or float("inf")))
         bounded = torch.where(negative, ratio.clamp(1 - self.clip_low, self.clip_c), ratio.clamp(max=1 + self.clip_high))
-        positive = tokens.advantages > 0
+        gains = bounded.mul_(tokens.advantages)
         metrics = {
-            "actor/pg_clipfrac": tokens.fraction((positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))),
-            "actor/pg_clipfrac_lower": tokens.fraction(negative & (ratio > (self.clip_c or float("inf")))),
-            "actor/ppo_kl": -tokens.mean(log_ratio),
+            "actor/pg_clipfrac": tokens.fraction(too_high | too_low),
+            "actor/pg_clipfrac_lower": tokens.fraction(far_too_high),
+            "actor/ppo_kl": tokens.approximate_kl,
         }
-        return tokens.advantages * bounded, metrics
+        return gains, torch.where(tokens.safe & ~(too_high | too_low | far_too_high), gains, 0.0), metrics
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,11 @@ class CISPO(PolicyLoss):
         super().__post_init__()
         check_clip("CISPO", self.clip_low, self.clip_high)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        with torch.no_grad():
-            log_ratio = tokens.safe_log_ratio
-            ratio = log_ratio.exp()
-            bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-            metrics = {"actor/pg_clipfrac": tokens.fraction(ratio != bounded), "actor/ppo_kl": -tokens.mean(log_ratio)}
-        weights = bounded * tokens.advantages
-        return weights * tokens.log_probs, metrics
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        bounded = tokens.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        metrics = {"actor/pg_clipfrac": tokens.fraction(tokens.ratio != bounded), "actor/ppo_kl": tokens.approximate_kl}
+        weights = bounded.mul_(tokens.advantages)
+        return weights * tokens.given, weights, metrics
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,8 @@ class Reinforce(PolicyLoss):
 
     ratio = False
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        return tokens.advantages * tokens.log_probs, {}
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        return tokens.advantages * tokens.given, tokens.advantages, {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +90,7 @@ class DRO(PolicyLoss):
         super().__post_init__()
         check_number("DRO", "beta", self.beta, above=0)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        log_ratio = tokens.log_ratio
-        gains = tokens.advantages * tokens.log_probs - 0.5 * self.beta * log_ratio.square()
-        return gains, {"actor/ppo_kl": -tokens.mean(log_ratio)}
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        pull = self.beta * tokens.log_ratio
+        gains = tokens.advantages * tokens.given - 0.5 * pull * tokens.log_ratio
+        return gains, tokens.advantages - pull, {"actor/ppo_kl": -tokens.mean(tokens.log_ratio)}

@@ -3,14 +3,15 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation
+from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation, row_weights
 from rlgraph.algorithms.inputs import check_choice, check_number, masked, tokenwise
 from rlgraph.algorithms.kl import CLAMP, KL_ESTIMATORS, kl_of_log_ratio
-from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.masks import count, keep
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 
@@ -29,28 +30,33 @@ class Tokens:
     weights: torch.Tensor | None = None
 
     @cached_property
-    def log_probs(self) -> torch.Tensor:
-        """The new log-probs, 0 outside of the mask."""
-        return keep(self.given, self.mask)
-
-    @cached_property
     def log_ratio(self) -> torch.Tensor:
         """The log of new over old probability, 0 outside of the mask."""
         assert self.old is not None
         return keep(self.given - self.old, self.mask)
 
     @cached_property
-    def safe_log_ratio(self) -> torch.Tensor:
-        """The log-ratio within [-20, 20], so that its exponential is finite."""
-        return self.log_ratio.clamp(-CLAMP, CLAMP)
+    def ratio(self) -> torch.Tensor:
+        """New over old probability, its log clamped to [-20, 20] so that it is finite; 1 outside of the mask."""
+        return self.log_ratio.clamp(-CLAMP, CLAMP).exp_()
+
+    @cached_property
+    def safe(self) -> torch.Tensor:
+        """Which tokens' ratios are not clamped, so that they have a slope."""
+        return self.log_ratio.abs() <= CLAMP
+
+    @cached_property
+    def approximate_kl(self) -> torch.Tensor:
+        """This micro-batch's part of the mean log of old over new probability, clamped like the ratio."""
+        return -self.mean(self.log_ratio.clamp(-CLAMP, CLAMP))
 
     def fraction(self, flags: torch.Tensor) -> torch.Tensor:
         """Return this micro-batch's part of the fraction of the mini-batch's tokens whose flag is set."""
-        return (flags & self.mask).sum() / max(self.totals.tokens, 1)
+        return count(flags & self.mask) / max(self.totals.tokens, 1)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return this micro-batch's part of the mean over the mini-batch's tokens of values that are 0 outside of the mask."""
-        return values.detach().sum() / max(self.totals.tokens, 1)
+        return values.sum() / max(self.totals.tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +124,21 @@ class PolicyLoss(ABC):
 
     def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         """Return the aggregated policy term and its metrics."""
-        gains, metrics = self.gains(tokens)
-        if tokens.weights is not None:
-            gains = gains * tokens.weights
-        return -self.aggregated(gains, tokens), metrics
+        with torch.no_grad():
+            gains, slopes, metrics = self.gains(tokens)
+            if tokens.weights is not None:
+                gains, slopes = gains * tokens.weights, slopes * tokens.weights
+            loss = -self.aggregated(gains, tokens)
+            rows = row_weights(gains, tokens.mask, tokens.totals, self.aggregation, self.horizon)
+            gradient = keep(slopes, tokens.mask).mul_(-rows[:, None])
+        return with_gradient(tokens.given, loss, gradient), metrics
 
     @abstractmethod
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        """Return what is to be maximised for each token `[b, T]`, and this micro-batch's part of the metrics.
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Return what each token gains `[b, T]`, the slope of that in the token's log-prob `[b, T]`, and this part of the metrics.
 
-        What is outside of the mask is left out later, and may be anything.
+        Gains are maximised. What is outside of the mask is left out later, and may be anything. Called without gradients: a loss
+        says itself where its gradient stops, and only one tensor is kept for the backward pass.
         """
 
     def aggregated(self, losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -146,3 +157,24 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
     """Return metrics as numbers, fetched from the device all at once."""
     values: list[float] = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
     return dict(zip(metrics, values, strict=True))
+
+
+def with_gradient(log_probs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the scalar `loss` as a function of `log_probs` whose gradient is `gradient`, of the same shape."""
+    result: torch.Tensor = _Given.apply(log_probs, loss, gradient)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Given(torch.autograd.Function):
+    """A value with a gradient that was worked out beforehand."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return upstream * gradient, None, None

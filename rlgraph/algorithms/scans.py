@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.masks import count, keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Packing:
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> "Packing":
-        packed = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
+        packed = torch.arange(mask.shape[1], device=mask.device) < count(mask, -1)[:, None]
         if torch.equal(packed, mask):
             return cls(mask, mask, None)
         return cls(mask, packed, (mask.cumsum(-1) - 1).clamp(min=0))

@@ -1,13 +1,12 @@
 """Policy losses whose ratio or mean is that of a whole response."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from rlgraph.algorithms.inputs import check_clip, check_number
-from rlgraph.algorithms.masks import keep, lengths, masked_mean
-from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
+from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
 
 LARGEST_LOG_RATIO = 10.0
 
@@ -28,18 +27,16 @@ class GSPO(PolicyLoss):
         super().__post_init__()
         check_clip("GSPO", self.clip_low, self.clip_high)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        with torch.no_grad():
-            counts = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
-            ratio = (tokens.log_ratio.sum(-1, keepdim=True) / counts).clamp(max=LARGEST_LOG_RATIO).exp()
-            positive, negative = tokens.advantages > 0, tokens.advantages < 0
-            clipped = (positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))
-            bounded = torch.where(negative, ratio.clamp(min=1 - self.clip_low), ratio.clamp(max=1 + self.clip_high))
-            gains = tokens.advantages * bounded
-            metrics = {"actor/pg_clipfrac": tokens.fraction(clipped), "actor/ppo_kl": -tokens.mean(tokens.log_ratio)}
-            # A ratio at the clamp of its log is the one other place without a gradient.
-            slopes = torch.where(clipped | (ratio >= math.exp(LARGEST_LOG_RATIO)), 0.0, gains)
-        return gains + slopes * (tokens.log_probs - tokens.log_probs.detach()), metrics
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        counts = count(tokens.mask, -1)[:, None].clamp(min=1)
+        log_ratio = tokens.log_ratio.sum(-1, keepdim=True) / counts
+        ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+        positive, negative = tokens.advantages > 0, tokens.advantages < 0
+        clipped = (positive & (ratio > 1 + self.clip_high)) | (negative & (ratio < 1 - self.clip_low))
+        bounded = torch.where(negative, ratio.clamp(min=1 - self.clip_low), ratio.clamp(max=1 + self.clip_high))
+        gains = bounded.mul_(tokens.advantages)
+        metrics = {"actor/pg_clipfrac": tokens.fraction(clipped), "actor/ppo_kl": -tokens.mean(tokens.log_ratio)}
+        return gains, torch.where(clipped | (log_ratio > LARGEST_LOG_RATIO), 0.0, gains), metrics
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,13 @@ class SAPO(PolicyLoss):
         check_number("SAPO", "tau_pos", self.tau_pos, above=0)
         check_number("SAPO", "tau_neg", self.tau_neg, above=0)
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        log_ratio = tokens.safe_log_ratio
-        positive, negative = (torch.tensor(tau, dtype=log_ratio.dtype, device=log_ratio.device) for tau in (self.tau_pos, self.tau_neg))
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        positive, negative = (tokens.ratio.new_tensor(tau) for tau in (self.tau_pos, self.tau_neg))
         tau = torch.where(tokens.advantages > 0, positive, negative)
-        gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
-        return gate * tokens.advantages, {"actor/ppo_kl": -tokens.mean(log_ratio)}
+        gate = torch.sigmoid((tokens.ratio - 1).mul_(tau))
+        gains = gate * tokens.advantages * 4
+        slopes = (1 - gate).mul_(gains).mul_(tokens.ratio).masked_fill_(~tokens.safe, 0)
+        return gains.div_(tau), slopes, {"actor/ppo_kl": tokens.approximate_kl}
 
 
 @dataclass(frozen=True)
@@ -86,22 +84,28 @@ class GMPO(PolicyLoss):
         check_number("GMPO", "clip_high", self.clip_high, least=0)
 
     def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        gains, metrics = self.gains(tokens)
-        if tokens.weights is not None:
-            gains = gains * masked_mean((tokens.weights + 1e-10).log(), tokens.mask, -1).exp()
-        return -gains.sum() / max(tokens.totals.rows, 1), metrics
+        with torch.no_grad():
+            gains, slopes, metrics = self.gains(tokens)
+            if tokens.weights is not None:
+                weights = masked_mean((tokens.weights + 1e-10).log(), tokens.mask, -1).exp()
+                gains, slopes = gains * weights, slopes * weights[:, None]
+            rows = max(tokens.totals.rows, 1)
+            loss, gradient = -gains.sum() / rows, slopes.div_(-rows)
+        return with_gradient(tokens.given, loss, gradient), metrics
 
-    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        """Return what is to be maximised for each response `[b]`, and this micro-batch's part of the metrics."""
-        log_ratio = tokens.log_ratio
-        positive, negative = tokens.advantages > 0, tokens.advantages < 0
+    def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Return what each response gains `[b]`, the slopes of that in its tokens' log-probs `[b, T]`, and this part of the metrics."""
+        log_ratio, positive, negative = tokens.log_ratio, tokens.advantages > 0, tokens.advantages < 0
+        high, low = log_ratio > self.clip_high, log_ratio < -self.clip_low
+        moving = ((positive & ~high) | (negative & ~low)) & tokens.mask
         bounded = torch.where(positive, log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low))
         counts = lengths(tokens.mask, log_ratio.dtype)
         ratios = (keep(bounded, positive | negative).sum(-1) / counts).exp()
-        clipped = (log_ratio < -self.clip_low) | (log_ratio > self.clip_high)
+        gains = masked_mean(tokens.advantages, tokens.mask, -1) * ratios
+        clipped = high | low
         metrics = {
             "actor/pg_clipfrac": tokens.fraction(clipped & positive),
             "actor/pg_clipfrac_lower": tokens.fraction(clipped & negative),
             "actor/ppo_kl": -tokens.mean(log_ratio),
         }
-        return masked_mean(tokens.advantages, tokens.mask, -1) * ratios, metrics
+        return gains, torch.where(moving, (gains / counts)[:, None], 0.0), metrics

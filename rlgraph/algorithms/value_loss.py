@@ -7,7 +7,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation
 from rlgraph.algorithms.inputs import check_number, masked, tokenwise
-from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.masks import count, keep
 from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.columns import Columns
 
@@ -42,14 +42,14 @@ class ValueLoss:
         Raises DataError for a column that is missing or of another shape or dtype.
         """
         mask = masked("ValueLoss", batch, values.shape)
-        count = max(totals.tokens, 1)
+        tokens = max(totals.tokens, 1)
         new, returns = keep(values, mask), keep(tokenwise("ValueLoss", batch, "returns", mask), mask)
         losses = (new - returns).square()
-        metrics = {"critic/vpred_mean": new.detach().sum() / count}
+        metrics = {"critic/vpred_mean": new.detach().sum() / tokens}
         if self.clip is not None:
             old = keep(tokenwise("ValueLoss", batch, "values", mask), mask)
             clipped = (torch.minimum(torch.maximum(new, old - self.clip), old + self.clip) - returns).square()
-            metrics["critic/vf_clipfrac"] = ((clipped > losses) & mask).sum() / count
+            metrics["critic/vf_clipfrac"] = count((clipped > losses) & mask) / tokens
             losses = torch.maximum(losses, clipped)
         loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
         return loss, to_floats({"critic/vf_loss": loss, **metrics})
