@@ -4,20 +4,24 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlgraph.compiler import Plan, compile
-from rlgraph.runtime.job import Job, Step
+from rlgraph.runtime.measure import Step
 from rlgraph.views import curve, timeline
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.job import Job
 
 REWARD = "critic/rewards/mean"
 TIMELINE_STEPS = 6
 
 
-def record(job: Job, steps: int, out: str | Path) -> Iterator[Step]:
+def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     """Run `steps` steps of a job and give each, as `job.steps` does, with a progress bar and a folder of records.
 
     The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, the timelines
@@ -55,7 +59,7 @@ def _summary(step: Step) -> str:
     return f"{reward}staleness {step.staleness}  {step.seconds:.2f} s"
 
 
-def _conclude(job: Job, plan: Plan, done: list[Step], folder: Path, console: Console) -> None:
+def _conclude(job: "Job", plan: Plan, done: list[Step], folder: Path, console: Console) -> None:
     """Write what needs the whole run, and say where everything is."""
     spans = job.spans()
     last = max(done[-1].index + 1 - TIMELINE_STEPS, 0)

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from types import TracebackType
 from typing import Any
@@ -19,21 +18,11 @@ from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
 from rlgraph.runtime import dispatch, messages
 from rlgraph.runtime.crew import Crew
-from rlgraph.runtime.measure import measured_costs, timings
+from rlgraph.runtime.measure import Step, measured_costs, timings
 from rlgraph.runtime.tasks import setups
 
 GOODBYE_S = 5.0  # for workers that have nothing left to do
 ABANDON_S = 0.5  # for workers of a job that failed
-
-
-@dataclass(frozen=True)
-class Step:
-    """One finished step: its metrics, how many versions its oldest token was behind, and seconds since the step before."""
-
-    index: int
-    metrics: Mapping[str, float]
-    staleness: int
-    seconds: float
 
 
 class Job:

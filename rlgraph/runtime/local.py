@@ -14,9 +14,8 @@ from rlgraph.graph import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
-from rlgraph.runtime.job import Step
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
-from rlgraph.runtime.measure import timings
+from rlgraph.runtime.measure import Step, timings
 from rlgraph.runtime.tasks import Post, WorkerSetup, setups
 from rlgraph.runtime.worker import Loop, Worker
 

@@ -1,12 +1,23 @@
 """What a run tells about its steps: named timings, and what each node costs."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.events import load_event, publish_event
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
+
+@dataclass(frozen=True)
+class Step:
+    """One finished step: its metrics, how many versions its oldest token was behind, and seconds since the step before."""
+
+    index: int
+    metrics: Mapping[str, float]
+    staleness: int
+    seconds: float
+
 
 # Names that verl's users know; a node of another name keeps its own.
 TIMINGS = {

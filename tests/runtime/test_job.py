@@ -17,8 +17,9 @@ from rlgraph.graph import Graph, Pool
 from rlgraph.nodes.base import node
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.job import Job, Step
+from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 

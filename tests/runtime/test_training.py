@@ -12,8 +12,9 @@ import rlgraph as rg
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.pretrained import tiny_model
 from rlgraph.nodes.base import Context
-from rlgraph.runtime.job import Job, Step
+from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
