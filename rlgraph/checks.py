@@ -12,6 +12,8 @@ from rlgraph.errors import GraphError
 if TYPE_CHECKING:
     from rlgraph.graph import Feedback, Graph, Node, Output
 
+MAX_DEPTH = 62  # prompts are two batches ahead of that, and a channel has 64 slots
+
 
 def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
     if not isinstance(name, str) or not name:
@@ -34,6 +36,8 @@ def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
             f"{where} has depth={depth!r}; depth is how many weight versions a trained batch may be behind, "
             "a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
         )
+    if depth > MAX_DEPTH:
+        raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
     if buffers not in (1, 2) or isinstance(buffers, bool):
         raise GraphError(f"{where} has buffers={buffers!r}; a generator holds 1 copy of the weights, or 2 to receive while it decodes")
     if depth == 0 and buffers == 2:
@@ -62,7 +66,9 @@ def check_inputs(name: str, inputs: Sequence[Any], reads: Sequence[str]) -> None
             raise GraphError(f"{where} reads column '{column}', which none of its inputs {names} carries; {_fix(column, inputs)}")
         if carried[column] > 1:
             both = [output.node.name for output in inputs if column in output.columns]
-            raise GraphError(f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own")
+            raise GraphError(
+                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own"
+            )
     for output in inputs:
         if not set(output.columns) & set(reads):
             raise GraphError(

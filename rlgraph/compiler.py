@@ -1,7 +1,7 @@
 """`rlgraph.compile` and the plan it returns: the planning layer's values, with pictures and a way to run them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -47,7 +47,10 @@ class Plan(values.Plan):
 
     def timeline(self, path: str | Path, steps: int = 6) -> None:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
-        timeline.write(path, simulate(self.schedule, steps), self)
+        nodes = {event.name: event.node for event in self.schedule.events}
+        spans = simulate(self.schedule, steps)
+        ranks = [replace(span, worker=worker) for span in spans for worker in self.node(nodes[span.name]).workers]
+        timeline.write(path, ranks, self)
 
     def to_json(self) -> str:
         """Return the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""

@@ -133,6 +133,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "closed with metrics": (close_with_metrics, GraphError, "closed with the metrics of 'update'; close it with the weights"),
     "negative depth": (lambda: rg.feedback("w", depth=-1), GraphError, "depth=-1; depth is how many weight versions"),
     "depth that is no number": (lambda: rg.feedback("w", depth=True), GraphError, "depth=True"),
+    "a depth beyond all channels": (lambda: rg.feedback("w", depth=63), GraphError, "at most 62 are possible"),
     "three buffers": (lambda: rg.feedback("w", depth=1, buffers=3), GraphError, "buffers=3"),
     "a buffer of no use": (lambda: rg.feedback("w", depth=0, buffers=2), GraphError, "nothing is decoded while weights arrive"),
     "freshest of one": (lambda: rg.feedback("w", depth=0, freshest=True), GraphError, "one version to choose from"),
