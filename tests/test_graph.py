@@ -102,6 +102,19 @@ def both_carry() -> object:
     return rg.advantages(parts.rollout, parts.rewards, again, estimator=rg.GRPO())
 
 
+def truncated() -> object:
+    generator = rg.Generator("m", pool=rg.Pool("rollout"), sampling=rg.Sampling(top_p=0.9))
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4))
+    rewards = brief(rollout)
+    policy = rg.Policy("m", pool=rg.Pool("train"))
+    return policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+
+
+@rg.node(reads="response_mask", writes="rewards")
+def brief(batch: rg.Columns) -> rg.Columns:
+    return {"rewards": -batch["response_mask"].sum(-1).float()}  # type: ignore[union-attr]
+
+
 def two_pools_of_a_name() -> object:
     parts = Parts(1, rollout=rg.Pool("gpu", share=1), train=rg.Pool("gpu", share=2))
     step = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss())
@@ -140,6 +153,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "depth in one pool": (depth_in_one_pool, GraphError, "every model is in pool 'shared' and nothing can overlap"),
     "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; give each its own with name="),
     "two pools of a name": (two_pools_of_a_name, GraphError, "2 different pools called 'gpu'"),
+    "ratios against a truncated distribution": (truncated, GraphError, "samples with top_p=0.9 and top_k=0"),
     "a share of 0": (lambda: rg.Pool("p", share=0), GraphError, "share=0; a share is a positive number, or None"),
     "a share of infinity": (lambda: rg.Pool("p", share=float("inf")), GraphError, "share=inf"),
     "half a GPU": (lambda: rg.Pool("p", gpus=0.5), GraphError, "gpus=0.5"),  # type: ignore[arg-type]

@@ -103,6 +103,8 @@ class Policy(TrainedModel):
         behaviour = "old_log_probs" if "old_log_probs" in carried or "old_log_probs" not in loss.reads else "rollout_log_probs"
         if "old_log_probs" in loss.reads:
             wanted.append(behaviour)
+        if behaviour == "rollout_log_probs":
+            check_untruncated(name, inputs)
         wanted += [c for c in getattr(loss, "optional_reads", ()) if c in carried]
         reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
         operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs))
@@ -145,6 +147,18 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
         if sampling is not None:
             return float(sampling.temperature) or 1.0
     return 1.0
+
+
+def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
+    """Raise GraphError if ratios would be taken against log-probs of a truncated distribution, which the trainer does not have."""
+    for output in inputs:
+        sampling = getattr(getattr(getattr(output, "node", None), "model", None), "sampling", None)
+        if sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0):
+            raise GraphError(
+                f"node '{name}' takes ratios against '{output.node.name}', which samples with top_p={sampling.top_p} and "
+                f"top_k={sampling.top_k}: its log-probs are those of the kept tokens, the trainer's of all; use top_p=1 and top_k=0, "
+                "or pass policy.log_probs(rollout) to the update"
+            )
 
 
 def check_folder(path: str) -> None:
