@@ -23,6 +23,8 @@ def covariances(tokens: Tokens) -> torch.Tensor:
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """Return the places of the `count` largest values of a vector."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64, device=values.device)
     # As many block maxima as are looked for bound them from below, which leaves few candidates: an eighth of topk's time.
     block = max(len(values) // (4 * count), 1)
     maxima = values[: len(values) // block * block].view(-1, block).amax(-1)

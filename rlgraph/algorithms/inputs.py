@@ -57,8 +57,8 @@ def masked(where: str, batch: Columns, shape: torch.Size | None = None) -> torch
 
 
 def check_mask(where: str, mask: torch.Tensor) -> None:
-    """Raise DataError unless the mask is bool and `[B, T]`."""
-    if mask.dtype is not torch.bool or mask.ndim != 2:
+    """Raise DataError unless the mask is bool and `[B, T]`, with T of 1 or more."""
+    if mask.dtype is not torch.bool or mask.ndim != 2 or not mask.shape[1]:
         raise DataError(
             f"{where}: 'response_mask' is {mask.dtype} of shape {list(mask.shape)}; a mask is bool and [B, T]: give it as mask.bool()"
         )

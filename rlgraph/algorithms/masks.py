@@ -29,6 +29,11 @@ def count(mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     return mask.sum(dtype=torch.int32) if dim is None else mask.sum(dim, dtype=torch.int32)
 
 
+def ends(mask: torch.Tensor) -> torch.Tensor:
+    """Return the place `[B]` behind the last token of each row, gaps included; 0 for an empty row."""
+    return (mask * torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)).amax(-1)
+
+
 def lengths(mask: torch.Tensor, dtype: torch.dtype, dim: int | None = -1) -> torch.Tensor:
     """Return how many tokens are under the mask along `dim`, plus 1e-8, so that dividing 0 by it gives 0."""
     return count(mask, dim).to(dtype) + EPSILON

@@ -39,7 +39,7 @@ class Packing:
 def discounted_sum(values: torch.Tensor, discount: float) -> torch.Tensor:
     """Return x[t] + discount x[t+1] + discount^2 x[t+2] + ... for values `[B, T]`."""
     if discount == 1.0:
-        return values.flip(-1).cumsum(-1).flip(-1)
+        return values.flip(-1).cumsum_(-1).flip(-1)
     rows, length = values.shape
     # Blocks of about sqrt(T) tokens are summed side by side, then chained: 2 sqrt(T) short steps instead of T.
     block = max(math.isqrt(length), 1)

@@ -7,6 +7,7 @@ import torch
 
 from rlgraph.algorithms.groups import Groups
 from rlgraph.algorithms.inputs import check_number, check_whole, masked, rowwise
+from rlgraph.algorithms.masks import ends
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 
@@ -38,8 +39,7 @@ class OverlongPenalty:
         """Return `rewards` `[B]` with the penalty. Raises DataError for a column that is missing or of another shape or dtype."""
         mask = masked("OverlongPenalty", batch)
         rewards = rowwise("OverlongPenalty", batch, "rewards", mask)
-        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        return {"rewards": rewards + self.penalties(torch.where(mask, places, 0).amax(-1)).to(rewards.dtype)}
+        return {"rewards": rewards + self.penalties(ends(mask)).to(rewards.dtype)}
 
     def penalties(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the penalties `[B]`, 0 or less, of responses of `lengths` `[B]` tokens."""

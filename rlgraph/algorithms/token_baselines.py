@@ -7,7 +7,7 @@ import torch
 
 from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import check_choice, check_flag, masked, tokenwise
-from rlgraph.algorithms.masks import EPSILON, keep
+from rlgraph.algorithms.masks import EPSILON, ends, keep
 from rlgraph.algorithms.scans import Packing, discounted_sum
 from rlgraph.columns import Columns
 
@@ -74,10 +74,9 @@ class OptimalTokenBaseline:
         compared = (groups.sizes if self.align == "column" else members)[groups.index] > 1
         if not self.zero_tail:
             return torch.where(compared[:, None], shared, 0.0)
-        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        ends = torch.where(mask, places, 0).amax(-1)
-        longest = ends == groups.max(ends)[groups.index]
+        last = ends(mask)
+        longest = last == groups.max(last)[groups.index]
         alone = longest & (groups.sum(longest.long()) == 1)[groups.index]
-        second = groups.max(torch.where(longest, 0, ends))[groups.index]
-        tail = alone[:, None] & (places > second[:, None])
+        second = groups.max(torch.where(longest, 0, last))[groups.index]
+        tail = alone[:, None] & (torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device) >= second[:, None])
         return torch.where(compared[:, None] & ~tail, shared, 0.0)

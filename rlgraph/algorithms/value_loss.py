@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation
+from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation, row_weights
 from rlgraph.algorithms.inputs import check_number, masked, tokenwise
 from rlgraph.algorithms.masks import count, keep
-from rlgraph.algorithms.policy_loss import to_floats
+from rlgraph.algorithms.policy_loss import to_floats, with_gradient
 from rlgraph.columns import Columns
 
 
@@ -43,13 +43,18 @@ class ValueLoss:
         """
         mask = masked("ValueLoss", batch, values.shape)
         tokens = max(totals.tokens, 1)
-        new, returns = keep(values, mask), keep(tokenwise("ValueLoss", batch, "returns", mask), mask)
-        losses = (new - returns).square()
-        metrics = {"critic/vpred_mean": new.detach().sum() / tokens}
-        if self.clip is not None:
-            old = keep(tokenwise("ValueLoss", batch, "values", mask), mask)
-            clipped = (torch.minimum(torch.maximum(new, old - self.clip), old + self.clip) - returns).square()
-            metrics["critic/vf_clipfrac"] = count((clipped > losses) & mask) / tokens
-            losses = torch.maximum(losses, clipped)
-        loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
-        return loss, to_floats({"critic/vf_loss": loss, **metrics})
+        with torch.no_grad():
+            new, returns = keep(values, mask), keep(tokenwise("ValueLoss", batch, "returns", mask), mask)
+            slopes = new - returns
+            losses = slopes.square()
+            metrics = {"critic/vpred_mean": new.sum() / tokens}
+            if self.clip is not None:
+                old = keep(tokenwise("ValueLoss", batch, "values", mask), mask)
+                clipped = (torch.minimum(torch.maximum(new, old - self.clip), old + self.clip) - returns).square()
+                larger = clipped > losses
+                metrics["critic/vf_clipfrac"] = count(larger & mask) / tokens
+                # Where the clipped error is the larger one the value is at its bound, and moving it changes nothing.
+                losses, slopes = torch.maximum(losses, clipped), slopes.masked_fill_(larger, 0)
+            loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
+            gradient = slopes.mul_(row_weights(losses, mask, totals, self.aggregation, self.horizon)[:, None])
+        return with_gradient(values, loss, gradient), to_floats({"critic/vf_loss": loss, **metrics})

@@ -167,6 +167,15 @@ def test_an_empty_mask_gives_zero_loss_and_gradient(name: str) -> None:
 
 
 @every_loss
+def test_a_micro_batch_of_no_rows_adds_nothing(name: str) -> None:
+    columns = {key: column[:0] for key, column in batch(0).items()}
+    value, gradient, metrics = evaluate(ALL_LOSSES[name], columns, alg.Totals(20, 8))
+    assert value == 0
+    assert gradient.shape == (0, 9)
+    assert not any(metrics.values())
+
+
+@every_loss
 def test_log_ratios_far_beyond_the_clamp_stay_finite(name: str) -> None:
     columns = batch(0, dtype=torch.float32)
     columns["old_log_probs"] = columns["rollout_log_probs"] = torch.full((8, 9), -300.0)
@@ -175,6 +184,13 @@ def test_log_ratios_far_beyond_the_clamp_stay_finite(name: str) -> None:
     value, gradient, _ = evaluate(ALL_LOSSES[name], columns)
     assert bool(value.isfinite())
     assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["clipped_without_dual", "sapo", "clip_cov", "kl_cov"])
+def test_a_clamped_ratio_has_no_slope(name: str) -> None:
+    columns = batch(0)
+    columns["old_log_probs"] = torch.full((8, 9), -300.0, dtype=torch.float64)
+    assert not evaluate(ALL_LOSSES[name], columns)[1].any()
 
 
 @every_loss

@@ -37,6 +37,10 @@ def test_weights_of_known_ratios(weights: alg.ImportanceWeights, expected: tuple
     assert torch.allclose(weights(old, rollout, mask), torch.tensor([expected]), atol=1e-4)
 
 
+def test_the_bounds_of_icepop_are_within() -> None:
+    assert alg.IcePop(low=1.0, high=1.0)(*inputs((1.0,))).item() == 1
+
+
 def test_weights_are_clamped_and_carry_no_gradient() -> None:
     old = torch.tensor([[200.0, -200.0]], requires_grad=True)
     weights = alg.TruncatedIS(threshold=1e30)(old, torch.zeros(1, 2), torch.ones(1, 2).bool())

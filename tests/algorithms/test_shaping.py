@@ -9,7 +9,7 @@ from rlgraph.errors import GraphError
 
 def test_the_penalty_grows_over_the_buffer_and_has_no_floor() -> None:
     penalty = alg.OverlongPenalty(max_tokens=100, buffer_tokens=20, factor=0.5)
-    assert torch.allclose(penalty.penalties(torch.tensor([0, 80, 81, 90, 100, 120])), torch.tensor([0, 0, -0.025, -0.25, -0.5, -1.0]))
+    assert torch.allclose(penalty.penalties(torch.tensor([0, 80, 81, 90, 100, 200])), torch.tensor([0, 0, -0.025, -0.25, -0.5, -3.0]))
 
 
 def test_tool_tokens_count_in_the_length() -> None:
