@@ -9,6 +9,7 @@ from rlgraph.planning.events import load_event, publish_event
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
 
+
 @dataclass(frozen=True)
 class Step:
     """One finished step: its metrics, how many versions its oldest token was behind, and seconds since the step before."""
