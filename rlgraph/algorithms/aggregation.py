@@ -49,7 +49,7 @@ def aggregate(
     Raises GraphError for an unknown mode, or a horizon where none is used.
     """
     check_aggregation("aggregate", mode, horizon)
-    return masked_sum(losses, mask, -1) @ row_weights(losses, mask, totals, mode, horizon)
+    return (masked_sum(losses, mask, -1) * row_weights(losses, mask, totals, mode, horizon)).sum()
 
 
 def row_weights(losses: torch.Tensor, mask: torch.Tensor, totals: Totals, mode: str, horizon: int | None) -> torch.Tensor:

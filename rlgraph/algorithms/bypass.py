@@ -39,6 +39,12 @@ class Bypass:
                 "leave the weights out, or use Reinforce()"
             )
 
+        if self.correction.weights is not None and self.correction.weights.normalize:
+            raise GraphError(
+                "Bypass: weights are computed in each micro-batch, so normalize=True would depend on how the batch is split; "
+                "leave normalize out, or correct in a node with old log-probs"
+            )
+
     @property
     def reads(self) -> tuple[str, ...]:
         """The columns that the loss needs besides the log-probs and the response mask."""

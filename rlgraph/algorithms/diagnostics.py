@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import count, masked_mean
+from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, to_floats
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.rejection import Rejection
@@ -48,20 +48,24 @@ def _fraction(flags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return count(flags & mask) / count(mask)
 
 
-def _deviation(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    # Around their mean, so that a small deviation does not drown in the square of the mean.
-    return masked_mean((values - masked_mean(values, mask)).square(), mask).sqrt()
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the mask of values that are 0 outside of it."""
+    return values.sum() / lengths(mask, values.dtype, None)
+
+
+def _variance(values: torch.Tensor, mean: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # Around the mean, so that a small variance does not drown in the square of the mean.
+    return _mean(keep(values - mean, mask).square_(), mask)
 
 
 def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
     trainer_mean, rollout_mean = masked_mean(trainer, mask, -1), masked_mean(rollout, mask, -1)
     difference = rollout_mean - trainer_mean
-    squared = (2 * log_ratio.clamp(-CLAMP, CLAMP)).exp()
     return {
         "training_ppl": (-trainer_mean).exp().mean(),
         "training_log_ppl": -trainer_mean.mean(),
-        "kl": -masked_mean(log_ratio, mask),
-        "k3_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
+        "kl": -_mean(log_ratio, mask),
+        "k3_kl": _mean(torch.expm1(log_ratio) - log_ratio, mask),
         "rollout_ppl": (-rollout_mean).exp().mean(),
         "rollout_log_ppl": -rollout_mean.mean(),
         "log_ppl_diff": difference.mean(),
@@ -69,7 +73,7 @@ def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Ten
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
-        "chi2_token": masked_mean(squared, mask) - 1,
+        "chi2_token": _mean(log_ratio.clamp(-CLAMP, CLAMP).mul_(2).expm1_(), mask),
         "chi2_seq": (2 * log_ratio.sum(-1).clamp(-CLAMP, CLAMP)).exp().mean() - 1,
     }
 
@@ -78,15 +82,17 @@ def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Te
     raw = weights.raw(log_ratio, mask)
     bounded = weights.bounded(raw)
     low, high = weights.bounds()
-    mean = masked_mean(bounded, mask)
-    ess_denominator = masked_mean((bounded / (mean + 1e-8)).square(), mask)
+    mean = _mean(bounded, mask)
+    variance = _variance(bounded, mean, mask)
+    ess_denominator = (variance + mean.square()) / (mean + 1e-8).square()
     metrics = {
         "rollout_is_mean": mean,
         **_extremes(weights, log_ratio, raw, bounded, mask),
-        "rollout_is_std": _deviation(bounded, mask),
+        "rollout_is_std": variance.sqrt(),
         "rollout_is_eff_sample_size": torch.where(ess_denominator > 0, 1 / ess_denominator, 0.0),
     }
-    rows, raw_rows = masked_mean(bounded, mask, -1), masked_mean(raw, mask, -1)
+    counts = lengths(mask, raw.dtype)
+    rows, raw_rows = bounded.sum(-1) / counts, raw.sum(-1) / counts
     metrics |= {
         **_row_statistics("rollout_is_seq", rows),
         "rollout_is_seq_max_deviation": (rows - 1).abs().max(),
@@ -112,7 +118,7 @@ def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Te
             "rollout_is_ratio_fraction_low": (ratios < low).double().mean(),
         }
     return {
-        "rollout_is_max": torch.where(mask, bounded, float("-inf")).max(),
+        "rollout_is_max": bounded.max(),
         "rollout_is_min": torch.where(mask, bounded, float("inf")).min(),
         "rollout_is_ratio_fraction_high": _fraction(raw > high, mask),
         "rollout_is_ratio_fraction_low": _fraction(raw < low, mask),
@@ -135,7 +141,7 @@ def _rejection(rejection: Rejection, log_ratio: torch.Tensor, mask: torch.Tensor
         "min": selected.min(),
         "fraction_high": (selected > high).double().mean(),
         "fraction_low": (selected < low).double().mean(),
-        "std": _deviation(capped, mask),
+        "std": _variance(capped, masked_mean(capped, mask), mask).sqrt(),
         **_row_statistics("seq", rows),
         "seq_max_deviation": rows.abs().max(),
         "seq_fraction_high": (rows > high).double().mean(),

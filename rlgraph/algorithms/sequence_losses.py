@@ -59,8 +59,8 @@ class SAPO(PolicyLoss):
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         positive, negative = (tokens.ratio.new_tensor(tau) for tau in (self.tau_pos, self.tau_neg))
         tau = torch.where(tokens.advantages > 0, positive, negative)
-        gate = torch.sigmoid((tokens.ratio - 1).mul_(tau))
-        gains = gate * tokens.advantages * 4
+        gate = (tokens.ratio - 1).mul_(tau).sigmoid_()
+        gains = (gate * tokens.advantages).mul_(4)
         slopes = (1 - gate).mul_(gains).mul_(tokens.ratio).masked_fill_(~tokens.safe, 0)
         return gains.div_(tau), slopes, {"actor/ppo_kl": tokens.approximate_kl}
 

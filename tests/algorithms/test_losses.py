@@ -295,6 +295,7 @@ def test_value_loss_agrees_with_finite_differences_and_ignores_what_is_masked() 
         (lambda: alg.ClipCov(low=5, high=1), "swap them"),
         (lambda: alg.ValueLoss(clip=0), "above 0"),
         (lambda: alg.Bypass(alg.ClippedLoss(), alg.RolloutCorrection(alg.TruncatedIS())), "correct twice"),
+        (lambda: alg.Bypass(alg.Reinforce(), alg.RolloutCorrection(alg.TruncatedIS(normalize=True))), "how the batch is split"),
         (lambda: alg.ProximalLoss(method="cubic"), "'loglinear', 'linear'"),
     ],
 )
