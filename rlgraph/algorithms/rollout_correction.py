@@ -1,5 +1,6 @@
 """Importance weights of the trainer's policy over the engine's, for samples whose log-probs the two disagree on."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from rlgraph.errors import DataError, GraphError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportanceWeights:
+class ImportanceWeights(ABC):
     """Base of the weights: the ratio of trainer's to engine's probability, of each token or of each whole response.
 
     `level="token"` has little variance and a bias; `"sequence"` multiplies the ratios of a response (biased by its bounds alone).
@@ -43,13 +44,13 @@ class ImportanceWeights:
             return keep(log_ratio.sum(-1, keepdim=True).clamp(-CLAMP, CLAMP).exp(), mask)
         return keep(log_ratio.clamp(-CLAMP, CLAMP).exp(), mask)
 
+    @abstractmethod
     def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the weights within their bounds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bounds(self) -> tuple[float, float]:
         """Return between which ratios a weight counts as ordinary in the diagnostics."""
-        raise NotImplementedError
 
     def scale(self, weights: torch.Tensor, mask: torch.Tensor) -> float:
         """Return what `normalize` divides by: the mean weight over tokens, or over rows that have any; 1 where that is 0."""
