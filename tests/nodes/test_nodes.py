@@ -1,0 +1,154 @@
+"""The library's own nodes, fired by hand: prompts in order, rewards checked, rewards by token, advantages converted."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rlgraph as rg
+from rlgraph.columns import COLUMNS, Columns, concat_rows, repeat_rows
+from rlgraph.errors import DataError, RlgraphError
+from rlgraph.nodes.advantages import on_last_token
+from rlgraph.nodes.base import Context, checked_columns
+from rlgraph.nodes.prompts import Prompts, plural
+from rlgraph.nodes.reward import checked_rewards
+from rlgraph.nodes.rollout import _seed
+
+
+def source(items: int, count: int, seed: int = 0) -> Prompts:
+    data = [{"prompt": f"p{i}", "answer": str(i), "level": i} for i in range(items)]
+    operation = rg.prompts(data, count=count, seed=seed).node.operation
+    assert isinstance(operation, Prompts)
+    return operation
+
+
+@given(items=st.integers(1, 20), count=st.integers(1, 7), seed=st.integers(0, 5))
+def test_each_item_comes_exactly_once_an_epoch_whatever_the_batch(items: int, count: int, seed: int) -> None:
+    prompts = source(items, count, seed)
+    steps = -(-2 * items // count)
+    texts = [text for step in range(steps) for text in prompts.batch(step)["prompt_texts"]]
+    assert sorted(texts[:items]) == sorted(f"p{i}" for i in range(items))
+    assert sorted(texts[items : 2 * items]) == sorted(f"p{i}" for i in range(items))
+
+
+def test_a_step_is_a_function_of_its_number_so_that_any_of_them_can_be_drawn_again() -> None:
+    first, again = source(10, 4, seed=3), source(10, 4, seed=3)
+    late = again.batch(5)
+    assert [first.batch(step)["prompt_texts"] for step in range(6)][5] == late["prompt_texts"]
+    assert source(10, 4, seed=4).batch(0)["prompt_texts"] != first.batch(0)["prompt_texts"]
+
+
+def test_a_data_set_smaller_than_a_step_is_walked_more_than_once() -> None:
+    batch = source(2, 5).batch(0)
+    assert len(batch["prompt_texts"]) == 5
+    assert torch.equal(batch["prompt_ids"], torch.arange(5))  # type: ignore[arg-type]
+
+
+def test_fields_become_columns_in_the_plural_with_numbers_as_tensors() -> None:
+    batch = source(3, 3).batch(0)
+    assert set(batch) == {"prompt_texts", "prompt_ids", "answers", "levels"}
+    assert isinstance(batch["levels"], torch.Tensor)
+    assert plural("answers") == "answers"
+
+
+def test_an_item_without_its_prompt_is_named() -> None:
+    operation = rg.prompts([{"prompt": "a"}, {"prompt": 3}], count=2).node.operation
+    with pytest.raises(DataError, match="item 1 of the data set has prompt=3; a prompt is text"):
+        operation.batch(0)  # type: ignore[attr-defined]
+
+
+def by_length(responses: list[str]) -> list[float]:
+    return [float(len(r)) for r in responses]
+
+
+WRONG_REWARDS = {
+    "too few": ([1.0], "returned 1 rewards for 2 responses"),
+    "no number": ([1.0, "good"], "one number a response"),
+    "nothing": (None, "returned NoneType"),
+    "not a number": ([0.0, float("nan")], "returned nan for response 1; a reward is a finite number"),
+    "infinite": ([float("inf"), 0.0], "returned inf for response 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_REWARDS)
+def test_a_reward_that_is_none_names_the_function_and_the_response(name: str) -> None:
+    rewards, message = WRONG_REWARDS[name]
+    with pytest.raises(RlgraphError, match=f"reward function by_length.*{message}"):
+        checked_rewards(by_length, rewards, 2)
+
+
+def test_rewards_may_be_a_list_or_a_tensor() -> None:
+    assert torch.equal(checked_rewards(by_length, [1, 2], 2), torch.tensor([1.0, 2.0]))
+    assert torch.equal(checked_rewards(by_length, torch.tensor([1.0, 2.0]), 2), torch.tensor([1.0, 2.0]))
+
+
+def test_a_reward_goes_to_the_last_token_that_the_policy_wrote() -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+    placed = on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert placed.tolist() == [[0, 0, 0, 1, 0], [2, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def fire(output: object, columns: Columns) -> Columns:
+    stage = output.node.operation.start(Context())  # type: ignore[attr-defined]
+    fired: Columns = stage(0, columns)
+    return fired
+
+
+def rollout_and_rewards() -> tuple[object, object]:
+    prompts = rg.prompts([{"prompt": "?"}], count=2)
+    rollout = rg.Generator("m", pool=rg.Pool("p")).rollout(prompts, group_size=2)
+    return rollout, rg.reward(by_length, rollout)
+
+
+def test_kl_shaped_rewards_subtract_the_kl_of_each_token() -> None:
+    rollout, rewards = rollout_and_rewards()
+    policy, reference = rg.Policy("m", pool=rg.Pool("t")), rg.Reference("m", pool=rg.Pool("r"))
+    shaped = rg.kl_shaped_rewards(rollout, rewards, policy.log_probs(rollout), reference.log_probs(rollout), coef=0.5)  # type: ignore[arg-type]
+    columns = {
+        "rewards": torch.tensor([1.0]),
+        "response_mask": torch.tensor([[True, True, False]]),
+        "old_log_probs": torch.tensor([[-1.0, -2.0, 9.0]]),
+        "ref_log_probs": torch.tensor([[-2.0, -2.0, 0.0]]),
+    }
+    assert fire(shaped, columns)["token_rewards"].tolist() == [[-0.5, 1.0, 0.0]]  # type: ignore[union-attr]
+
+
+def test_an_estimator_of_whole_responses_takes_token_rewards_by_their_sum() -> None:
+    rollout, rewards = rollout_and_rewards()
+    policy, reference = rg.Policy("m", pool=rg.Pool("t")), rg.Reference("m", pool=rg.Pool("r"))
+    shaped = rg.kl_shaped_rewards(rollout, rewards, policy.log_probs(rollout), reference.log_probs(rollout), coef=0.5)  # type: ignore[arg-type]
+    output = rg.advantages(rollout, shaped, estimator=rg.RLOO())  # type: ignore[arg-type]
+    assert "token_rewards" in output.node.reads
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    columns = {"token_rewards": torch.tensor([[0.5, 0.5], [1.0, 2.0]]), "response_mask": mask, "group_ids": torch.tensor([7, 7])}
+    assert fire(output, columns)["advantages"].tolist() == [[-2.0, -2.0], [2.0, 2.0]]  # type: ignore[union-attr]
+
+
+def test_rows_of_several_writers_join_with_prompts_padded_on_the_left() -> None:
+    parts = [
+        {"prompts": torch.tensor([[1, 2]]), "responses": torch.tensor([[3]]), "answers": ["a"]},
+        {"prompts": torch.tensor([[4]]), "responses": torch.tensor([[5, 6]]), "answers": ["b"]},
+    ]
+    joined = concat_rows(parts)
+    assert joined["prompts"].tolist() == [[1, 2], [0, 4]]  # type: ignore[union-attr]
+    assert joined["responses"].tolist() == [[3, 0], [5, 6]]  # type: ignore[union-attr]
+    assert joined["answers"] == ["a", "b"]
+
+
+def test_a_prompts_columns_are_repeated_for_each_of_its_responses() -> None:
+    assert repeat_rows(["a", "b"], 2) == ["a", "a", "b", "b"]
+    assert repeat_rows(torch.tensor([1, 2]), 2).tolist() == [1, 1, 2, 2]  # type: ignore[union-attr]
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(RlgraphError, match="different lengths"):
+        checked_columns("mine", ("a", "b"), {"a": torch.zeros(2), "b": torch.zeros(3)})
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 15)), min_size=2, max_size=40, unique=True))
+def test_each_response_of_a_run_is_sampled_with_a_seed_of_its_own(places: list[tuple[int, int, int]]) -> None:
+    assert len({_seed(*place) for place in places}) == len(places)
+
+
+def test_every_column_says_what_it_is() -> None:
+    assert all(spec.meaning and spec.written_by and spec.dims for spec in COLUMNS.values())
