@@ -1,8 +1,11 @@
 """Algorithms by name."""
 
+from pathlib import Path
+
 import pytest
 
 import rlgraph.algorithms as alg
+from rlgraph.algorithms.presets import DECOUPLED as PRESETS
 from rlgraph.errors import GraphError
 
 
@@ -39,3 +42,9 @@ def test_an_unknown_option_is_an_error_of_the_graph() -> None:
 def test_a_bypass_preset_is_a_loss_and_says_so() -> None:
     with pytest.raises(GraphError, match="loss='bypass_pg_is'"):
         alg.correction("bypass_pg_is")
+
+
+def test_the_documentation_names_all_of_them() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    named = [*alg.ESTIMATORS, *alg.LOSSES, *PRESETS, *alg.AGGREGATIONS]
+    assert [name for name in named if f"`{name}`" not in text] == []
