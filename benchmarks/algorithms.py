@@ -123,10 +123,13 @@ def rlgraph_items(c: Columns) -> dict[str, Item]:
 
 def verl_items(c: Columns) -> dict[str, Item]:
     """Return verl's counterparts, by the same names."""
-    from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
+    return {**verl_estimators(c), **verl_losses(c)}
+
+
+def verl_estimators(c: Columns) -> dict[str, Item]:
+    """Return verl's advantage estimators."""
+    from verl.trainer.config.algorithm import AlgoConfig
     from verl.trainer.ppo import core_algos
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-    from verl.workers.config import ActorConfig, PolicyLossConfig
 
     mask, ids = c["response_mask"].float(), c["group_ids"].numpy().astype(object)
     ones = torch.ones(len(ids), 1 + mask.shape[1], dtype=torch.long)
@@ -142,9 +145,31 @@ def verl_items(c: Columns) -> dict[str, Item]:
         function = core_algos.ADV_ESTIMATOR_REGISTRY["gae"]
         return lambda: function(c["token_rewards"], c["values"], mask, gamma, lam)
 
+    gdpo = {"gdpo_reward_keys": ["accuracy", "format"]}
+    rewards = {key: c[key].numpy() for key in ("accuracy", "format")}
+    return {
+        **{name: estimate(name) for name in ("grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline", "reinforce_plus_plus")},
+        "gpg_advantage": estimate("gpg"),
+        "gdpo": estimate("gdpo", config=gdpo, non_tensor_batch=rewards, batch=gdpo_batch),
+        "gae": gae(1.0, 1.0),
+        "gae_discounted": gae(0.99, 0.95),
+        "remax": estimate("remax", reward_baselines=c["baseline_rewards"]),
+        **{name: estimate(name, **token) for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
+    }
+
+
+def verl_losses(c: Columns) -> dict[str, Item]:
+    """Return verl's losses and corrections."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    mask = c["response_mask"].float()
+
     def config(**options: Any) -> Any:
         made = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(**options))
-        info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(ids), "loss_scale_factor": None}
+        info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask), "loss_scale_factor": None}
         object.__setattr__(made, "global_batch_info", info)
         return made
 
@@ -161,18 +186,9 @@ def verl_items(c: Columns) -> dict[str, Item]:
         function = compute_rollout_correction_and_rejection_mask
         return lambda: (function(c["old_log_probs"], c["rollout_log_probs"], mask, **options)[0].batch["rollout_is_weights"],)
 
-    gdpo = {"gdpo_reward_keys": ["accuracy", "format"]}
-    rewards = {key: c[key].numpy() for key in ("accuracy", "format")}
     kl = lambda leaf: core_algos.agg_loss(core_algos.kl_penalty(leaf, c["ref_log_probs"], "k3"), mask, "token-mean")  # noqa: E731
     value = lambda leaf: core_algos.compute_value_loss(leaf, c["returns"], c["values"], mask, 0.5)[0]  # noqa: E731
     return {
-        **{name: estimate(name) for name in ("grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline", "reinforce_plus_plus")},
-        "gpg_advantage": estimate("gpg"),
-        "gdpo": estimate("gdpo", config=gdpo, non_tensor_batch=rewards, batch=gdpo_batch),
-        "gae": gae(1.0, 1.0),
-        "gae_discounted": gae(0.99, 0.95),
-        "remax": estimate("remax", reward_baselines=c["baseline_rewards"]),
-        **{name: estimate(name, **token) for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
         **{name: lose(name) for name in ("gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")},
         **{name: lose(theirs) for name, theirs in (("clipped", "vanilla"), ("reinforce", "gpg"), ("gmpo", "geo_mean"))},
         "dro": lose("dro", dro_beta=0.1),
