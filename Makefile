@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock pyproject.toml
@@ -25,6 +25,16 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+# The golden results that the tests of the algorithms compare with, written anew by verl itself, in an environment of its own.
+oracle: .venv-oracle/.ready
+	.venv-oracle/bin/python -W ignore tests/oracle/generate.py
+
+.venv-oracle/.ready: tests/oracle/requirements.txt
+	$(PYTHON) -m venv .venv-oracle
+	.venv-oracle/bin/python -m pip install --quiet -r tests/oracle/requirements.txt
+	.venv-oracle/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	touch $@
 
 clean:
 	rm -rf .venv runs

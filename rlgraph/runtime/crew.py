@@ -1,5 +1,7 @@
 """The driver's side of the workers' sockets: who is ready, who has reported, who does what, and who is to blame."""
 
+import os
+import select
 import selectors
 import threading
 import time
@@ -21,6 +23,7 @@ class Crew:
     def __init__(self, plan: Plan, deadline_s: float) -> None:
         self.plan, self.deadline_s, self.folder = plan, deadline_s, ""
         self.pids: dict[str, int] = {}
+        self._processes: list[int] = []
         self.connections: dict[str, Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._ready: set[str] = set()
@@ -43,6 +46,7 @@ class Crew:
             hello = messages.receive(connection)
             assert isinstance(hello, messages.Hello)
             self.pids[hello.worker] = hello.pid
+            self._processes.append(os.pidfd_open(hello.pid))
             self.connections[hello.worker] = connection
             self._selector.register(connection, selectors.EVENT_READ, hello.worker)
 
@@ -75,6 +79,13 @@ class Crew:
         while self.connections and (left := end - time.monotonic()) > 0:
             self._hear(left)
         return not self.connections
+
+    def until_ended(self, timeout_s: float) -> None:
+        """Wait until every worker's process has ended, at most `timeout_s` for each."""
+        for process in self._processes:
+            select.select([process], [], [], timeout_s)
+            os.close(process)
+        self._processes.clear()
 
     def _listen(self) -> None:
         # A channel reports its own deadline first; this one is for a wait that no channel sees, such as the last node's.

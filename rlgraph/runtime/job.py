@@ -133,6 +133,7 @@ class Job:
             self._dispatch.stop()
         for actor in self._actors:
             ray.kill(actor)
+        self._crew.until_ended(GOODBYE_S)
         if self._owns_ray:
             dispatch.stop_ray()
         if self._folder:
