@@ -25,6 +25,8 @@ class Reward:
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
+        if self.tokenizer is not None:
+            context.tokenizer(self.tokenizer)  # loaded before the first step, not in it
         return lambda step, columns: self.fire(context, columns)
 
     def fire(self, context: Context, columns: Columns) -> Fired:

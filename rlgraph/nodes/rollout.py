@@ -126,6 +126,7 @@ class Rollout:
                 )
 
     def start(self, context: Context) -> Stage:
+        context.tokenizer(self.generator.path)  # loaded before the first step, not in it
         return lambda step, columns: self.fire(context, step, columns)
 
     def fire(self, context: Context, step: int, columns: Columns) -> dict[str, Column]:

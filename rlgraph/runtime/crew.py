@@ -5,7 +5,7 @@ import select
 import selectors
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 
 from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
@@ -58,9 +58,13 @@ class Crew:
             except OSError:
                 continue  # it is dead, which the next `_listen` finds out and says
 
-    def until_ready(self) -> None:
-        """Wait until every worker has loaded its engine. Raises what went wrong with the first that could not."""
-        while len(self._ready) < len(self.plan.workers):
+    def until_ready(self, on_wait: Callable[[list[str]], None]) -> None:
+        """Wait until every worker has loaded its engine, telling `on_wait` whose is missing.
+
+        Raises what went wrong with the first that could not.
+        """
+        while missing := [worker.name for worker in self.plan.workers if worker.name not in self._ready]:
+            on_wait(missing)
             self._listen()
 
     def reports(self, step: int) -> Sequence[messages.Report]:

@@ -10,6 +10,8 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from rich.console import Console
+from rich.status import Status
 
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph
@@ -70,7 +72,8 @@ class Job:
             ray.get([actor.open.remote() for actor in self._actors])
             welcoming.join()
         started = [actor.start.remote() for actor in self._actors]
-        self._crew.until_ready()
+        with Status("", console=Console(stderr=True)) as status:
+            self._crew.until_ready(lambda missing: status.update(f"starting workers, waiting for {', '.join(missing)}"))
         ray.get(started)
         self._dispatch.start(self._actors, self.plan.window)
         self._dispatching = True
