@@ -12,7 +12,7 @@ TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps
 
 
 def run(recipe: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(recipe), *arguments], cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run([sys.executable, str(recipe), *arguments], cwd=folder, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.ray

@@ -13,7 +13,7 @@ from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs, checked
 from rlgraph.planning.period import Cycle, critical_cycle, simulate, simulated_period
-from rlgraph.planning.placement import Counts, devices, splits, workers
+from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
 from rlgraph.planning.schedule import Schedule
 
@@ -41,6 +41,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> 
         loops=loops,
         schedule=schedule,
         window=events.open_batches(graph) + 3,
+        hosts=nodes_needed({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
         prediction=Prediction(cycle.period_s, simulated_period(schedule), cycle.events, cycle.tokens, priced.source, ()),
         certificate=certify(graph, schedule, channels, cycle.period_s),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from rlgraph.errors import PlanError
-from rlgraph.graph import Graph, Model, Node, Pool
+from rlgraph.graph import Graph, Model, Node
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.plan import PlannedWorker
 
@@ -91,7 +91,7 @@ def nodes_needed(counts: Mapping[str, int], cluster: Cluster) -> int:
     """Return how many hosts the GPU pools take: pools that fit on one host together share hosts, else each has its own."""
     per_host = [min(n, cluster.gpus_per_node) for n in counts.values()]
     hosts = [-(-n // cluster.gpus_per_node) for n in counts.values()]
-    return max(hosts) if sum(per_host) <= cluster.gpus_per_node else sum(hosts)
+    return max(hosts, default=1) if sum(per_host) <= cluster.gpus_per_node else sum(hosts)
 
 
 def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[int, ...]]:
@@ -162,11 +162,6 @@ def _host_chains(graph: Graph) -> list[list[Node]]:
 
 def _models(graph: Graph) -> list[Model]:
     return list(dict.fromkeys(n.model for n in graph.nodes if n.model is not None))
-
-
-def model_pools(graph: Graph) -> set[Pool]:
-    """Return the pools that hold models."""
-    return {model.pool for model in _models(graph)}
 
 
 def _unique(name: str, taken: list[str | None]) -> str:

@@ -124,6 +124,7 @@ class Plan:
     loops: tuple[PlannedLoop, ...]
     schedule: Schedule
     window: int  # steps that may be in flight
+    hosts: int  # machines that the GPU pools take
     prediction: Prediction
     certificate: Certificate
 

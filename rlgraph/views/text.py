@@ -17,7 +17,7 @@ def text(plan: Plan) -> str:
     cycle = " -> ".join(map(words.clean, predicted.critical))
     round_s = words.seconds(predicted.period_s * predicted.critical_tokens, predicted.cost)
     sections = [
-        [*_wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}: {words.prediction(plan)}")],
+        [*_wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
         _pools(plan),
         _nodes(plan),
         _workers(plan),
@@ -28,6 +28,12 @@ def text(plan: Plan) -> str:
         _certificate(plan),
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in section) for section in sections if section)
+
+
+def _hosts(plan: Plan) -> str:
+    if not plan.cluster.gpus:
+        return ""
+    return f" ({words.counted(plan.hosts, 'host')} of {words.counted(plan.cluster.gpus_per_node, 'GPU')})"
 
 
 def _pools(plan: Plan) -> list[str]:

@@ -79,6 +79,12 @@ def test_pools_that_fit_on_one_host_together_share_hosts(pools: dict[str, int], 
     assert nodes_needed(pools, rg.Cluster(gpus=32, gpus_per_node=8)) == expected
 
 
+def test_a_plan_says_how_many_hosts_its_pools_take() -> None:
+    plan = rg.compile(grpo(rg.Pool("a", gpus=8), rg.Pool("b", gpus=8)), rg.Cluster(gpus=16, gpus_per_node=8))
+    assert plan.hosts == 2
+    assert "(2 hosts of 8 GPUs)" in str(plan)
+
+
 def test_a_host_node_that_waits_for_nothing_more_joins_its_producer() -> None:
     plan = rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(cpus=2))
     assert [(worker.name, worker.nodes) for worker in plan.workers] == [

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -141,6 +142,19 @@ def test_a_node_that_raises_is_named_with_step_and_traceback(dispatch: str) -> N
         assert 'raise ValueError("no reward for item 11")' in str(raised.value)
         with pytest.raises(RlgraphError, match="closed"):
             next(running.steps(1))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Unloadable(fakes.VectorGenerator):
+    def load(self, context: object) -> object:
+        raise MemoryError("no room for the weights")
+
+
+def test_an_engine_that_cannot_be_loaded_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "VectorGenerator", Unloadable)
+    message = "failed before the first step in worker 'generator': MemoryError: no room"
+    with pytest.raises(NodeError, match=message), job(fakes.vector_loop(1)):
+        raise AssertionError("the job must not start")
 
 
 @node(reads="values", writes="rewards")
