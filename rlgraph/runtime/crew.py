@@ -97,7 +97,7 @@ class Crew:
         if not heard:
             raise ChannelTimeout(f"no worker has said anything for {2 * self.deadline_s:g} s{self._states()}")
         if self._failures or self._dead:
-            self._explain()
+            raise self.explanation() or self._consequence()
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in what the workers say; return whether any spoke within the time."""
@@ -123,12 +123,12 @@ class Crew:
             case _:
                 raise AssertionError(f"a worker sent {message!r}")
 
-    def _explain(self) -> None:
-        """Raise the error that explains the trouble: a node's own first, then a death, then a deadline, then a broken channel."""
+    def explanation(self) -> RlgraphError | None:
+        """Return the error of the node that failed, else of the worker that died, listening a moment for either."""
         end = time.monotonic() + SETTLE_S
         while not self._cause() and (left := end - time.monotonic()) > 0:
             self._hear(left)
-        raise self._cause() or self._consequence()
+        return self._cause()
 
     def _cause(self) -> RlgraphError | None:
         for failure in self._failures:
@@ -140,7 +140,7 @@ class Crew:
                 )
         for name in self._dead:
             last = read_status(status_path(self.folder, name))
-            did = f"doing {last.what}, step {last.step}" if last else "before its first step"
+            did = f"while {last.what}, step {last.step}" if last else "before its first step"
             return WorkerDied(f"worker '{name}' (process {self.pids[name]}) died {did}; it was killed or it crashed: look at memory")
         return None
 
@@ -155,7 +155,7 @@ class Crew:
         now = time.monotonic()
         found = [(worker.name, read_status(status_path(self.folder, worker.name))) for worker in self.plan.workers]
         doing = sorted((d.at_s, name, d) for name, d in found if d is not None)
-        lines = [f"  worker '{name}' has been at {d.what}, step {d.step}, for {now - at_s:.1f} s" for at_s, name, d in doing]
+        lines = [f"  worker '{name}' has been {d.what}, step {d.step}, for {now - at_s:.1f} s" for at_s, name, d in doing]
         slots = {channel.name: channel.slots for channel in self.plan.channels}
         for end, used in sorted(self._used.items()):
             way, name = end.split(" ", 1)

@@ -4,6 +4,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Listener
 from types import TracebackType
@@ -25,6 +26,7 @@ from rlgraph.runtime.tasks import setups
 
 GOODBYE_S = 5.0  # for workers that have nothing left to do
 ABANDON_S = 0.5  # for workers of a job that failed
+KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
 
 
 class Job:
@@ -33,7 +35,7 @@ class Job:
     def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float) -> None:
         self.plan = plan
         self._graph, self._deadline_s = graph, deadline_s
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._dispatch = dispatch.DISPATCHES[dispatch_name]()
         self._actors: list[Any] = []
         self._crew = Crew(plan, deadline_s)
@@ -51,8 +53,7 @@ class Job:
         try:
             self._start()
         except BaseException:
-            self._failed = True
-            self.close()
+            self._fail()
             raise
         return self
 
@@ -90,11 +91,18 @@ class Job:
                 raise RlgraphError("the job is closed; launch the plan again")
             try:
                 step = self._step(last)
-            except (RlgraphError, ray.exceptions.RayError):
-                self._failed = True
-                self.close()
+            except RlgraphError:
+                self._fail()
                 raise
+            except ray.exceptions.RayError as error:  # Ray may notice a death first, without knowing whose
+                explanation = self._crew.explanation()
+                self._fail()
+                raise (explanation or error) from error
             yield step
+
+    def _fail(self) -> None:
+        self._failed = True
+        self.close()
 
     def _step(self, last: int) -> Step:
         self._start_s = self._start_s or time.monotonic()
@@ -120,7 +128,7 @@ class Job:
 
     def costs(self) -> Costs:
         """Return what each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)`."""
-        return measured_costs(self.plan, self._spans)
+        return measured_costs(self.plan, list(self._spans))
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""

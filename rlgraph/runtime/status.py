@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-BETWEEN = "nothing, between two steps"
+BETWEEN = "idle between two steps"
 LAYOUT = struct.Struct("<dq240s")
 
 

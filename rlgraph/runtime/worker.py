@@ -67,7 +67,7 @@ class Worker:
         for loop in self.loops:
             if loop.writer is not None and task.name == loop.plan.writer:
                 self.metrics.update(staleness(columns, step, loop.plan))
-        self.on_enter(step, f"node '{task.name}'")
+        self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
         with self._span(task.name, "fire", step):
             fired = self.stages[task.name](step, columns)
@@ -90,7 +90,7 @@ class Worker:
             wanted = step - box.channel.tokens
             if wanted < 0:
                 continue
-            self.on_enter(step, f"channel '{box.channel.name}' (written by node '{box.channel.writer}')")
+            self.on_enter(step, f"waiting for channel '{box.channel.name}' (written by node '{box.channel.writer}')")
             self.doing = task.name
             with self._span(box.channel.name, "wait", step):
                 batch = box.take(wanted, self.setup.deadline_s)
@@ -100,7 +100,7 @@ class Worker:
 
     def _put(self, task: Task, step: int, columns: Columns) -> None:
         for box in self.mailbox.written_by(task.name):
-            self.on_enter(step, f"room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
+            self.on_enter(step, f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
             box.put(step, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
@@ -118,7 +118,7 @@ class Worker:
     def _load_next(self, loop: Loop, node: str, step: int, timeout_s: float) -> None:
         assert loop.reader is not None
         version = self.context.version + 1
-        self.on_enter(step, f"version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
+        self.on_enter(step, f"waiting for version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
         with self._span(loop.plan.name, "wait", step):
             weights = loop.reader.receive(version, timeout_s)
         with self._span(load_event(loop.plan.name, node), "load", step, version=version):

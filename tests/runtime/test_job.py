@@ -171,7 +171,7 @@ def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
     message = str(raised.value)
     assert "node 'update'" in message
     assert "channel 'hanging'" in message
-    assert "worker 'hanging' has been at node 'hanging', step 0" in message
+    assert "worker 'hanging' has been running node 'hanging', step 0" in message
     assert not any(alive(pid) for pid in pids)
 
 
