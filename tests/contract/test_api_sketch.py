@@ -1,0 +1,24 @@
+"""The public API as its users write it: the sketch beside this file is the contract, and runs unchanged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+SKETCH = Path(__file__).parent / "api_sketch.py"
+
+
+def test_the_sketch_declares_compiles_prints_and_draws_all_of_its_graphs(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, str(SKETCH), "gpus=16"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("certificate: staleness at most") == 5
+    for name in ("sync_colocated", "one_step_off", "k_step_off", "ppo", "tool_use"):
+        ElementTree.parse(tmp_path / f"{name}.svg")
+        assert json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+
+
+def test_the_sketch_refuses_an_unknown_setting(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, str(SKETCH), "gpu=16"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert found.returncode != 0
+    assert "Key 'gpu' not in 'Config'" in found.stderr
