@@ -60,6 +60,8 @@ def rows_of(columns: Columns) -> int:
 
 def repeat_rows(column: Column, times: int) -> Column:
     """Return the column with each row repeated `times` in place: dims [N, ...] become [N x times, ...]."""
+    if times == 1:
+        return column
     if isinstance(column, torch.Tensor):
         return column.repeat_interleave(times, dim=0)
     return [row for row in column for _ in range(times)]

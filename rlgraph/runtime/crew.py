@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 
-from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.status import read_status
 from rlgraph.runtime.tasks import status_path
 
+CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
 SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
 
 
@@ -132,7 +133,7 @@ class Crew:
 
     def _cause(self) -> RlgraphError | None:
         for failure in self._failures:
-            if not failure.error.startswith("Channel"):
+            if failure.error not in CONSEQUENCES:
                 where = f"at step {failure.step}" if failure.step >= 0 else "before the first step"
                 return NodeError(
                     f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n\n"

@@ -6,7 +6,7 @@ from multiprocessing.connection import Client, Connection
 
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
-from rlgraph.errors import ChannelError
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.runtime import messages
@@ -92,9 +92,10 @@ class Process:
     def _fail(self, step: int, node: str, error: Exception) -> None:
         """Tell the peers first, so that none waits for what will not come, then the driver."""
         reason = f"stopped, since node '{node}' of worker '{self.name}' failed with {type(error).__name__}"
-        if not isinstance(error, ChannelError):
+        told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
+        if not told:
             self.mailbox.fail(reason)
-        trace = "" if isinstance(error, ChannelError) else traceback.format_exc()
+        trace = "" if told else traceback.format_exc()
         messages.send(self.control, messages.Failure(self.name, step, node, type(error).__name__, str(error), trace))
 
     def _sleep(self, step: int) -> None:

@@ -75,7 +75,7 @@ class Worker:
         if task.writes:
             checked_columns(task.name, task.writes, written)
         self.metrics.update(metrics)
-        self._put(task, step, written)
+        self._put(task, step, owned(written, columns))
         del columns
         for box in self.mailbox.read_by(task.name):
             box.done(task.name)
@@ -140,6 +140,15 @@ class Worker:
         self.mailbox.close()
         if self.context.engine is not None:
             self.context.engine.close()
+
+
+def owned(written: Columns, read: Columns) -> Columns:
+    """Return the columns with a copy of each that is a view of one read, whose slot is given back when the firing ends."""
+    slots = {column.untyped_storage().data_ptr() for column in read.values() if isinstance(column, torch.Tensor)}
+    return {
+        name: column.clone() if isinstance(column, torch.Tensor) and column.untyped_storage().data_ptr() in slots else column
+        for name, column in written.items()
+    }
 
 
 @dataclass

@@ -176,6 +176,17 @@ def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
 
 
 @node(reads="values group_ids", writes="rewards")
+def overwriting(batch: Columns) -> dict[str, Column]:
+    batch["values"].zero_()  # type: ignore[union-attr]
+    return fakes.score.function(batch)
+
+
+def test_a_node_that_changes_what_its_peers_read_is_named() -> None:
+    with job(fakes.vector_loop(1, middle=overwriting)) as running, pytest.raises(NodeError, match="node 'overwriting' failed at step 0"):
+        list(running.steps(3))
+
+
+@node(reads="values group_ids", writes="rewards")
 def nameless(batch: Columns) -> dict[str, Column]:
     return {"reward": batch["values"].mean(-1)}
 

@@ -15,6 +15,7 @@ from rlgraph.nodes.base import Context
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
+from rlgraph.runtime.worker import owned
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
@@ -129,6 +130,15 @@ def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:
     for a, b in zip(one[:2], two[:2], strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
         assert a["actor/pg_loss"] == pytest.approx(b["actor/pg_loss"], abs=1e-5)
+
+
+def test_a_node_that_passes_an_input_on_gives_a_copy_of_it() -> None:
+    read = {"values": torch.arange(6.0).view(2, 3), "texts": ["a", "b"]}
+    written = owned({"same": read["values"], "part": read["values"][:, 1:], "new": torch.zeros(2), "texts": read["texts"]}, read)
+    read["values"].zero_()  # type: ignore[union-attr]
+    assert written["same"].tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[union-attr]
+    assert written["part"].tolist() == [[1, 2], [4, 5]]  # type: ignore[union-attr]
+    assert written["texts"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("depth", [0, 2])
