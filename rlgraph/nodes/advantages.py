@@ -1,6 +1,6 @@
 """Host nodes between rewards and the update: advantages, KL-shaped rewards, rollout correction."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,8 +9,8 @@ import torch
 from rlgraph.algorithms.kl import kl_penalty
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph import Output, Work, declare
-from rlgraph.nodes.base import Context, Stage
+from rlgraph.graph import Output, declare
+from rlgraph.nodes.base import FunctionOperation, carried
 
 
 class Estimator(Protocol):
@@ -25,17 +25,6 @@ class Estimator(Protocol):
     def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Compute:
-    """Apply a pure function of columns."""
-
-    function: Callable[[Columns], Columns]
-    work: Work = "host"
-
-    def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.function(columns)
-
-
 def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") -> Output:
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
@@ -46,17 +35,18 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
     """
     if not callable(estimator) or isinstance(estimator, type) or not hasattr(estimator, "reads"):
         raise GraphError(f"node '{name}' has estimator={estimator!r}; pass an estimator object, as estimator=rg.GRPO()")
-    carried = _carried(inputs)
+    given = carried(inputs)
     reads = list(estimator.reads)
     convert: Callable[[Columns], Columns] = dict
-    if "rewards" in reads and "rewards" not in carried and "token_rewards" in carried:
+    if "rewards" in reads and "rewards" not in given and "token_rewards" in given:
         reads[reads.index("rewards")] = "token_rewards"
         convert = _summed
-    elif "token_rewards" in reads and "token_rewards" not in carried and "rewards" in carried:
+    elif "token_rewards" in reads and "token_rewards" not in given and "rewards" in given:
         reads[reads.index("token_rewards")] = "rewards"
-        reads += [c for c in ("response_mask",) if c not in reads]
+        if "response_mask" not in reads:
+            reads.append("response_mask")
         convert = _placed
-    operation = Compute(_Estimate(estimator, convert))
+    operation = FunctionOperation(_Estimate(estimator, convert))
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
 
 
@@ -93,7 +83,7 @@ def kl_shaped_rewards(*inputs: Output, coef: float, estimator: str = "k1", name:
     if isinstance(coef, bool) or not isinstance(coef, int | float) or not 0 <= coef < float("inf"):
         raise GraphError(f"node '{name}' has coef={coef!r}; the coefficient of the KL is a number of at least 0")
     reads = ("rewards", "response_mask", "old_log_probs", "ref_log_probs")
-    return Output(declare(name, Compute(_Shape(coef, estimator)), inputs, reads=reads, writes=("token_rewards",)))
+    return Output(declare(name, FunctionOperation(_Shape(coef, estimator)), inputs, reads=reads, writes=("token_rewards",)))
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,7 @@ def rollout_correction(*inputs: Output, weights: Any, name: str = "correction") 
     if not callable(weights) or isinstance(weights, type):
         raise GraphError(f"node '{name}' has weights={weights!r}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
     reads = ("old_log_probs", "rollout_log_probs", "response_mask")
-    return Output(declare(name, Compute(_Correct(weights)), inputs, reads=reads, writes=("rollout_is_weights",)))
+    return Output(declare(name, FunctionOperation(_Correct(weights)), inputs, reads=reads, writes=("rollout_is_weights",)))
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,3 @@ def _tensor(columns: Columns, name: str) -> torch.Tensor:
     column = columns[name]
     assert isinstance(column, torch.Tensor), name
     return column
-
-
-def _carried(inputs: Iterable[Any]) -> Sequence[str]:
-    return [column for output in inputs for column in getattr(output, "columns", ())]

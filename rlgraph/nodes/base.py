@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -90,6 +90,11 @@ def node(*, reads: str | Sequence[str], writes: str | Sequence[str]) -> Callable
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
+
+
+def carried(inputs: Iterable[Any]) -> list[str]:
+    """Return the columns that the inputs carry; what is no output carries none, and `declare` refuses it."""
+    return [column for output in inputs for column in getattr(output, "columns", ())]
 
 
 def checked_columns(node: str, writes: Sequence[str], columns: Columns) -> None:

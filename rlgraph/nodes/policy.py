@@ -1,6 +1,6 @@
 """The policy: the model that is trained, its log-probs and its update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -8,10 +8,10 @@ import torch
 
 from rlgraph.columns import Columns
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import PolicyLoss
+from rlgraph.engines.base import PolicyLoss, Sampling
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
-from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.base import Context, Fired, Stage, carried
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 
@@ -98,14 +98,14 @@ class Policy(TrainedModel):
         Raises GraphError for a column that the loss reads and no input carries.
         """
         check_loss(name, loss)
-        carried = [column for output in inputs for column in getattr(output, "columns", ())]
+        given = carried(inputs)
         wanted = [c for c in loss.reads if c != "old_log_probs"]
-        behaviour = "old_log_probs" if "old_log_probs" in carried or "old_log_probs" not in loss.reads else "rollout_log_probs"
+        behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
         if "old_log_probs" in loss.reads:
             wanted.append(behaviour)
         if behaviour == "rollout_log_probs":
             check_untruncated(name, inputs)
-        wanted += [c for c in getattr(loss, "optional_reads", ()) if c in carried]
+        wanted += [c for c in getattr(loss, "optional_reads", ()) if c in given]
         reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
         operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs))
         node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
@@ -142,23 +142,27 @@ def _lengths(columns: Columns) -> Mapping[str, float]:
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:
     """Return the temperature that the responses among the inputs were sampled at; greedy ones count as 1."""
-    for output in inputs:
-        sampling = getattr(getattr(getattr(output, "node", None), "model", None), "sampling", None)
-        if sampling is not None:
-            return float(sampling.temperature) or 1.0
-    return 1.0
+    return next((float(sampling.temperature) or 1.0 for _, sampling in _samplings(inputs)), 1.0)
 
 
 def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
     """Raise GraphError if ratios would be taken against log-probs of a truncated distribution, which the trainer does not have."""
-    for output in inputs:
-        sampling = getattr(getattr(getattr(output, "node", None), "model", None), "sampling", None)
-        if sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0):
+    for rollout, sampling in _samplings(inputs):
+        if sampling.top_p < 1 or sampling.top_k > 0:
             raise GraphError(
-                f"node '{name}' takes ratios against '{output.node.name}', which samples with top_p={sampling.top_p} and "
+                f"node '{name}' takes ratios against '{rollout.name}', which samples with top_p={sampling.top_p} and "
                 f"top_k={sampling.top_k}: its log-probs are those of the kept tokens, the trainer's of all; use top_p=1 and top_k=0, "
                 "or pass policy.log_probs(rollout) to the update"
             )
+
+
+def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
+    """Yield the rollouts among the inputs, and how each samples."""
+    for output in inputs:
+        node = getattr(output, "node", None)
+        sampling = getattr(getattr(node, "model", None), "sampling", None)
+        if isinstance(node, Node) and isinstance(sampling, Sampling):
+            yield node, sampling
 
 
 def check_folder(path: str) -> None:

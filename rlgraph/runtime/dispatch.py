@@ -109,7 +109,6 @@ def create(setup: WorkerSetup, driver: str) -> Any:
         num_cpus=0,
         num_gpus=len(setup.worker.gpus),
         max_restarts=0,
-        name=None,
         runtime_env={"env_vars": environment(setup.worker)},
     )
     return actor.remote(setup, driver)

@@ -34,7 +34,7 @@ TIMINGS = {
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     """Return `timing_s/*` of one step: each node's own work, and what the update waited for its rollout."""
     found: dict[str, float] = {}
-    updates = {loop.writer: loop for loop in plan.loops}
+    trainers = {worker for loop in plan.loops for worker in plan.node(loop.writer).workers}
     for span in spans:
         seconds = span.end_s - span.start_s
         if span.kind == "fire":
@@ -43,7 +43,7 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
             _add(found, "publish", seconds)
         elif span.kind == "load":
             _add(found, "update_weights", seconds)
-        elif any(span.worker in plan.node(name).workers for name in updates):
+        elif span.worker in trainers:
             _add(found, "wait_prev_gen", seconds)
     return {f"timing_s/{name}": seconds for name, seconds in found.items()}
 
