@@ -1,7 +1,7 @@
 """Channels between processes of one host: tokens on a socket, columns in shared memory that has no name.
 
 A slot is a memfd segment of the writer, whose handle travels over the socket: when the last process that maps it ends, however it
-ends, the memory is gone.
+ends, the memory is gone. Columns on a GPU stay in its memory, where a reader on any GPU of the host maps them.
 """
 
 import mmap
@@ -14,6 +14,7 @@ import torch
 
 from rlgraph.channels import layout, tokens
 from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.device import DeviceMemory, Mapped
 from rlgraph.channels.door import Door
 from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Link, Token
 from rlgraph.columns import Column, Columns
@@ -35,6 +36,7 @@ class ShmWriter:
         self._free = list(range(slots))
         self._unread: Counter[int] = Counter()  # for each slot, the readers that have not released it
         self._segments: dict[int, mmap.mmap] = {}
+        self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU
         self._stop: Stop | None = None
         self._lock = threading.Lock()  # close() and fail() may come from another thread
         self._door = Door(name, address, authkey, readers, tokens.Welcome(slots))
@@ -50,7 +52,7 @@ class ShmWriter:
             self._send(step, slot, message)
             self._free.pop()
             self._unread[slot] = self._readers
-            self._meter.message(message.size, self._meter.slots - len(self._free))
+            self._meter.message(message.size + message.device_size, self._meter.slots - len(self._free))
 
     def close(self) -> None:
         self._end_with(Goodbye(), Stop("this end"))
@@ -62,6 +64,10 @@ class ShmWriter:
         return self._meter.statistics()
 
     def _send(self, step: int, slot: int, message: layout.Layout) -> None:
+        if message.device_size:
+            if slot not in self._device or self._device[slot].handle.size < message.device_size:
+                self._device[slot] = DeviceMemory(message.device_size, message.device)
+            message.seal(self._device[slot])
         handle, segment = None, self._segments.get(slot)
         if segment is None or len(segment) < message.size:
             handle, segment = _new_segment(self._end.channel, message.size)
@@ -114,6 +120,7 @@ class ShmWriter:
             self._stop = stop
             self._door.shut(last)
             self._segments.clear()
+            self._device.clear()
 
 
 class ShmReader:
@@ -128,6 +135,7 @@ class ShmReader:
         self._link, welcome = tokens.connect(name, address, authkey, timeout_s)
         self._meter = Meter(welcome.slots)
         self._segments: dict[int, mmap.mmap] = {}
+        self._mapped = Mapped()
         self._full: deque[Full] = deque()
         self._taken: deque[tuple[int, Taken]] = deque()
         self._stop: Stop | None = None
@@ -143,7 +151,7 @@ class ShmReader:
             if full.step != step:
                 raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
             self._full.popleft()
-            columns = layout.read(self._segments[full.slot], full.header)
+            columns = layout.read(self._segments[full.slot], full.header, self._mapped)
         self._taken.append((full.slot, Taken(step, columns)))
         self._meter.message(full.size, len(self._taken))
         return columns
