@@ -39,6 +39,10 @@ COLUMNS: dict[str, ColumnSpec] = {
     "rollout_log_probs": ColumnSpec(torch.float32, ("B", "T"), "rollout", "log-probs of the engine when the token was sampled"),
     "weight_version": ColumnSpec(torch.int32, ("B", "T"), "rollout", "version of the weights that wrote each token"),
     "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
+    "loss_mask": ColumnSpec(
+        torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; where given, it stands for `response_mask`"
+    ),
+    "current_version": ColumnSpec(torch.int32, ("B",), "policy.update", "version of the weights at the start of the update"),
     "old_log_probs": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "log-probs of the trainer at the start of the update"),
     "ref_log_probs": ColumnSpec(torch.float32, ("B", "T"), "reference.log_probs", "log-probs of the frozen reference"),
     "values": ColumnSpec(torch.float32, ("B", "T"), "critic.values", "value estimates"),

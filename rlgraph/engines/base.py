@@ -90,6 +90,9 @@ class TrainEngine(Protocol):
     def log_probs(self, batch: Columns) -> torch.Tensor:
         """Return the log-probs `[B, T]` of the responses under the current weights, float32, 0 on padding."""
 
+    def log_probs_and_squares(self, batch: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `log_probs` does and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+
     def update(self, batch: Columns, loss: PolicyLoss) -> dict[str, float]:
         """Take one optimizer step over the batch and return its metrics, the same on every rank."""
 

@@ -16,7 +16,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import PolicyLoss, check_count
-from rlgraph.engines.log_probs import token_scores
+from rlgraph.engines.log_probs import sum_pi_squared, token_scores
 from rlgraph.engines.packing import MicroBatch, pack, plan_micro_batches, response_lengths
 from rlgraph.engines.pretrained import check_model
 from rlgraph.errors import DataError, GraphError
@@ -64,11 +64,21 @@ class FsdpEngine:
 
     def log_probs(self, batch: Columns) -> torch.Tensor:
         """Return `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
-        result = torch.zeros(_shape(batch), device=self._device)
+        return self._scores(batch, squares=False)[0]
+
+    def log_probs_and_squares(self, batch: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `log_probs` does and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+        log_probs, squares = self._scores(batch, squares=True)
+        return log_probs, squares
+
+    def _scores(self, batch: Columns, *, squares: bool) -> torch.Tensor:
+        result = torch.zeros(1 + squares, *_shape(batch), device=self._device)
         with torch.no_grad():
             for part in self._passes(batch):
-                scores, _ = self._policy(part, self._temperature, False)
-                result[part.rows[part.row], part.column] = scores
+                scores, sums = self._policy(part, self._temperature, squares=squares)
+                result[0, part.rows[part.row], part.column] = scores
+                if squares:
+                    result[1, part.rows[part.row], part.column] = sums
         for unit in self._units:  # else the next pass would compute with these, whatever happens to the weights in between
             unit.reshard()
         if self._world > 1:
@@ -85,7 +95,7 @@ class FsdpEngine:
         totals = Totals(tokens=int(_tensor(batch, "response_mask").sum()), rows=rows)
         parts: list[dict[str, float]] = []
         for part in self._passes(batch):
-            scores, entropies = self._policy(part, self._temperature, loss.needs_entropy)
+            scores, entropies = self._policy(part, self._temperature, entropy=loss.needs_entropy)
             if len(part.rows) == 0:
                 (scores.sum() * 0).backward()  # collectives need every rank
                 continue
@@ -153,14 +163,17 @@ class _Policy(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, part: MicroBatch, temperature: float, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probs `[N]` of the targets and, if asked for, entropies `[N]`."""
+    def forward(
+        self, part: MicroBatch, temperature: float, *, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probs `[N]` of the targets and, if asked for, entropies `[N]` or sums of squared probabilities `[N]`."""
         with _attention(part.tokens):
             hidden = self.model.base_model(
                 input_ids=part.tokens, attention_mask=part.mask, position_ids=part.positions, use_cache=False
             ).last_hidden_state
         logits = self.model.get_output_embeddings()(hidden.flatten(0, 1)[part.predicts])
-        return token_scores(logits, part.targets, temperature=temperature, entropy=entropy)
+        log_probs, entropies = token_scores(logits, part.targets, temperature=temperature, entropy=entropy)
+        return log_probs, sum_pi_squared(logits, temperature=temperature) if squares else entropies
 
 
 def _attention(tokens: torch.Tensor) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of chosen tokens from logits, in float32 but a few rows at a time, with gradient."""
+"""Log-probs of chosen tokens, entropies and sums of squares from logits, in float32 but a few rows at a time."""
 
 from typing import Any
 
@@ -16,6 +16,15 @@ def token_scores(
     """
     log_probs, entropies = _TokenScores.apply(logits, tokens, temperature, entropy)
     return log_probs, entropies if entropy else None
+
+
+@torch.no_grad()
+def sum_pi_squared(logits: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """Return the sum `[N]` of the squared probabilities of each distribution `logits [N, V] / temperature`, float32."""
+    sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for rows in _chunks(logits):
+        sums[rows] = (logits[rows].float() / temperature).softmax(-1).square_().sum(-1)
+    return sums
 
 
 class _TokenScores(torch.autograd.Function):

@@ -48,18 +48,25 @@ class TrainedModel(Model):
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Log-probs [B, T] of the responses under the model's present weights."""
+    """Log-probs [B, T] of the responses under the model's present weights, and the squares of their distributions if wanted."""
 
     model: TrainedModel
     column: str
     temperature: float
+    squares: bool = False
     work: Work = "forward"
 
     def check(self, node: Node) -> None:
         check_folder(self.model.path)
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: {self.column: context.engine.log_probs(columns)}
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Columns:
+        if not self.squares:
+            return {self.column: context.engine.log_probs(columns)}
+        log_probs, squares = context.engine.log_probs_and_squares(columns)
+        return {self.column: log_probs, "sum_pi_squared": squares}
 
 
 @dataclass(frozen=True)
@@ -76,36 +83,35 @@ class Policy(TrainedModel):
 
     role: ClassVar[str] = "policy"
 
-    def log_probs(self, *inputs: Output, name: str = "old_log_probs") -> Output:
-        """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update."""
-        return Output(
-            declare(
-                name,
-                LogProbs(self, "old_log_probs", sampling_temperature(inputs)),
-                inputs,
-                reads=TOKENS,
-                writes=("old_log_probs",),
-                model=self,
-            )
-        )
+    def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
+        """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update.
+
+        With `sum_pi_squared` the column of that name [B, T] comes with them, from the same pass: the sum of the squared
+        probabilities of the whole vocabulary at each token, which `rg.algorithms.OptimalTokenBaseline` reads.
+        """
+        operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
+        writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
 
     def update(self, *inputs: Output, loss: PolicyLoss, name: str = "update") -> Update:
         """Declare one optimizer step on the batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
 
         The loss declares what it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
-        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss.
+        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss. `loss_mask`, where given,
+        stands for `response_mask`: tokens outside of it are neither computed nor counted. The update itself knows
+        `current_version`, for a loss that reads it.
 
         Raises GraphError for a column that the loss reads and no input carries.
         """
         check_loss(name, loss)
         given = carried(inputs)
-        wanted = [c for c in loss.reads if c != "old_log_probs"]
+        wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
         behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
         if "old_log_probs" in loss.reads:
             wanted.append(behaviour)
         if behaviour == "rollout_log_probs":
             check_untruncated(name, inputs)
-        wanted += [c for c in getattr(loss, "optional_reads", ()) if c in given]
+        wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask") if c in given]
         reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
         operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs))
         node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
@@ -126,10 +132,16 @@ class PolicyUpdate:
         check_folder(self.policy.path)
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.fire(context, columns)
+        return lambda step, columns: self.fire(context, step, columns)
 
-    def fire(self, context: Context, columns: Columns) -> Fired:
-        batch = columns if self.behaviour == "old_log_probs" else {**columns, "old_log_probs": columns[self.behaviour]}
+    def fire(self, context: Context, step: int, columns: Columns) -> Fired:
+        mask = columns["response_mask"]
+        batch = {
+            **columns,
+            **({"old_log_probs": columns[self.behaviour]} if self.behaviour in columns else {}),
+            "response_mask": columns.get("loss_mask", mask),
+            "current_version": torch.full((len(mask),), step, dtype=torch.int32),
+        }
         return {}, {**context.engine.update(batch, self.loss), **_lengths(columns)}
 
 
@@ -160,7 +172,7 @@ def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
     """Yield the rollouts among the inputs, and how each samples."""
     for output in inputs:
         node = getattr(output, "node", None)
-        sampling = getattr(getattr(node, "model", None), "sampling", None)
+        sampling = getattr(getattr(node, "operation", None), "sampling", None)
         if isinstance(node, Node) and isinstance(sampling, Sampling):
             yield node, sampling
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlgraph.columns import Column, Columns
+from rlgraph.columns import COLUMNS, Column, Columns
 from rlgraph.errors import GraphError, RlgraphError
 from rlgraph.graph import Model, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -22,6 +22,7 @@ class Reward:
     function: Callable[..., Sequence[float]]
     parameters: tuple[str, ...]
     tokenizer: str | None  # model folder, where token ids are to be decoded
+    writes: str = "rewards"
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
@@ -35,7 +36,7 @@ class Reward:
         rows = len(columns[self.parameters[0]])
         checked = checked_rewards(self.function, rewards, rows)
         spread = {"mean": checked.mean(), "max": checked.max(), "min": checked.min()}
-        return {"rewards": checked}, {f"critic/rewards/{name}": value.item() for name, value in spread.items()}
+        return {self.writes: checked}, {f"critic/{self.writes}/{name}": value.item() for name, value in spread.items()}
 
     def _argument(self, context: Context, name: str, columns: Columns) -> Column:
         ids = columns[name]
@@ -49,16 +50,19 @@ class Reward:
         return texts
 
 
-def reward(function: Callable[..., Sequence[float]], *inputs: Output, name: str = "reward") -> Output:
+def reward(function: Callable[..., Sequence[float]], *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
     """Declare a reward: `function` gets a column for each of its parameters and returns one number a response.
 
     A parameter is named for the column it gets: `responses` and `prompts` come as decoded text (as token ids [B, T] if the
     parameter is annotated `torch.Tensor`), `answers` from the field `answer` of the data set, repeated for each response.
+    `writes` names the column that the numbers go to: `baseline_rewards` for those of a greedy response, or a name of your own where
+    an estimator reads several rewards, as `rg.algorithms.GDPO(keys=("right", "brief"))` does.
 
-    Raises GraphError for a parameter whose column no input carries, or a function without parameters.
+    Raises GraphError for a parameter whose column no input carries, a function without parameters, or a column of another kind.
     """
     if not callable(function):
         raise GraphError(f"node '{name}' was given {function!r}; a reward is a function that returns one number a response")
+    _check_column(name, writes)
     signature = inspect.signature(function)
     parameters = tuple(signature.parameters)
     if not parameters or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
@@ -68,8 +72,18 @@ def reward(function: Callable[..., Sequence[float]], *inputs: Output, name: str 
     as_tokens = {p.name for p in signature.parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
     decoded = [p for p in parameters if p in TOKEN_COLUMNS and p not in as_tokens]
     reads = (*parameters, *(TOKEN_COLUMNS[p] for p in decoded if TOKEN_COLUMNS[p] not in parameters))
-    operation = Reward(function, parameters, _tokenizer(inputs, decoded[0]) if decoded else None)
-    return Output(declare(name, operation, inputs, reads=reads, writes=("rewards",)))
+    operation = Reward(function, parameters, _tokenizer(inputs, decoded[0]) if decoded else None, writes)
+    return Output(declare(name, operation, inputs, reads=reads, writes=(writes,)))
+
+
+def _check_column(name: str, writes: object) -> None:
+    if not isinstance(writes, str) or not writes:
+        raise GraphError(f"node '{name}' has writes={writes!r}; name the column that the rewards go to, as writes='baseline_rewards'")
+    spec = COLUMNS.get(writes)
+    if spec is not None and (spec.dtype, spec.dims) != (torch.float32, ("B",)):
+        raise GraphError(
+            f"node '{name}' has writes='{writes}', which holds {spec.meaning}; a reward is one number a response: name another"
+        )
 
 
 def _tokenizer(inputs: Sequence[Output], column: str) -> str | None:

@@ -52,16 +52,20 @@ class Generator(Model):
         weights: Feedback | None = None,
         *,
         group_size: int = 1,
+        sampling: Sampling | None = None,
         tools: Tools | None = None,
         max_turns: int | None = None,
         name: str = "rollout",
     ) -> Output:
         """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
 
-        Without `weights` the model's own are used throughout. Writes `prompts` [B, P], `responses` [B, T], their masks,
-        `rollout_log_probs`, `weight_version` and `group_ids`; the responses of one prompt lie side by side.
+        Without `weights` the model's own are used throughout. `sampling` is the generator's unless given, as for a greedy baseline
+        beside the sampled responses; both rollouts of a step use one version of the weights. Writes `prompts` [B, P],
+        `responses` [B, T], their masks, `rollout_log_probs`, `weight_version` and `group_ids`; the responses of one prompt lie
+        side by side.
 
-        Raises GraphError for a group size below 1, turns without tools, or weights that are no feedback edge.
+        Raises GraphError for a group size below 1, turns without tools, sampling that is none, or weights that are
+        no feedback edge.
         """
         if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
             raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
@@ -71,7 +75,9 @@ class Generator(Model):
             raise GraphError(
                 f"node '{name}' has max_turns={max_turns} but no tools, so there is one turn; pass tools= or leave max_turns out"
             )
-        operation = Rollout(self, group_size, tools, max_turns)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
+        operation = Rollout(self, group_size, sampling or self.sampling, tools, max_turns)
         reads = ("prompt_texts", "prompt_ids")
         rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
         node = declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights)
@@ -84,6 +90,7 @@ class Rollout:
 
     generator: Generator
     group_size: int
+    sampling: Sampling
     tools: Tools | None
     max_turns: int | None
     work: Work = "generate"
@@ -91,7 +98,7 @@ class Rollout:
     @property
     def dims(self) -> Mapping[str, int]:
         """The most tokens that a response can have and, where the context is given, that a prompt can."""
-        tokens = self.generator.sampling.max_tokens
+        tokens = self.sampling.max_tokens
         return {"T": tokens} if self.generator.max_context is None else {"T": tokens, "P": max(self.generator.max_context - tokens, 1)}
 
     @property
@@ -108,11 +115,9 @@ class Rollout:
         if self.tools is not None:
             raise GraphError(f"node '{node.name}' uses tools, which this version declares, plans and draws but does not run yet")
         context = self.generator.max_context or check_model(self.generator.path).context_length
-        room = context - self.generator.sampling.max_tokens
+        room = context - self.sampling.max_tokens
         if room < 1:
-            raise DataError(
-                f"node '{node.name}' samples {self.generator.sampling.max_tokens} tokens in a context of {context}: lower max_tokens"
-            )
+            raise DataError(f"node '{node.name}' samples {self.sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
         source = node.source_of("prompt_texts").operation
         if not isinstance(source, Prompts):
             return
@@ -138,7 +143,7 @@ class Rollout:
         repeated = [tokens for tokens in encoded for _ in range(self.group_size)]
         # A response is a function of the weights, the seed, the place of its prompt in the data order and its own in the group.
         seeds = [_seed(self.generator.seed, int(i), member) for i in ids for member in range(self.group_size)]
-        responses = context.engine.generate(repeated, self.generator.sampling, seeds)
+        responses = context.engine.generate(repeated, self.sampling, seeds)
         return _columns(repeated, responses, repeat_rows(ids.clone(), self.group_size), context.version)
 
 

@@ -76,6 +76,26 @@ def test_log_probs_are_those_at_the_temperature_of_the_sampling(make: Any, tied:
     torch.testing.assert_close(make(tied, temperature=0.5).log_probs(batch), expected, atol=1e-5, rtol=0)
 
 
+def test_sums_of_squares_are_those_of_the_whole_distribution_and_come_with_the_same_log_probs(make: Any, tied: Path) -> None:
+    batch, engine, model = batch_of(LENGTHS, holes=True), make(tied, temperature=0.5), plain_model(tied)
+    log_probs, squares = engine.log_probs_and_squares(batch)
+    assert torch.equal(log_probs, engine.log_probs(batch))
+    expected = sum(
+        plain_scores(model, {**batch, "responses": torch.full_like(batch["responses"], t)}, 0.5)[0][:, :1].exp() ** 2
+        for t in range(model.config.vocab_size)
+    )
+    torch.testing.assert_close(squares[:, :1], expected * batch["response_mask"][:, :1], atol=1e-5, rtol=0)
+    assert not squares[~batch["response_mask"]].any()
+
+
+def test_an_update_on_no_token_at_all_leaves_the_weights_as_they_are(make: Any, tied: Path) -> None:
+    engine, batch = make(tied), batch_of(LENGTHS)
+    before = copies(engine)
+    metrics = engine.update({**batch, "response_mask": torch.zeros_like(batch["response_mask"])}, WeightedLikelihood())
+    assert metrics["actor/pg_loss"] == 0 == metrics["actor/grad_norm"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
+
+
 @pytest.mark.parametrize("entropy", [0.0, 0.1])
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_an_update_is_the_step_of_plain_pytorch(make: Any, model: str, entropy: float, request: pytest.FixtureRequest) -> None:

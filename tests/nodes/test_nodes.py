@@ -1,5 +1,7 @@
 """The library's own nodes, fired by hand: prompts in order, rewards checked, rewards by token, advantages converted."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import rlgraph as rg
 from rlgraph.columns import COLUMNS, Columns, concat_rows, repeat_rows
-from rlgraph.errors import DataError, RlgraphError
+from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, checked_columns
 from rlgraph.nodes.prompts import Prompts, plural
@@ -86,6 +88,35 @@ def test_a_reward_goes_to_the_last_token_that_the_policy_wrote() -> None:
     mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
     placed = on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask)
     assert placed.tolist() == [[0, 0, 0, 1, 0], [2, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_rewards_may_go_to_a_column_of_another_name_with_metrics_of_its_own() -> None:
+    rollout, _ = rollout_and_rewards()
+    baseline = rg.reward(lambda responses: [float(len(r)) for r in responses], rollout, writes="baseline_rewards", name="baseline")  # type: ignore[arg-type]
+    assert baseline.columns == ("baseline_rewards",)
+    operation = dataclasses.replace(baseline.node.operation, tokenizer=None)  # type: ignore[type-var]
+    columns, metrics = operation.fire(Context(), {"responses": ["a", "bcd"]})  # type: ignore[attr-defined]
+    assert columns["baseline_rewards"].tolist() == [1.0, 3.0]
+    assert metrics == {"critic/baseline_rewards/mean": 2.0, "critic/baseline_rewards/max": 3.0, "critic/baseline_rewards/min": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("column", "message"), [("advantages", "which holds advantage of each"), ("", "name the column"), (3, "name the column")]
+)
+def test_rewards_go_to_no_column_of_another_kind(column: object, message: str) -> None:
+    rollout, _ = rollout_and_rewards()
+    with pytest.raises(GraphError, match=message):
+        rg.reward(by_length, rollout, writes=column)  # type: ignore[arg-type]
+
+
+def test_the_temperature_of_the_update_is_that_of_the_rollout_it_reads_not_of_the_generator() -> None:
+    prompts = rg.prompts([{"prompt": "?"}], count=2)
+    generator, policy = rg.Generator("m", pool=rg.Pool("p"), sampling=rg.Sampling(temperature=0.5)), rg.Policy("m", pool=rg.Pool("t"))
+    assert policy.log_probs(generator.rollout(prompts)).node.operation.temperature == 0.5  # type: ignore[attr-defined]
+    hot = generator.rollout(prompts, sampling=rg.Sampling(temperature=2.0))
+    assert policy.log_probs(hot).node.operation.temperature == 2.0  # type: ignore[attr-defined]
+    with pytest.raises(GraphError, match="has sampling=0; pass a sampling object"):
+        generator.rollout(prompts, sampling=0)  # type: ignore[arg-type]
 
 
 def fire(output: object, columns: Columns) -> Columns:
