@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -84,16 +84,34 @@ class PolicyLoss(Protocol):
         """Return this micro-batch's part of the loss and of the metrics."""
 
 
+class ValueLoss(Protocol):
+    """A loss of the critic over the rows of a micro-batch: as a policy's, but of values `[b, T]`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the loss needs besides the values."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """False: values have none."""
+
+    def __call__(self, values: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return this micro-batch's part of the loss and of the metrics."""
+
+
+Loss: TypeAlias = PolicyLoss | ValueLoss
+
+
 class TrainEngine(Protocol):
     """A model that is trained: one rank of it. All ranks are called with the same batch and in the same order."""
 
-    def log_probs(self, batch: Columns) -> torch.Tensor:
-        """Return the log-probs `[B, T]` of the responses under the current weights, float32, 0 on padding."""
+    def scores(self, batch: Columns) -> torch.Tensor:
+        """Return what the current weights give each response token, `[B, T]` float32, 0 on padding: a policy log-probs, a critic values."""
 
-    def log_probs_and_squares(self, batch: Columns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `log_probs` does and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+    def scores_and_squares(self, batch: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a policy's scores and, alike, the sum of the squared probabilities of the vocabulary at each token."""
 
-    def update(self, batch: Columns, loss: PolicyLoss) -> dict[str, float]:
+    def update(self, batch: Columns, loss: Loss) -> dict[str, float]:
         """Take one optimizer step over the batch and return its metrics, the same on every rank."""
 
     def weights(self) -> dict[str, torch.Tensor]:

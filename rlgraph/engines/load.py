@@ -44,8 +44,22 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
     )
 
 
-def train_engine(model: Any, place: Place) -> TrainEngine:
-    """Return this rank's engine of a `Policy` or `Reference`; the ranks of one model meet at `place.rendezvous`."""
+def policy_engine(model: Any, place: Place) -> TrainEngine:
+    """Return this rank's engine of a `Policy` or `Reference`, whose scores are log-probs."""
+    from rlgraph.engines.heads import PolicyHead
+
+    return _train_engine(PolicyHead(model.path, place.temperature), model, place)
+
+
+def critic_engine(model: Any, place: Place) -> TrainEngine:
+    """Return this rank's engine of a `Critic`, whose scores are values."""
+    from rlgraph.engines.heads import ValueHead
+
+    return _train_engine(ValueHead(model.path), model, place)
+
+
+def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
+    """Return one rank's engine; the ranks of one model meet at `place.rendezvous`."""
     import torch
     import torch.distributed as dist
 
@@ -54,11 +68,10 @@ def train_engine(model: Any, place: Place) -> TrainEngine:
     if place.world > 1:
         dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.world)
     return FsdpEngine(
-        model.path,
+        head,
         optimizer=model.optimizer,
         rank=place.rank,
         world=place.world,
         dtype=getattr(torch, model.dtype),
         micro_batch_tokens=model.micro_batch_tokens,
-        temperature=place.temperature,
     )

@@ -83,6 +83,18 @@ def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def value_head(path: str | Path) -> torch.Tensor | None:
+    """Return the head of a model that scores texts, `[labels, H]` float32, or None where a folder holds none."""
+    from safetensors import safe_open
+
+    for file in sorted(check_model(path).path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if "score.weight" in tensors.keys():  # noqa: SIM118, safe_open is no dict
+                weight: torch.Tensor = tensors.get_tensor("score.weight")
+                return weight.float()
+    return None
+
+
 def smollm2(folder: str | Path) -> Path:
     """Return `folder` with SmolLM2-135M-Instruct in it: bfloat16 weights, config and tokenizer, made at the first call.
 

@@ -43,7 +43,7 @@ class TrainedModel(Model):
     def load(self, context: Any) -> Any:
         from rlgraph.engines import load
 
-        return load.train_engine(self, context)
+        return load.policy_engine(self, context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,8 @@ class LogProbs:
 
     def fire(self, context: Context, columns: Columns) -> Columns:
         if not self.squares:
-            return {self.column: context.engine.log_probs(columns)}
-        log_probs, squares = context.engine.log_probs_and_squares(columns)
+            return {self.column: context.engine.scores(columns)}
+        log_probs, squares = context.engine.scores_and_squares(columns)
         return {self.column: log_probs, "sum_pi_squared": squares}
 
 

@@ -15,6 +15,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.fsdp import FsdpEngine
+from rlgraph.engines.heads import PolicyHead
 from rlgraph.errors import DataError, GraphError
 
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
@@ -33,8 +34,8 @@ def same_threads() -> Iterator[None]:
 def make() -> Iterator[Any]:
     engines: list[FsdpEngine] = []
 
-    def build(path: Path, **settings: Any) -> FsdpEngine:
-        engines.append(FsdpEngine(path, **{"optimizer": STEP, "dtype": torch.float32} | settings))
+    def build(path: Path, temperature: float = 1.0, **settings: Any) -> FsdpEngine:
+        engines.append(FsdpEngine(PolicyHead(path, temperature), **{"optimizer": STEP, "dtype": torch.float32} | settings))
         return engines[-1]
 
     yield build
@@ -67,19 +68,19 @@ def plain_scores(model: Any, batch: dict[str, torch.Tensor], temperature: float 
 def test_log_probs_equal_those_of_transformers(make: Any, model: str, request: pytest.FixtureRequest) -> None:
     path, batch = request.getfixturevalue(model), batch_of(LENGTHS, holes=True)
     expected = torch.where(batch["response_mask"], plain_scores(plain_model(path), batch)[0], 0)
-    torch.testing.assert_close(make(path).log_probs(batch), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(make(path).scores(batch), expected, atol=1e-5, rtol=0)
 
 
 def test_log_probs_are_those_at_the_temperature_of_the_sampling(make: Any, tied: Path) -> None:
     batch = batch_of(LENGTHS)
     expected = torch.where(batch["response_mask"], plain_scores(plain_model(tied), batch, 0.5)[0], 0)
-    torch.testing.assert_close(make(tied, temperature=0.5).log_probs(batch), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(make(tied, temperature=0.5).scores(batch), expected, atol=1e-5, rtol=0)
 
 
 def test_sums_of_squares_are_those_of_the_whole_distribution_and_come_with_the_same_log_probs(make: Any, tied: Path) -> None:
     batch, engine, model = batch_of(LENGTHS, holes=True), make(tied, temperature=0.5), plain_model(tied)
-    log_probs, squares = engine.log_probs_and_squares(batch)
-    assert torch.equal(log_probs, engine.log_probs(batch))
+    log_probs, squares = engine.scores_and_squares(batch)
+    assert torch.equal(log_probs, engine.scores(batch))
     expected = sum(
         plain_scores(model, {**batch, "responses": torch.full_like(batch["responses"], t)}, 0.5)[0][:, :1].exp() ** 2
         for t in range(model.config.vocab_size)
@@ -148,7 +149,7 @@ def test_the_same_updates_give_the_same_bits(make: Any, tied: Path) -> None:
     for _ in range(2):
         engine = make(tied, dtype=torch.bfloat16)
         metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(3)]
-        runs.append((metrics, copies(engine), engine.log_probs(batch)))
+        runs.append((metrics, copies(engine), engine.scores(batch)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
     assert torch.equal(runs[0][2], runs[1][2])
@@ -170,12 +171,12 @@ def test_a_state_is_gone_on_from(make: Any, tied: Path) -> None:
     engine, other = make(tied), make(tied)
     engine.update(batch, loss)
     state = {key: _cloned(value) for key, value in engine.state().items()}
-    expected = engine.update(batch, loss), engine.log_probs(batch)
+    expected = engine.update(batch, loss), engine.scores(batch)
     other.update(batch_of(LENGTHS, seed=1), loss)
-    other.log_probs(batch)
+    other.scores(batch)
     other.load_state(state)
     assert other.update(batch, loss) == expected[0]
-    assert torch.equal(other.log_probs(batch), expected[1])
+    assert torch.equal(other.scores(batch), expected[1])
 
 
 def _cloned(value: Any) -> Any:
@@ -192,14 +193,14 @@ def test_the_state_of_another_rank_is_refused(make: Any, tied: Path) -> None:
 
 def test_several_ranks_need_a_process_group(tied: Path) -> None:
     with pytest.raises(GraphError, match="init_process_group"):
-        FsdpEngine(tied, optimizer=AdamW(), rank=0, world=2)
+        FsdpEngine(PolicyHead(tied), optimizer=AdamW(), rank=0, world=2)
 
 
 def test_two_ranks_take_the_step_of_one(make: Any, tied: Path, tmp_path: Path) -> None:
     results = [torch.load(path) for path in run_ranks(tied, tmp_path, 2)]
     batch = batch_of(LENGTHS, holes=True)
     engine = make(tied)
-    torch.testing.assert_close(results[0]["log_probs"], engine.log_probs(batch), atol=1e-5, rtol=0)
+    torch.testing.assert_close(results[0]["log_probs"], engine.scores(batch), atol=1e-5, rtol=0)
     expected = [engine.update(batch, WeightedLikelihood(entropy=0.1)) for _ in range(2)]
     assert results[0]["metrics"] == results[1]["metrics"]
     for found, wanted in zip(results[0]["metrics"], expected, strict=True):
@@ -213,7 +214,7 @@ def test_two_ranks_take_the_step_of_one(make: Any, tied: Path, tmp_path: Path) -
 
 def run_ranks(model: Path, out: Path, world: int) -> list[Path]:
     here = Path(__file__).with_name("ranks.py")
-    environment = os.environ | {"PYTHONPATH": str(here.parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen([sys.executable, str(here), str(model), str(out), str(rank), str(world)], env=environment) for rank in range(world)
     ]
