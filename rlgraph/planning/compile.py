@@ -1,18 +1,21 @@
 """From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import networkx as nx
 
 from rlgraph.columns import COLUMNS
-from rlgraph.graph import Feedback, Graph, Node
+from rlgraph.graph import Graph, Node
 from rlgraph.planning import events
 from rlgraph.planning.advice import advise
 from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs, checked
-from rlgraph.planning.period import Cycle, critical_cycle, simulate, simulated_period
+from rlgraph.planning.laws import Setting
+from rlgraph.planning.outlook import Outlook, Settings, outlook
+from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
 from rlgraph.planning.schedule import Schedule
@@ -26,23 +29,39 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> 
     Raises PlanError where the graph does not fit the cluster, or the costs do not fit the graph.
     """
     priced = checked(graph, costs)
-    counts = _best_split(graph, cluster, priced)
-    crew, schedule = _scheduled(graph, cluster, counts, priced)
+    return planned(graph, cluster, priced, _best_split(graph, cluster, priced))
+
+
+def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts) -> Plan:
+    """Return the plan of a graph whose pools have that many devices."""
+    crew, settings, schedule = scheduled(graph, cluster, counts, priced)
     cycle = critical_cycle(schedule)
+    expected = outlook(schedule, graph.nodes, settings, priced)
+    step_s = max(cycle.period_s, expected.step_s) if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
-    loops = tuple(_loops(graph, schedule, cycle))
+    loops = tuple(_loops(graph, schedule, cycle, expected))
     draft = Plan(
         graph=graph.name,
         cluster=cluster,
-        pools=tuple(_pools(graph, cluster, counts, schedule, cycle)),
-        nodes=tuple(_nodes(graph, crew, schedule, priced)),
+        pools=tuple(_pools(graph, cluster, counts, schedule, step_s)),
+        nodes=tuple(_nodes(graph, crew, settings, priced)),
         workers=crew,
         channels=channels,
         loops=loops,
         schedule=schedule,
         window=events.open_batches(graph) + 3,
         hosts=nodes_needed({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
-        prediction=Prediction(cycle.period_s, simulated_period(schedule), cycle.events, cycle.tokens, priced.source, ()),
+        prediction=Prediction(
+            period_s=cycle.period_s,
+            simulated_s=expected.step_s,
+            critical=cycle.events,
+            critical_tokens=cycle.tokens,
+            cost=priced.source,
+            advice=(),
+            step_s=step_s,
+            first_step_s=expected.first_step_s,
+            waits=expected.waits(),
+        ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
@@ -55,37 +74,50 @@ def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> Counts:
         return candidates[0]
 
     def load(counts: Counts) -> float:
-        return max(sum(costs.of(n.name, counts[p.name]) for n in graph.nodes if n.pool is p) for p in graph.pools)
+        _, settings = settled(graph, cluster, counts)
+        return max(sum(costs.mean(n.name, settings[n.name], rows) for n in graph.nodes if n.pool is p) for p in graph.pools)
 
+    rows = max(node.rows for node in graph.nodes)
     best, least = candidates[0], float("inf")
-    for counts in sorted(candidates, key=load):
-        if load(counts) >= least:
+    for bound, _, counts in sorted((load(counts), index, counts) for index, counts in enumerate(candidates)):
+        if bound >= least:
             break
-        period = critical_cycle(_scheduled(graph, cluster, counts, costs)[1]).period_s
+        period = critical_cycle(scheduled(graph, cluster, counts, costs)[2]).period_s
         if period < least:
             best, least = counts, period
     return best
 
 
-def _scheduled(graph: Graph, cluster: Cluster, counts: Counts, costs: Costs) -> tuple[tuple[PlannedWorker, ...], Schedule]:
-    order = {node.name: index for index, node in enumerate(graph.nodes)}
-    crew = workers(graph, cluster, counts, order)
+def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
+    """Return the processes, and the setting of each node."""
+    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(graph.nodes)})
+    engines = Counter(name for worker in crew for name in worker.nodes)
+    return crew, {n.name: Setting(counts[n.pool.name] if n.pool else 1, engines[n.name], n.rows) for n in graph.nodes}
+
+
+def scheduled(
+    graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
+) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
+    """Return processes, settings and the schedule with mean seconds."""
+    crew, settings = settled(graph, cluster, counts)
     hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
-    return crew, events.schedule(graph, hosts, counts, costs)
+    rows = max(node.rows for node in graph.nodes)
+    seconds = {name: costs.mean(name, setting, rows) for name, setting in settings.items()}
+    return crew, settings, events.schedule(graph, hosts, seconds, costs)
 
 
-def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, cycle: Cycle) -> list[PlannedPool]:
+def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, step_s: float) -> list[PlannedPool]:
     gpus = devices(graph, cluster, counts)
     planned = []
     for pool in graph.pools:
-        busy = sum(e.seconds for e in schedule.events if e.pool == pool.name) / cycle.period_s if cycle.period_s else 0.0
+        busy = sum(e.seconds for e in schedule.events if e.pool == pool.name) / step_s if step_s else 0.0
         on_gpu = bool(gpus[pool.name])
         planned.append(PlannedPool(pool.name, "gpu" if on_gpu else "cpu", gpus[pool.name], 0 if on_gpu else counts[pool.name], busy))
     return planned
 
 
-def _nodes(graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, costs: Costs) -> list[PlannedNode]:
-    seconds = schedule.seconds()
+def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, costs: Costs) -> list[PlannedNode]:
+    rows = max(node.rows for node in graph.nodes)
     return [
         PlannedNode(
             name=node.name,
@@ -96,8 +128,8 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cost
             reads=node.reads,
             writes=node.writes,
             rows=node.rows,
-            seconds=seconds[node.name],
-            cost=costs.source,
+            seconds=costs.mean(node.name, settings[node.name], rows),
+            cost=costs.source_at(node.name, settings[node.name]),
         )
         for node in graph.nodes
     ]
@@ -157,7 +189,7 @@ def _waits_for_weights(rollout: Node, update: Node) -> bool:
     return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
 
 
-def _loops(graph: Graph, schedule: Schedule, cycle: Cycle) -> list[PlannedLoop]:
+def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook) -> list[PlannedLoop]:
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind != "fire" else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned = []
@@ -173,7 +205,7 @@ def _loops(graph: Graph, schedule: Schedule, cycle: Cycle) -> list[PlannedLoop]:
                 depth=feedback.depth,
                 buffers=feedback.buffers,
                 freshest=feedback.freshest,
-                staleness=_expected_staleness(graph, schedule, feedback) if feedback.freshest else float(feedback.depth),
+                staleness=expected.staleness(graph, feedback),
                 transport="shm",
                 slots=feedback.depth + 1,
                 publish_s=publish_s,
@@ -181,14 +213,3 @@ def _loops(graph: Graph, schedule: Schedule, cycle: Cycle) -> list[PlannedLoop]:
             )
         )
     return planned
-
-
-def _expected_staleness(graph: Graph, schedule: Schedule, feedback: Feedback) -> float:
-    """Return the mean gap between the version a rollout takes and the one it is trained at, once the pipeline is full."""
-    steps = 60
-    spans = simulate(schedule, steps)
-    published = sorted(s.end_s for s in spans if s.name == events.publish_event(feedback.name))
-    first = events.load_event(feedback.name, events.readers(graph, feedback)[0].name)
-    starts = {s.step: s.start_s for s in spans if s.name == first}
-    gaps = [step - min(sum(end <= starts[step] for end in published), step) for step in range(steps // 2, steps)]
-    return sum(gaps) / len(gaps)

@@ -1,30 +1,29 @@
-"""What each node costs: given, measured, or nominal where nobody knows yet."""
+"""What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Work
+from rlgraph.planning.laws import NodeCost, Setting, check_seconds
+from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import CostSource
 
-
-@dataclass(frozen=True)
-class NodeCost:
-    """Seconds of one firing: `serial_s` whatever the devices, plus `parallel_s` device-seconds shared by them."""
-
-    serial_s: float = 0.0
-    parallel_s: float = 0.0
-
-    def seconds(self, devices: int) -> float:
-        return self.serial_s + self.parallel_s / max(devices, 1)
+DRAWN_STEPS = 400  # of a prediction that follows lengths and spreads
+DRAWN_ROWS = 1 << 20  # at most, over all steps
+LEAST_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of each node by name (a number means: whatever the devices), and of moving weights.
 
-    `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine.
-    Raises PlanError for a cost that is negative or no number.
+    `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine;
+    `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, which generating and training
+    follow where a node's cost says so. `on` says in words where the costs were taken.
+
+    Raises PlanError for a cost that is negative or no number, or one that needs lengths where there are none.
     """
 
     nodes: Mapping[str, float | NodeCost]
@@ -32,19 +31,59 @@ class Costs:
     receive_s: float = 0.0
     swap_s: float = 0.0
     source: CostSource = field(default="given")
+    lengths: Lengths | None = None
+    publish_bytes: int | None = None
+    on: str = ""
 
     def __post_init__(self) -> None:
         moving = {"publish_s": self.publish_s, "receive_s": self.receive_s, "swap_s": self.swap_s}
         for name, cost in {**self.nodes, **moving}.items():
-            parts = (cost.serial_s, cost.parallel_s) if isinstance(cost, NodeCost) else (cost,)
-            for part in parts:
-                if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < float("inf"):
-                    raise PlanError(f"the cost of '{name}' is {cost!r}; a cost is a number of seconds of at least 0")
+            check_seconds(name, cost)
+            if self.lengths is None and isinstance(cost, NodeCost) and (cost.decode is not None or cost.token_s):
+                raise PlanError(
+                    f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
+                    "lengths=Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
+                )
 
-    def of(self, node: str, devices: int) -> float:
-        """Return the seconds of one firing of `node` on that many devices."""
+    def seconds(self, node: str, setting: Setting, steps: int = 1, rows_drawn: int | None = None) -> Array:
+        """Return the seconds `[steps]` of as many firings of `node`."""
         cost = self.nodes[node]
-        return cost.seconds(devices) if isinstance(cost, NodeCost) else float(cost)
+        law = cost if isinstance(cost, NodeCost) else NodeCost(serial_s=float(cost))
+        return law.seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
+
+    def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
+        """Return the mean seconds of one firing of `node`."""
+        if not self.varies(node):
+            return float(self.seconds(node, setting)[0])
+        return float(self.seconds(node, setting, self.steps_drawn(rows_drawn or setting.rows), rows_drawn).mean())
+
+    def varies(self, node: str) -> bool:
+        """Return whether single firings of `node` differ."""
+        cost = self.nodes[node]
+        return isinstance(cost, NodeCost) and bool(cost.spread or cost.decode or cost.token_s)
+
+    def steps_drawn(self, rows: int) -> int:
+        """Return of how many steps a prediction draws the lengths."""
+        return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
+
+    def source_at(self, node: str, setting: Setting) -> CostSource:
+        """Return where the seconds of `node` come from at this setting: "scaled" if they were measured at another one."""
+        cost = self.nodes[node]
+        elsewhere = isinstance(cost, NodeCost) and cost.measured is not None and cost.measured != setting
+        return "scaled" if elsewhere else self.source
+
+    def to_file(self, path: str | Path) -> None:
+        """Write the costs as YAML; `Costs.from_file` reads them again."""
+        from rlgraph.planning.costs_file import written
+
+        Path(path).write_text(written(self), encoding="utf-8")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Costs":
+        """Return the costs of a YAML file. Raises PlanError for a file that is missing, or holds something else."""
+        from rlgraph.planning.costs_file import read
+
+        return read(path)
 
 
 # Device-seconds of equally large models, by kind of work: a training token costs three forward ones (Kaplan et al., 2020,

@@ -7,10 +7,10 @@ import networkx as nx
 
 from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning.costs import Costs
-from rlgraph.planning.placement import Counts
 from rlgraph.planning.schedule import Dependency, Event, EventKind, Schedule
 
 Hosts = Mapping[str, str]  # the worker of each node, by name
+Seconds = Mapping[str, float]  # of one firing of each node
 
 
 def open_batches(graph: Graph) -> int:
@@ -32,18 +32,17 @@ def in_loop(graph: Graph, node: Node) -> bool:
     return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
 
 
-def schedule(graph: Graph, hosts: Hosts, counts: Counts, costs: Costs) -> Schedule:
+def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs) -> Schedule:
     """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock."""
-    events = [*(_fire(node, hosts, counts, costs) for node in graph.nodes), *_weights_events(graph, hosts, costs)]
+    events = [*(_fire(node, hosts, seconds) for node in graph.nodes), *_weights_events(graph, hosts, costs)]
     ordered = _ordered(graph, events)
     flow = [*_data(graph), *_loops(graph)]
     turns = [*_turns(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
     return Schedule(tuple(ordered), tuple(flow + turns))
 
 
-def _fire(node: Node, hosts: Hosts, counts: Counts, costs: Costs) -> Event:
-    devices = counts[node.pool.name] if node.pool else 1
-    return Event(node.name, "fire", node.name, hosts[node.name], node.pool.name if node.pool else None, costs.of(node.name, devices))
+def _fire(node: Node, hosts: Hosts, seconds: Seconds) -> Event:
+    return Event(node.name, "fire", node.name, hosts[node.name], node.pool.name if node.pool else None, seconds[node.name])
 
 
 def publish_event(feedback: str) -> str:

@@ -1,7 +1,8 @@
 """How long a step takes in the steady state: by the critical cycle, and by playing the schedule forward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import networkx as nx
 
@@ -75,21 +76,48 @@ def _rotated(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
     return tuple(cycle[first:] + cycle[:first])
 
 
-def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> list[Span]:
-    """Return when each event of each step runs if everything starts as soon as it may; `seconds(event, step)` may vary."""
-    waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}
-    for dependency in schedule.dependencies:
-        waits[dependency.after].append(dependency)
-    done: dict[tuple[str, int], float] = {}
-    spans = []
+@dataclass(frozen=True)
+class Played:
+    """When each event's firings start and end, by event name, and which dependency each waited for last."""
+
+    order: tuple[Event, ...]
+    starts: Mapping[str, Sequence[float]]
+    ends: Mapping[str, Sequence[float]]
+    causes: Mapping[str, Sequence[Dependency | None]]
+
+    def step_ends(self) -> list[float]:
+        """Return when each step is finished: all its firings and those of the steps before."""
+        last = [max(at) for at in zip(*self.ends.values(), strict=True)]
+        return list(accumulate(last, max))
+
+
+def play(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> Played:
+    """Return the firings of `steps` steps if each starts as soon as it may; `seconds(event, step)` may vary."""
     order = firing_order(schedule)
+    starts: dict[str, list[float]] = {event.name: [] for event in order}
+    ends: dict[str, list[float]] = {event.name: [] for event in order}
+    causes: dict[str, list[Dependency | None]] = {event.name: [] for event in order}
+    waits = {event.name: [(d, ends[d.before], d.tokens) for d in schedule.dependencies if d.after == event.name] for event in order}
     for step in range(steps):
         for event in order:
-            start = max((done[d.before, step - d.tokens] for d in waits[event.name] if step >= d.tokens), default=0.0)
-            end = start + (event.seconds if seconds is None else seconds(event, step))
-            done[event.name, step] = end
-            spans.append(Span(event.name, event.kind, step, event.worker, start, end))
-    return spans
+            start, cause = 0.0, None
+            for dependency, done, tokens in waits[event.name]:
+                if step >= tokens and done[step - tokens] > start:
+                    start, cause = done[step - tokens], dependency
+            starts[event.name].append(start)
+            ends[event.name].append(start + (event.seconds if seconds is None else seconds(event, step)))
+            causes[event.name].append(cause)
+    return Played(tuple(order), starts, ends, causes)
+
+
+def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> list[Span]:
+    """Return when each event of each step runs if everything starts as soon as it may; `seconds(event, step)` may vary."""
+    played = play(schedule, steps, seconds)
+    return [
+        Span(event.name, event.kind, step, event.worker, played.starts[event.name][step], played.ends[event.name][step])
+        for step in range(steps)
+        for event in played.order
+    ]
 
 
 def firing_order(schedule: Schedule) -> list[Event]:
@@ -106,8 +134,5 @@ def firing_order(schedule: Schedule) -> list[Event]:
 
 def simulated_period(schedule: Schedule, warm_up: int = WARM_UP_STEPS) -> float:
     """Return seconds a step, averaged over as many steps again after `warm_up` of them."""
-    spans = simulate(schedule, 2 * warm_up)
-    ends: dict[int, float] = {}
-    for span in spans:
-        ends[span.step] = max(span.end_s, ends.get(span.step, 0.0))
+    ends = play(schedule, 2 * warm_up).step_ends()
     return (ends[2 * warm_up - 1] - ends[warm_up - 1]) / warm_up

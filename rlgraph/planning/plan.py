@@ -6,10 +6,10 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.schedule import Schedule
+from rlgraph.planning.schedule import Reason, Schedule
 
 Transport: TypeAlias = Literal["local", "shm", "object_store", "nccl"]
-CostSource: TypeAlias = Literal["nominal", "given", "measured"]
+CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,26 @@ class PlannedLoop:
 
 
 @dataclass(frozen=True)
+class PlannedWait:
+    """Seconds a step that a pool, or a worker on the host, stands still for `on`: a channel or a feedback edge.
+
+    `reason` is "data" (nothing to take yet), "slots" (no room to put), "loop" (the weights are not there yet).
+    """
+
+    who: str
+    on: str
+    reason: Reason
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Prediction:
-    """The steady state: seconds a step, the cycle that sets it, and advice in words."""
+    """The steady state: seconds a step, the cycle that sets it, and advice in words.
+
+    `period_s` is the critical cycle's, from mean seconds: no step can be faster on average. `simulated_s` plays the schedule
+    with the lengths and spreads that the costs hold, so it counts what a long response keeps waiting; `step_s` is the one to
+    expect. `first_step_s` is from the first tick to the end of the first step, start-up not counted.
+    """
 
     period_s: float
     simulated_s: float
@@ -98,6 +116,9 @@ class Prediction:
     critical_tokens: int
     cost: CostSource
     advice: tuple[str, ...]
+    step_s: float
+    first_step_s: float
+    waits: tuple[PlannedWait, ...]
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ def _members(plan: Plan, pool: str | None) -> str:
 
 def _nodes(plan: Plan) -> list[str]:
     rows = [
-        [node.name, node.work, words.seconds(node.seconds, node.cost), str(node.rows), ", ".join(map(words.clean, node.writes))]
+        [node.name, node.work, words.seconds(node.seconds, node.cost), node.cost, str(node.rows), ", ".join(map(words.clean, node.writes))]
         for node in plan.nodes
     ]
-    return _table(["node", "work", f">{plan.prediction.cost} time", ">rows", "writes"], rows)
+    return _table(["node", "work", ">time", "is", ">rows", "writes"], rows)
 
 
 def _workers(plan: Plan) -> list[str]:

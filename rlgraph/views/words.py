@@ -9,8 +9,8 @@ HOST = "host"  # the lane of nodes that belong to no pool
 
 
 def seconds(value: float, cost: CostSource = "measured") -> str:
-    """Return a time to three digits; nominal ones are marked with a tilde, because they only rank."""
-    mark = "~" if cost == "nominal" else ""
+    """Return a time to three digits; those of which nothing was measured are marked with a tilde."""
+    mark = "~" if cost in ("nominal", "roofline") else ""
     if value == 0:
         return f"{mark}0 s"
     if value < 0.0995:
@@ -58,8 +58,13 @@ def loop_terms(loop: PlannedLoop) -> str:
 
 def prediction(plan: Plan) -> str:
     """Return the predicted step time, with a warning where its costs are nominal."""
-    said = f"predicted step {seconds(plan.prediction.period_s, plan.prediction.cost)}"
-    return f"{said} (nominal costs: they rank, nothing was measured)" if plan.prediction.cost == "nominal" else said
+    said = f"predicted step {seconds(plan.prediction.step_s, plan.prediction.cost)}"
+    if plan.prediction.cost == "nominal":
+        return f"{said} (nominal costs: they rank, nothing was measured)"
+    if plan.prediction.cost == "roofline":
+        return f"{said} (estimated from model shapes and devices: nothing was measured)"
+    scaled = [clean(node.name) for node in plan.nodes if node.cost == "scaled"]
+    return f"{said} (scaled to this plan: {', '.join(scaled)})" if scaled else said
 
 
 def clean(name: str) -> str:

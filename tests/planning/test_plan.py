@@ -1,10 +1,13 @@
 """Compiling: placement, workers, channels, and what a plan predicts and guarantees."""
 
+from dataclasses import replace
+
 import pytest
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
-from rlgraph.planning.costs import NodeCost
+from rlgraph.planning.laws import Decode, NodeCost
+from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.placement import nodes_needed
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
@@ -112,6 +115,18 @@ def test_overlap_predicts_the_slower_side_and_no_overlap_the_sum() -> None:
     costs = rg.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": 3.0, "update": 2.0})
     periods = [rg.compile(grpo(rg.Pool("a"), rg.Pool("b"), depth=d), rg.Cluster(cpus=2), costs).prediction.period_s for d in (0, 1, 2)]
     assert periods == pytest.approx([5.0, 3.0, 3.0])
+
+
+def test_a_long_tail_raises_the_expected_step_above_the_critical_cycle() -> None:
+    tail = Lengths((0.0, 0.5, 0.9, 1.0), (5.0, 20.0, 60.0, 400.0))
+    decode = NodeCost(decode=Decode(step_s=0.01))
+    nodes = {"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": decode, "update": NodeCost(token_s=0.004)}
+    costs = rg.Costs(nodes, lengths=tail)
+    expected = rg.compile(grpo(rg.Pool("a"), rg.Pool("b"), depth=1), rg.Cluster(cpus=2), costs).prediction
+    assert expected.step_s > expected.period_s * 1.02
+    flat = replace(costs, lengths=Lengths((0.0, 1.0), (40.0, 40.0)))
+    even = rg.compile(grpo(rg.Pool("a"), rg.Pool("b"), depth=1), rg.Cluster(cpus=2), flat).prediction
+    assert even.step_s == pytest.approx(even.period_s)
 
 
 def test_a_second_buffer_hides_the_time_that_weights_take() -> None:

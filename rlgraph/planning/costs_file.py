@@ -1,0 +1,59 @@
+"""Costs as a YAML file that people read and change."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlgraph.errors import PlanError
+from rlgraph.planning.costs import Costs
+
+HEAD = """\
+# What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or
+#   serial_s + (parallel_s + token_s * tokens) / devices, and for a generator `decode`: start_s + prefill_s * prompt tokens
+#   + step_s * (longest response) + sequence_s * (response tokens), by engine.
+# `measured` is the setting it was taken at, `spread` single firings over the law, `lengths` the quantiles of the responses.
+"""
+
+
+def written(costs: Costs) -> str:
+    """Return the costs as YAML."""
+    return HEAD + msgspec.yaml.encode(_short(msgspec.to_builtins(costs))).decode()
+
+
+def _short(value: Any) -> Any:
+    """Return the same values with six digits and without what is empty, which is what a reader would leave out."""
+    if isinstance(value, dict):
+        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], ())}
+    if isinstance(value, list | tuple):
+        return [_short(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def read(path: str | Path) -> Costs:
+    """Return the costs of a file. Raises PlanError naming the file and the place in it."""
+    file = Path(path)
+    if not file.is_file():
+        raise PlanError(f"costs file '{path}': there is no such file; write one with job.costs().to_file('{path}')")
+    try:
+        raw = msgspec.yaml.decode(file.read_text(encoding="utf-8"))
+        costs = msgspec.convert(raw, Costs)
+        _check_keys("costs", raw, costs)
+        return costs
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise PlanError(f"costs file '{path}': {error}; it holds what Costs.to_file writes: nodes, each with its seconds") from None
+    except PlanError as error:
+        raise PlanError(f"costs file '{path}': {error}") from None
+
+
+def _check_keys(where: str, raw: Any, made: Any) -> None:
+    """Raise PlanError for a key that means nothing: a slip of the pen would otherwise count as 0 seconds."""
+    if not isinstance(raw, dict):
+        return
+    known = made.keys() if isinstance(made, Mapping) else {field.name for field in fields(made)}
+    for key, part in raw.items():
+        if key not in known:
+            raise PlanError(f"{where} has no '{key}'; it has {sorted(known)}")
+        _check_keys(f"{where}.{key}", part, made[key] if isinstance(made, Mapping) else getattr(made, key))

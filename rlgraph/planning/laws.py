@@ -1,0 +1,140 @@
+"""The laws of a node's time: how its seconds follow from its devices, engines, rows and the lengths of the responses."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rlgraph.errors import PlanError
+from rlgraph.planning.lengths import Array, Lengths
+
+# The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
+# step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
+DOUBLING = 0.85
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a node runs: devices of its pool, engines (ranks of its model) on them, and rows of a batch."""
+
+    devices: int = 1
+    engines: int = 1
+    rows: int = 1
+
+    @property
+    def width(self) -> float:
+        """Devices of one engine."""
+        return self.devices / self.engines
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Time of one generating engine: `prefill_s` for each prompt token, then decode steps of `step_s + sequence_s · active`.
+
+    Decoding is bound by memory traffic: reading the weights costs every step `step_s`, each sequence that is still active
+    adds `sequence_s`. So the longest response sets the tail. `slots` is how many sequences an engine decodes at once.
+    `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double.
+    """
+
+    step_s: float
+    sequence_s: float = 0.0
+    prefill_s: float = 0.0
+    start_s: float = 0.0  # of a firing, whatever its rows
+    slots: int | None = None
+    doubling: float = DOUBLING
+
+    def seconds(self, lengths: Array, prompt_tokens: float, engines: int) -> Array:
+        """Return the seconds `[steps]` of batches `[steps, rows]`: those of the engine that is last."""
+        rows = lengths.shape[1]
+        firsts = [rows * rank // engines for rank in range(engines)]
+        counts = np.diff([*firsts, rows])
+        if min(counts) < 1:
+            firsts = [first for first, count in zip(firsts, counts, strict=True) if count]
+            counts = np.diff([*firsts, rows])
+        active = np.add.reduceat(lengths, firsts, axis=1)
+        steps = np.maximum.reduceat(lengths, firsts, axis=1)
+        if self.slots is not None and max(counts) > self.slots:
+            steps = _steps_in_slots(lengths, tuple(firsts), self.slots)
+        each = self.prefill_s * prompt_tokens * counts + self.step_s * steps + self.sequence_s * active
+        last: Array = self.start_s + each.max(axis=1)
+        return last
+
+
+def _steps_in_slots(lengths: Array, firsts: Sequence[int], slots: int) -> Array:
+    """Return the decode steps of each engine when a waiting sequence takes the slot of the first that ends."""
+    ends = [*firsts[1:], lengths.shape[1]]
+    return np.array([[_makespan(batch[a:b], slots) for a, b in zip(firsts, ends, strict=True)] for batch in lengths])
+
+
+def _makespan(lengths: Array, slots: int) -> float:
+    free = [0.0] * slots
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + float(length))
+    return max(free)
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Seconds of one firing: `serial_s` whatever the devices, plus device-seconds shared by them.
+
+    The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
+    of the batch, prompts included. `decode` is the law of a generator, by response lengths. `spread` holds single firings as
+    measured seconds over those of the law, so its mean is about 1. `measured` is the setting that the numbers come from;
+    for any other one they are scaled.
+
+    Raises PlanError for a number that is negative or none.
+    """
+
+    serial_s: float = 0.0
+    parallel_s: float = 0.0
+    token_s: float = 0.0
+    decode: Decode | None = None
+    spread: tuple[float, ...] = ()
+    measured: Setting | None = None
+
+    def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
+        """Return the seconds `[steps]` of as many firings: the same lengths for every node of a step, and the spread."""
+        shared = np.full(steps, self.parallel_s * self._rows_scale(setting))
+        found = np.full(steps, self.serial_s)
+        if lengths is not None and (self.token_s or self.decode):
+            batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
+            shared = shared + self.token_s * (batch.sum(axis=1) + lengths.prompt_tokens * setting.rows)
+            if self.decode is not None:
+                found = found + self._decode(self.decode, batch, lengths.prompt_tokens, setting)
+        found = found + shared / max(setting.devices, 1)
+        if self.spread:
+            found = found * _spread(self.spread, steps)
+        return found
+
+    def _rows_scale(self, setting: Setting) -> float:
+        return setting.rows / self.measured.rows if self.measured else 1.0
+
+    def _decode(self, decode: Decode, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
+        wider = setting.width / (self.measured.width if self.measured else 1.0)
+        kept = decode.doubling ** np.log2(max(wider, 1e-9))
+        found: Array = decode.seconds(batch, prompt_tokens, setting.engines) / (wider * kept)
+        return found
+
+
+@lru_cache(maxsize=256)
+def _spread(spread: tuple[float, ...], steps: int) -> Array:
+    """Return firings in a mixed order, each as often as any other, so that their mean is that of the sample."""
+    rounds = [np.random.default_rng(i).permutation(np.asarray(spread)) for i in range(-(-steps // len(spread)))]
+    found: Array = np.concatenate(rounds)[:steps]
+    even: Array = found * (np.mean(spread) / found.mean())
+    return even
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise PlanError for what is no number of seconds, nor a law made of such."""
+    if isinstance(value, NodeCost):
+        parts: list[object] = [value.serial_s, value.parallel_s, value.token_s, *value.spread]
+        if value.decode is not None:
+            parts += [value.decode.step_s, value.decode.sequence_s, value.decode.prefill_s, value.decode.start_s]
+    else:
+        parts = [value]
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < float("inf"):
+            raise PlanError(f"the cost of '{name}' is {value!r}; a cost is a number of seconds of at least 0")

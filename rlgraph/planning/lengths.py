@@ -1,0 +1,63 @@
+"""How long responses are: a distribution given by its quantiles, the batches it yields, and what it was measured from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+
+from rlgraph.errors import PlanError
+
+Array: TypeAlias = np.ndarray
+# Closer together towards 1: the longest of a batch sets the time of a rollout.
+PROBABILITIES = (*(i / 50 for i in range(49)), 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9975, 0.999, 1.0)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a response: `tokens[i]` is the quantile of probability `at[i]`, with straight lines between them.
+
+    `prompt_tokens` is the mean length of a prompt. Raises PlanError for quantiles that do not rise from 0 to 1.
+    """
+
+    at: tuple[float, ...]
+    tokens: tuple[float, ...]
+    prompt_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.at, self.at[1:], strict=False))
+        growing = all(a <= b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if len(self.at) != len(self.tokens) or len(self.at) < 2 or self.at[0] != 0 or self.at[-1] != 1 or not rising or not growing:
+            raise PlanError(
+                f"lengths have at={self.at} and tokens={self.tokens}; give as many probabilities, rising from 0 to 1, as tokens, "
+                "which never fall: at=(0, 0.5, 1), tokens=(10, 200, 4096)"
+            )
+        if self.tokens[0] < 0 or self.prompt_tokens < 0:
+            raise PlanError(f"lengths have tokens={self.tokens} and prompt_tokens={self.prompt_tokens}; a length is at least 0")
+
+    @classmethod
+    def measured(cls, responses: Sequence[int], prompt_tokens: float) -> "Lengths":
+        """Return the distribution of the responses seen."""
+        found = np.quantile(np.asarray(responses, dtype=float), PROBABILITIES)
+        return cls(PROBABILITIES, tuple(float(f"{value:.6g}") for value in found), float(f"{prompt_tokens:.6g}"))
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a response."""
+        return float(np.trapezoid(self.tokens, self.at))
+
+    @property
+    def longest(self) -> float:
+        return self.tokens[-1]
+
+    def batches(self, steps: int, rows: int) -> Array:
+        """Return the response lengths `[steps, rows]` of that many steps; always the same ones."""
+        return _batches(self, steps, rows)
+
+
+@lru_cache(maxsize=16)
+def _batches(lengths: Lengths, steps: int, rows: int) -> Array:
+    drawn = np.random.default_rng(0).random((steps, rows))
+    found: Array = np.ceil(np.interp(drawn, lengths.at, lengths.tokens) - 1e-9)
+    return found

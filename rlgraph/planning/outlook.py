@@ -1,0 +1,76 @@
+"""What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlgraph.graph import Feedback, Graph, Node
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.events import load_event, publish_event, readers
+from rlgraph.planning.laws import Setting
+from rlgraph.planning.period import WARM_UP_STEPS, Played, play
+from rlgraph.planning.plan import PlannedWait
+from rlgraph.planning.schedule import Event, Reason, Schedule
+
+Settings = Mapping[str, Setting]  # of each node, by name
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A schedule, played over `steps` steps of which those before `warm_up` fill the pipeline."""
+
+    schedule: Schedule
+    played: Played
+    steps: int
+    warm_up: int
+
+    @property
+    def step_s(self) -> float:
+        ends = self.played.step_ends()
+        return (ends[-1] - ends[self.warm_up - 1]) / (self.steps - self.warm_up)
+
+    @property
+    def first_step_s(self) -> float:
+        return self.played.step_ends()[0]
+
+    def waits(self) -> tuple[PlannedWait, ...]:
+        """Return how long each pool, and each worker on the host, stands still for what; the longest first."""
+        total: dict[tuple[str, str, Reason], float] = {}
+        for event in (e for e in self.schedule.events if e.kind != "receive"):
+            starts, causes = self.played.starts[event.name], self.played.causes[event.name]
+            turns = [d for d in self.schedule.dependencies if d.after == event.name and d.reason in ("order", "self")]
+            for step in range(self.warm_up, self.steps):
+                cause = causes[step]
+                if cause is not None and cause.reason not in ("order", "self"):
+                    free = max((self.played.ends[d.before][step - d.tokens] for d in turns if step >= d.tokens), default=0.0)
+                    key = (event.pool or event.worker, cause.via, cause.reason)
+                    total[key] = total.get(key, 0.0) + starts[step] - free
+        counted = self.steps - self.warm_up
+        found = [PlannedWait(who, on, reason, idle / counted) for (who, on, reason), idle in total.items() if idle > 0]
+        return tuple(sorted(found, key=lambda wait: -wait.seconds))
+
+    def staleness(self, graph: Graph, feedback: Feedback) -> float:
+        """Return the mean gap between the version a rollout takes and the one it is trained at."""
+        if not feedback.freshest:
+            return float(feedback.depth)
+        published = sorted(self.played.ends[publish_event(feedback.name)])
+        starts = self.played.starts[load_event(feedback.name, readers(graph, feedback)[0].name)]
+        gaps = [step - min(sum(end <= starts[step] for end in published), step) for step in range(self.warm_up, self.steps)]
+        return sum(gaps) / len(gaps)
+
+
+def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs: Costs) -> Outlook:
+    """Return the schedule played with the lengths and spreads of the costs, or with plain seconds where there are none."""
+    varying = [node.name for node in nodes if costs.varies(node.name)]
+    if not varying:
+        return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
+    rows = max(node.rows for node in nodes)
+    steps = costs.steps_drawn(rows)
+    relative: dict[str, list[float]] = {}
+    for name in varying:
+        drawn = costs.seconds(name, settings[name], steps, rows)
+        relative[name] = (drawn / max(drawn.mean(), 1e-12)).tolist()
+
+    def seconds(event: Event, step: int) -> float:
+        return event.seconds * relative[event.node][step] if event.kind == "fire" and event.node in relative else event.seconds
+
+    return Outlook(schedule, play(schedule, steps, seconds), steps, steps // 8)
