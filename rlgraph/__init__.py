@@ -9,7 +9,7 @@ from rlgraph.engines.base import Sampling
 from rlgraph.engines.pretrained import model_folder
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph, Pool, feedback
-from rlgraph.nodes import tools
+from rlgraph.nodes import scorers, tools
 from rlgraph.nodes.advantages import advantages, kl_shaped_rewards, rollout_correction
 from rlgraph.nodes.base import node
 from rlgraph.nodes.critic import Critic
@@ -57,5 +57,6 @@ __all__ = [
     "record",
     "reward",
     "rollout_correction",
+    "scorers",
     "tools",
 ]

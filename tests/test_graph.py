@@ -42,7 +42,7 @@ def test_an_edge_carries_only_what_is_read() -> None:
     parts.weights.close(step.weights)
     graph = rg.Graph("grpo", step.metrics)
     edge = graph.forward.edges[graph.node("rollout"), graph.node("reward")]
-    assert set(edge["columns"]) == {"responses", "response_mask"}
+    assert set(edge["columns"]) == {"responses", "response_mask", "group_ids"}  # the last to say which prompt an error is about
 
 
 def test_without_old_log_probs_ratios_are_taken_against_the_engine() -> None:

@@ -13,8 +13,8 @@ from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, checked_columns
 from rlgraph.nodes.prompts import Prompts, plural
-from rlgraph.nodes.reward import checked_rewards
 from rlgraph.nodes.rollout import _seed
+from rlgraph.nodes.scoring import checked_rewards
 
 
 def source(items: int, count: int, seed: int = 0) -> Prompts:
@@ -94,7 +94,8 @@ def test_rewards_may_go_to_a_column_of_another_name_with_metrics_of_its_own() ->
     rollout, _ = rollout_and_rewards()
     baseline = rg.reward(lambda responses: [float(len(r)) for r in responses], rollout, writes="baseline_rewards", name="baseline")  # type: ignore[arg-type]
     assert baseline.columns == ("baseline_rewards",)
-    operation = dataclasses.replace(baseline.node.operation, tokenizer=None)  # type: ignore[type-var]
+    scoring = dataclasses.replace(baseline.node.operation.scoring, decoded=())  # type: ignore[attr-defined]
+    operation = dataclasses.replace(baseline.node.operation, scoring=scoring)  # type: ignore[type-var]
     columns, metrics = operation.fire(Context(), {"responses": ["a", "bcd"]})  # type: ignore[attr-defined]
     assert columns["baseline_rewards"].tolist() == [1.0, 3.0]
     assert metrics == {"critic/baseline_rewards/mean": 2.0, "critic/baseline_rewards/max": 3.0, "critic/baseline_rewards/min": 1.0}

@@ -1,0 +1,185 @@
+"""What scores responses: a user's function, called once for a batch or once for each response, and checked."""
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import GraphError, RlgraphError
+from rlgraph.graph import Model
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.calls import CallFailed, Calls
+from rlgraph.nodes.prompts import plural
+
+TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
+EXCERPT = 60  # characters of a prompt in an error
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """A function of responses, with the column that each of its parameters gets.
+
+    `single` functions are called for one response at a time, `at_once` of them together; the others once for all. `named_by`
+    are columns that are read only to say which response it was that something went wrong with.
+    """
+
+    function: Callable[..., Any]
+    columns: tuple[tuple[str, str], ...]  # of each parameter
+    single: bool
+    tokenizer: str | None  # model folder, where token ids are to be decoded
+    decoded: tuple[str, ...]
+    named_by: tuple[str, ...]
+    at_once: int
+    deadline_s: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        masks = (TOKEN_COLUMNS[column] for column in self.decoded)
+        return tuple(dict.fromkeys((*(column for _, column in self.columns), *masks, *self.named_by)))
+
+    def start(self, context: Context) -> None:
+        """Load what the scoring needs, before the first step and not in it."""
+        if self.tokenizer is not None and self.decoded:
+            context.tokenizer(self.tokenizer)
+
+    def scores(self, context: Context, columns: Columns) -> torch.Tensor:
+        """Return one finite number a response, [B] float32.
+
+        Raises RlgraphError naming the response for which the function raised, did not return in time, or gave no finite number.
+        """
+        rows = len(columns[self.columns[0][1]])
+        given = {parameter: self._argument(context, column, columns) for parameter, column in self.columns}
+        calls = [{p: _at(values, row) for p, values in given.items()} for row in range(rows)] if self.single else [given]
+        try:
+            returned = Calls(self.function, calls, self.at_once, self.deadline_s).run()
+        except CallFailed as failure:
+            which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, rows)
+            raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
+        rewards = returned if self.single else returned[0]
+        return checked_rewards(self.function, rewards, rows, lambda row: self._sample(context, columns, row))
+
+    def _argument(self, context: Context, name: str, columns: Columns) -> Column:
+        return texts_of(context, self.tokenizer, name, columns) if name in self.decoded and self.tokenizer else columns[name]
+
+    def _sample(self, context: Context, columns: Columns, row: int) -> str:
+        return f"for response {row}{_place(context, self.tokenizer, columns, row)}"
+
+    def _of_batch(self, context: Context, columns: Columns, given: dict[str, Column], rows: int) -> str:
+        """Say which response a function of a batch fails for, by calling it with each alone."""
+        for row in range(rows):
+            alone = {p: values[row : row + 1] for p, values in given.items()}
+            try:
+                Calls(self.function, [alone], 1, self.deadline_s / rows).run()
+            except CallFailed:
+                return self._sample(context, columns, row)
+        return f"for the batch of {rows} responses, though for none of them alone"
+
+
+def scoring(
+    where: str, function: Callable[..., Any], carried: Sequence[str], tokenizer: str | None, at_once: int, deadline_s: float
+) -> Scoring:
+    """Return how `function` scores responses, given the columns that there are.
+
+    Raises GraphError for what is no function, for parameters that name no columns, and for limits that are none.
+    """
+    if not callable(function):
+        raise GraphError(f"{where} was given {function!r}; a reward is a function that returns one number a response")
+    parameters = inspect.signature(function).parameters
+    if not parameters or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters.values()):
+        raise GraphError(
+            f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
+            "as in (responses, answers)"
+        )
+    if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
+        raise GraphError(f"{where} has at_once={at_once!r}; it is how many responses are scored at a time, at least 1")
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < float("inf"):
+        raise GraphError(f"{where} has deadline_s={deadline_s!r}; a deadline is a number of seconds above 0")
+    single = any(p not in carried and (plural(p) in carried or plural(p) in TOKEN_COLUMNS) for p in parameters)
+    columns = tuple((p, plural(p) if single and (p not in carried) else p) for p in parameters)
+    as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
+    decoded = tuple(column for p, column in columns if column in TOKEN_COLUMNS and p not in as_tokens) if tokenizer else ()
+    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), at_once, deadline_s)
+
+
+def _named_by(carried: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
+    once = {column for column, count in Counter(carried).items() if count == 1}
+    prompt = ("prompt_texts",) if "prompt_texts" in once else ("prompts", "prompt_mask") if tokenizer else ()
+    return tuple(column for column in ("group_ids", *prompt) if column in once)
+
+
+def tokenizer_of(inputs: Iterable[Any]) -> str | None:
+    """Return the folder of the model that wrote the token ids among the inputs."""
+    for output in inputs:
+        model = getattr(getattr(output, "node", None), "model", None)
+        if isinstance(model, Model) and set(TOKEN_COLUMNS) & set(output.columns):
+            return model.path
+    return None
+
+
+def texts_of(context: Context, tokenizer: str, name: str, columns: Columns) -> list[str]:
+    """Return the token ids of a column as text, [B]; padding, special tokens and what tools wrote are left out."""
+    ids, mask = columns[name], columns[TOKEN_COLUMNS[name]]
+    assert isinstance(ids, torch.Tensor)
+    assert isinstance(mask, torch.Tensor)
+    tokens = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    texts: list[str] = context.tokenizer(tokenizer).batch_decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+def _at(values: Column, row: int) -> Any:
+    value = values[row]
+    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+
+
+def _place(context: Context, tokenizer: str | None, columns: Columns, row: int) -> str:
+    """Say which prompt a response is to: its place in the data order and how it begins, as far as the columns tell."""
+    known = []
+    if "group_ids" in columns:
+        known.append(f"prompt {int(columns['group_ids'][row])} of the data order")
+    if "prompt_texts" in columns:
+        known.append(excerpt(str(columns["prompt_texts"][row])))
+    elif tokenizer and "prompts" in columns and "prompt_mask" in columns:
+        alone = {name: columns[name][row : row + 1] for name in ("prompts", "prompt_mask")}
+        known.append(excerpt(texts_of(context, tokenizer, "prompts", alone)[0]))
+    return f" ({': '.join(known)})" if known else ""
+
+
+def excerpt(text: str) -> str:
+    """Return the end of a text, which tells prompts apart better than their beginning, in quotes."""
+    return repr(text if len(text) <= EXCERPT else f"…{text[-EXCERPT:]}")
+
+
+def checked_rewards(
+    function: Callable[..., object], rewards: object, rows: int, sample: Callable[[int], str] = lambda row: f"for response {row}"
+) -> torch.Tensor:
+    """Return rewards [B] float32. Raises RlgraphError naming the first row whose reward is missing or no finite number."""
+    where = title(function)
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number a response, as a list or tensor")
+    given = list(rewards)
+    if len(given) != rows:
+        raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
+    values = []
+    for row, reward in enumerate(given):
+        try:
+            value = float(reward)
+        except (TypeError, ValueError) as error:
+            raise RlgraphError(f"{where} returned {reward!r} {sample(row)}; it returns one number a response") from error
+        if not math.isfinite(value):
+            raise RlgraphError(f"{where} returned {value} {sample(row)}; a reward is a finite number")
+        values.append(value)
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def title(function: Callable[..., object]) -> str:
+    """Return how an error calls the function."""
+    return f"reward function {_name(function)}"
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", repr(function))

@@ -1,0 +1,227 @@
+"""Rewards of every kind: for a batch, for one response, async; and what goes wrong names the response and its prompt."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph.columns import Columns
+from rlgraph.errors import DataError, GraphError, RlgraphError
+from rlgraph.nodes import mathematics
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.calls import CallFailed, Calls
+from rlgraph.nodes.reward import Reward
+
+COLUMNS: Columns = {
+    "responses": ["a", "bb", "ccc", "dddd"],
+    "answers": ["a", "b", "ccc", "d"],
+    "group_ids": torch.tensor([7, 7, 8, 8]),
+    "prompt_texts": ["seven", "seven", "eight", "eight"],
+    "levels": torch.tensor([0, 1, 2, 3]),
+}
+
+
+def right(responses: list[str], answers: list[str]) -> list[float]:
+    return [float(r == a) for r, a in zip(responses, answers, strict=True)]
+
+
+def right_one(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+async def right_later(response: str, answer: str) -> float:
+    await asyncio.sleep(0)
+    return float(response == answer)
+
+
+async def right_all_later(responses: list[str], answers: list[str]) -> list[float]:
+    await asyncio.sleep(0)
+    return right(responses, answers)
+
+
+def operation(function: Callable[..., Any], **settings: Any) -> Reward:
+    """A reward node whose columns are text already, as those of `COLUMNS`."""
+    prompts = rg.prompts([{"prompt": "?", "answer": "!", "level": 1}], count=2)
+
+    @rg.node(reads="prompt_texts", writes="responses group_ids")
+    def rollout(batch: Columns) -> Columns:
+        raise AssertionError("never run")
+
+    found = rg.reward(function, prompts, rollout(prompts), **settings).node.operation
+    assert isinstance(found, Reward)
+    return found
+
+
+def rewards(function: Callable[..., Any], **settings: Any) -> list[float]:
+    columns, _ = operation(function, **settings).fire(Context(), COLUMNS)  # type: ignore[misc]
+    return columns["rewards"].tolist()  # type: ignore[union-attr,no-any-return]
+
+
+@pytest.mark.parametrize("function", [right, right_one, right_later, right_all_later])
+def test_a_function_of_the_batch_of_one_response_or_an_async_one_gives_the_same_rewards(function: Callable[..., Any]) -> None:
+    assert rewards(function) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_number_of_one_response_comes_as_a_number() -> None:
+    assert rewards(lambda level, response: float(isinstance(level, int)) + level) == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", ["threads", "async"])
+def test_calls_for_single_responses_run_together_and_never_more_than_at_once(kind: str) -> None:
+    meeting, running, most = threading.Barrier(2, timeout=20), [0], [0]
+
+    def together(response: str) -> float:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        meeting.wait()  # returns only if two calls are here at the same time
+        running[0] -= 1
+        return 1.0
+
+    arrived: list[asyncio.Event] = []
+
+    async def together_async(response: str) -> float:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        mine = asyncio.Event()
+        arrived.append(mine)
+        if len(arrived) % 2 == 0:
+            for event in arrived[-2:]:
+                event.set()
+        await mine.wait()
+        running[0] -= 1
+        return 1.0
+
+    assert rewards(together if kind == "threads" else together_async, at_once=2, deadline_s=20) == [1.0] * 4
+    assert most[0] == 2
+
+
+def fails_for_ccc(response: str) -> float:
+    if response == "ccc":
+        raise ZeroDivisionError("no such thing")
+    return 1.0
+
+
+async def fails_for_ccc_later(response: str) -> float:
+    return fails_for_ccc(response)
+
+
+def fails_for_a_batch_with_ccc(responses: list[str]) -> list[float]:
+    return [fails_for_ccc(r) for r in responses]
+
+
+WHICH = r"for response 2 \(prompt 8 of the data order: 'eight'\)"
+
+
+@pytest.mark.parametrize("function", [fails_for_ccc, fails_for_ccc_later, fails_for_a_batch_with_ccc])
+def test_a_reward_that_raises_names_the_response_and_its_prompt(function: Callable[..., Any]) -> None:
+    with pytest.raises(
+        RlgraphError, match=f"reward function {function.__name__} raised ZeroDivisionError: no such thing, {WHICH}"
+    ) as raised:
+        rewards(function)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+never = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _hanging_calls_end_with_their_test() -> Iterator[None]:
+    never.clear()
+    yield
+    never.set()
+
+
+def hangs_for_ccc(response: str) -> float:
+    if response == "ccc":
+        never.wait(60)
+    return 1.0
+
+
+async def hangs_for_ccc_later(response: str) -> float:
+    if response == "ccc":
+        await asyncio.to_thread(never.wait, 60)
+    return 1.0
+
+
+def hangs_for_a_batch_with_ccc(responses: list[str]) -> list[float]:
+    return [hangs_for_ccc(r) for r in responses]
+
+
+@pytest.mark.parametrize("function", [hangs_for_ccc, hangs_for_ccc_later, hangs_for_a_batch_with_ccc])
+def test_a_reward_that_hangs_names_the_response_and_its_prompt(function: Callable[..., Any]) -> None:
+    with pytest.raises(RlgraphError, match=f"has not returned within 0.4 s, {WHICH}"):
+        rewards(function, deadline_s=0.4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "good", None])
+def test_a_reward_that_is_no_finite_number_names_the_response_and_its_prompt(value: object) -> None:
+    with pytest.raises(RlgraphError, match=f"returned {str(value) if isinstance(value, float) else repr(value)} {WHICH}"):
+        rewards(lambda response: value if response == "ccc" else 1.0)
+
+
+def test_a_batch_that_fails_as_a_whole_says_so() -> None:
+    def too_many(responses: list[str]) -> list[float]:
+        if len(responses) > 1:
+            raise ValueError("one at a time")
+        return [1.0]
+
+    with pytest.raises(RlgraphError, match="for the batch of 4 responses, though for none of them alone"):
+        rewards(too_many)
+
+
+def test_calls_stop_once_one_has_failed() -> None:
+    seen: list[int] = []
+
+    def call(place: int) -> None:
+        seen.append(place)
+        raise ValueError("no")
+
+    with pytest.raises(CallFailed):
+        Calls(call, [{"place": i} for i in range(1000)], 1, 10.0).run()
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("settings", [{"at_once": 0}, {"at_once": True}, {"deadline_s": 0}, {"deadline_s": float("inf")}])
+def test_limits_that_are_none_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(GraphError, match="node 'reward' has "):
+        operation(right, **settings)
+
+
+def test_an_answer_is_what_the_last_mark_holds_else_the_whole_response() -> None:
+    assert rg.scorers.answer_in("<answer> 3 </answer> no, <answer>4</answer>") == "4"
+    assert rg.scorers.answer_in(r"so \boxed{1/2}.") == "1/2"
+    assert rg.scorers.answer_in(" 12 \n") == "12"
+
+
+@pytest.mark.parametrize("make", [lambda: rg.scorers.reasoning_gym("chain_sum", size=2), rg.scorers.math_verify])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("reasoning_gym", "math_verify"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setattr(mathematics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"is not installed: pip install 'rlgraph-dataflow\[rewards\]'"):
+        make()
+
+
+def test_reasoning_gym_gives_prompts_and_scores_their_answers() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    task = rg.scorers.reasoning_gym("chain_sum", size=5, seed=3, max_terms=2)
+    entries = gym.create_dataset("chain_sum", size=5, seed=3, max_terms=2)
+    assert [task[i]["prompt"] for i in range(5)] == [entries[i]["question"] for i in range(5)]
+    assert task.score(f"It is <answer>{entries[4]['answer']}</answer>", 4) == 1.0
+    assert task.score("no idea", 4) < 1.0
+    prompts = rg.prompts(task, count=2)
+    assert set(prompts.columns) == {"prompt_texts", "prompt_ids", "items", "data_sources"}
+    with pytest.raises(DataError, match=r"task 'no such' with .* cannot be made"):
+        rg.scorers.reasoning_gym("no such", size=1)
+
+
+def test_math_verify_finds_equal_answers_and_ends_those_that_take_too_long() -> None:
+    pytest.importorskip("math_verify")
+    equal = rg.scorers.math_verify()
+    assert equal("so it is $\\frac{1}{2}$", "0.5") == 1.0
+    assert equal("so it is $\\frac{1}{3}$", "0.5") == 0.0
+    assert rg.scorers.math_verify(limit_s=0.5)("$9^{9^{9^{9^{9}}}}$", "$9^{9^{9^{9^{8}}}}$") == 0.0
