@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlgraph.channels.base import Reader, Writer
+from rlgraph.channels.staging import Staging
 from rlgraph.errors import ChannelError, ChannelTimeout
 
 A_DAY_S = 86_400.0  # the receiving thread has no deadline of its own: who waits for it has one
@@ -52,10 +53,12 @@ class WeightsReader:
 
     def take(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
         """Return the rows of all ranks below one another, without a copy where there is one rank."""
-        parts = [reader.take(version, timeout_s) for reader in self.readers]
-        if len(parts) == 1:
-            return {name: _tensor(part) for name, part in parts[0].items()}
-        return {name: torch.cat([_tensor(part[name]) for part in parts]) for name in parts[0]}
+        parts = self.parts(version, timeout_s)
+        return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def parts(self, version: int, timeout_s: float) -> list[dict[str, torch.Tensor]]:
+        """Return the rows of each rank, where the channels hold them."""
+        return [{name: _tensor(rows) for name, rows in reader.take(version, timeout_s).items()} for reader in self.readers]
 
     def release(self) -> None:
         for reader in self.readers:
@@ -67,7 +70,7 @@ class _Ahead:
     """Receives one version ahead into its own buffer. The thread ends with the channel."""
 
     weights: WeightsReader
-    buffer: dict[str, torch.Tensor] = field(default_factory=dict)
+    staging: Staging = field(default_factory=Staging)
 
     def __post_init__(self) -> None:
         self.staged = threading.Semaphore(0)
@@ -80,15 +83,13 @@ class _Ahead:
         while True:
             self.empty.acquire()
             try:
-                arrived = self.weights.take(version, A_DAY_S)
+                arrived = self.weights.parts(version, A_DAY_S)
             except ChannelError as error:
                 self.error = error
                 self.staged.release()
                 return
-            for name, tensor in arrived.items():
-                if name not in self.buffer:
-                    self.buffer[name] = torch.empty_like(tensor)
-                self.buffer[name].copy_(tensor)
+            self.staging.fill(arrived)
+            del arrived
             self.weights.release()
             version += 1
             self.staged.release()
@@ -98,7 +99,7 @@ class _Ahead:
             raise ChannelTimeout(f"no version {version} of the weights within {timeout_s:.1f} s; the trainer has not published it")
         if self.error is not None:
             raise self.error
-        return self.buffer
+        return self.staging.weights
 
     def free(self) -> None:
         self.empty.release()
