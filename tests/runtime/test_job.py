@@ -107,7 +107,7 @@ job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
 with job:
     steps = job.steps(1000)
     next(steps)
-    print("left:", job._folder, *job.pids.values())
+    print("left:", job._attempt.folder, *job.pids.values())
     os.kill(job.pids["generator"], signal.SIGKILL)
     for step in steps:
         pass

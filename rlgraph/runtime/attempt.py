@@ -1,0 +1,119 @@
+"""One attempt at running a plan on Ray: its workers, from the first one's start to the last one's end."""
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Listener
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.status import Status
+
+from rlgraph.errors import RlgraphError
+from rlgraph.graph import Graph
+from rlgraph.planning.plan import Plan
+from rlgraph.runtime import dispatch, messages
+from rlgraph.runtime.crew import Crew
+from rlgraph.runtime.tasks import setups
+
+GOODBYE_S = 5.0  # for workers that have nothing left to do
+ABANDON_S = 0.5  # for workers of an attempt that failed
+
+
+class Attempt:
+    """The workers of a plan: start them, tick them, hear their reports, end them. A failed attempt is of no further use."""
+
+    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float) -> None:
+        self.plan = plan
+        self._graph, self._deadline_s = graph, deadline_s
+        self._dispatch = dispatch.DISPATCHES[dispatch_name]()
+        self._actors: list[Any] = []
+        self._crew = Crew(plan, deadline_s)
+        self.folder = ""
+        self._owns_ray = self._dispatching = self.ended = self.failed = False
+        self._ticked = self._reported = 0
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The process id of each worker, by its name in the plan."""
+        return dict(self._crew.pids)
+
+    def start(self) -> None:
+        """Start the workers and wait until each is ready. Raises what keeps one from it, when the others have ended."""
+        try:
+            self._start()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _start(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="rlgraph-")
+        authkey = secrets.token_bytes(32)
+        self._owns_ray = dispatch.start_ray()
+        address = f"{self.folder}/driver"
+        with Listener(address, family="AF_UNIX", backlog=len(self.plan.workers), authkey=authkey) as listener:
+            welcoming = self._crew.welcome(listener, self.folder)
+            crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s)
+            self._actors = [dispatch.create(setup, address) for setup in crew]
+            ray.get([actor.open.remote() for actor in self._actors])
+            welcoming.join()
+        started = [actor.start.remote() for actor in self._actors]
+        with Status("", console=Console(stderr=True)) as status:
+            self._crew.until_ready(lambda missing: status.update(f"starting workers, waiting for {', '.join(missing)}"))
+        ray.get(started)
+        self._dispatch.start(self._actors, self.plan.window)
+        self._dispatching = True
+
+    def step(self, last: int) -> Sequence[messages.Report]:
+        """Return what the workers report of the next step; those after it, up to `last`, are at work by then.
+
+        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
+        """
+        try:
+            return self._step(last)
+        except RlgraphError:
+            self.abandon()
+            raise
+        except ray.exceptions.RayError as error:  # Ray may notice a death first, without knowing whose
+            explanation = self._crew.explanation()
+            self.abandon()
+            raise (explanation or error) from error
+
+    def _step(self, last: int) -> Sequence[messages.Report]:
+        step = self._reported
+        while self._ticked < min(last, step + self.plan.window):
+            self._dispatch.tick(self._ticked)
+            self._crew.tell(messages.Go(self._ticked))
+            self._ticked += 1
+        reports = self._crew.reports(step)
+        if step:  # every worker has gone on to this step, so Ray has what they returned for the one before
+            self._dispatch.report(step - 1)
+        self._reported = step + 1
+        return reports
+
+    def abandon(self) -> None:
+        """End the workers of an attempt that failed: soon, and without asking long."""
+        self.failed = True
+        self.close()
+
+    def close(self) -> None:
+        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""
+        if self.ended:
+            return
+        self.ended = True
+        self._crew.tell(messages.Stop())
+        gone = self._crew.until_gone(ABANDON_S if self.failed else GOODBYE_S)
+        if not gone:
+            for actor in self._actors:
+                ray.kill(actor)
+        if self._dispatching:
+            self._dispatch.stop()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._crew.until_ended(GOODBYE_S)
+        if self._owns_ray:
+            dispatch.stop_ray()
+        if self.folder:
+            shutil.rmtree(self.folder)
