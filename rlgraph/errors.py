@@ -50,3 +50,7 @@ class NodeError(RlgraphError):
 
 class WorkerDied(RlgraphError):
     """A worker process ended without a word."""
+
+
+class CheckpointError(RlgraphError):
+    """A checkpoint cannot be written, or is not one that this run can go on from."""
