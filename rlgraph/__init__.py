@@ -10,14 +10,16 @@ from rlgraph.engines.pretrained import model_folder
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph, Pool, feedback
 from rlgraph.nodes import scorers, tools
-from rlgraph.nodes.advantages import advantages, kl_shaped_rewards, rollout_correction
+from rlgraph.nodes.advantages import advantages
 from rlgraph.nodes.base import node
+from rlgraph.nodes.correction import filter_groups, rollout_correction
 from rlgraph.nodes.critic import Critic
 from rlgraph.nodes.policy import Policy
 from rlgraph.nodes.prompts import prompts
 from rlgraph.nodes.reference import Reference
 from rlgraph.nodes.reward import reward
 from rlgraph.nodes.rollout import Generator
+from rlgraph.nodes.shaping import kl_shaped_rewards, shaped_rewards
 from rlgraph.nodes.tools import Tools
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
@@ -49,6 +51,7 @@ __all__ = [
     "compile",
     "config",
     "feedback",
+    "filter_groups",
     "kl_shaped_rewards",
     "local_cluster",
     "model_folder",
@@ -58,5 +61,6 @@ __all__ = [
     "reward",
     "rollout_correction",
     "scorers",
+    "shaped_rewards",
     "tools",
 ]

@@ -15,3 +15,8 @@ def right_number(responses: list[str], answers: list[str]) -> list[float]:
     """Return 1 for each response that begins with the right number, else 0."""
     numbers = [re.match(r"\s*(\d+)", response) for response in responses]
     return [float(number is not None and number[1] == answer) for number, answer in zip(numbers, answers, strict=True)]
+
+
+def brevity(responses: list[str]) -> list[float]:
+    """Reward 1 for a response of one word, less for more."""
+    return [1 / max(len(response.split()), 1) for response in responses]

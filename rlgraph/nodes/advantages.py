@@ -1,16 +1,15 @@
-"""Host nodes between rewards and the update: advantages, KL-shaped rewards, rollout correction."""
+"""The advantage of each response token, by any estimator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from rlgraph.algorithms.kl import kl_penalty
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Output, declare
-from rlgraph.nodes.base import FunctionOperation, carried
+from rlgraph.nodes.base import FunctionOperation, carried, tensor_of
 
 
 class Estimator(Protocol):
@@ -29,7 +28,8 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
     Where the estimator wants token rewards and the inputs carry one reward a response, it is put on the last response token;
-    where it wants one and they carry token rewards, they are summed.
+    where it wants one and they carry token rewards, they are summed. Where they carry `loss_mask`, of a rollout correction
+    or a filter, the estimator gets it for `response_mask`.
 
     Raises GraphError for a column that the estimator reads and no input carries.
     """
@@ -37,6 +37,8 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
         raise GraphError(f"node '{name}' has estimator={estimator!r}; pass an estimator object, as estimator=rg.GRPO()")
     given = carried(inputs)
     reads = list(estimator.reads)
+    if "loss_mask" in given and "response_mask" in reads:
+        reads[reads.index("response_mask")] = "loss_mask"
     convert: Callable[[Columns], Columns] = dict
     if "rewards" in reads and "rewards" not in given and "token_rewards" in given:
         reads[reads.index("rewards")] = "token_rewards"
@@ -56,15 +58,17 @@ class _Estimate:
     convert: Callable[[Columns], Columns]
 
     def __call__(self, columns: Columns) -> Columns:
-        return self.estimator(self.convert(columns))
+        # Rewards are placed first: the reward of a response whose last token is rejected is lost, and does not move.
+        converted = self.convert(columns)
+        return self.estimator({**converted, "response_mask": columns["loss_mask"]} if "loss_mask" in columns else converted)
 
 
 def _summed(columns: Columns) -> Columns:
-    return {**columns, "rewards": _tensor(columns, "token_rewards").sum(-1)}
+    return {**columns, "rewards": tensor_of(columns, "token_rewards").sum(-1)}
 
 
 def _placed(columns: Columns) -> Columns:
-    return {**columns, "token_rewards": on_last_token(_tensor(columns, "rewards"), _tensor(columns, "response_mask"))}
+    return {**columns, "token_rewards": on_last_token(tensor_of(columns, "rewards"), tensor_of(columns, "response_mask"))}
 
 
 def on_last_token(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -72,53 +76,3 @@ def on_last_token(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     places = torch.arange(1, mask.shape[1] + 1)
     last = torch.where(mask, places, 0).amax(-1, keepdim=True)
     return torch.where((places == last) & mask, rewards[:, None], 0.0)
-
-
-def kl_shaped_rewards(*inputs: Output, coef: float, estimator: str = "k1", name: str = "shaped") -> Output:
-    """Declare token rewards [B, T]: the reward on the last token, less `coef` times the KL of each token to the reference.
-
-    Reads `rewards`, `response_mask`, `old_log_probs` and `ref_log_probs`. Source: Ouyang et al., 2022 (InstructGPT), equation 2.
-    Raises GraphError for a negative coefficient or a missing column.
-    """
-    if isinstance(coef, bool) or not isinstance(coef, int | float) or not 0 <= coef < float("inf"):
-        raise GraphError(f"node '{name}' has coef={coef!r}; the coefficient of the KL is a number of at least 0")
-    reads = ("rewards", "response_mask", "old_log_probs", "ref_log_probs")
-    return Output(declare(name, FunctionOperation(_Shape(coef, estimator)), inputs, reads=reads, writes=("token_rewards",)))
-
-
-@dataclass(frozen=True)
-class _Shape:
-    coef: float
-    estimator: str
-
-    def __call__(self, columns: Columns) -> Columns:
-        mask = _tensor(columns, "response_mask")
-        kl = kl_penalty(_tensor(columns, "old_log_probs"), _tensor(columns, "ref_log_probs"), self.estimator)
-        shaped = on_last_token(_tensor(columns, "rewards"), mask) - self.coef * torch.where(mask, kl, 0.0)
-        return {"token_rewards": shaped}
-
-
-def rollout_correction(*inputs: Output, weights: Any, name: str = "correction") -> Output:
-    """Declare importance weights [B, T] of the trainer's log-probs over the engine's, such as `rg.TruncatedIS(level="token")`.
-
-    Reads `old_log_probs`, `rollout_log_probs` and `response_mask`; an update that is given them multiplies its loss by them.
-    Raises GraphError for a missing column.
-    """
-    if not callable(weights) or isinstance(weights, type):
-        raise GraphError(f"node '{name}' has weights={weights!r}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
-    reads = ("old_log_probs", "rollout_log_probs", "response_mask")
-    return Output(declare(name, FunctionOperation(_Correct(weights)), inputs, reads=reads, writes=("rollout_is_weights",)))
-
-
-@dataclass(frozen=True)
-class _Correct:
-    weights: Any
-
-    def __call__(self, columns: Columns) -> Columns:
-        return {"rollout_is_weights": self.weights(*(columns[c] for c in ("old_log_probs", "rollout_log_probs", "response_mask")))}
-
-
-def _tensor(columns: Columns, name: str) -> torch.Tensor:
-    column = columns[name]
-    assert isinstance(column, torch.Tensor), name
-    return column

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
+
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Output, Work, declare
@@ -104,3 +106,10 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns) -> None:
     rows = {name: len(column) for name, column in columns.items()}
     if len(set(rows.values())) > 1:
         raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry a row")
+
+
+def tensor_of(columns: Columns, name: str) -> torch.Tensor:
+    """Return a column that is a tensor."""
+    column = columns[name]
+    assert isinstance(column, torch.Tensor), name
+    return column

@@ -65,6 +65,14 @@ def readers(graph: Graph, feedback: Feedback) -> list[Node]:
     return [node for node in graph.nodes if node.feedback is feedback]
 
 
+def loads(graph: Graph, feedback: Feedback) -> list[tuple[Node, list[Node]]]:
+    """Return for each model that takes the weights the node before which it loads them, and all of its nodes that use them."""
+    users: dict[object, list[Node]] = {}
+    for node in readers(graph, feedback):
+        users.setdefault(node.model or node, []).append(node)
+    return [(nodes[0], nodes) for nodes in users.values()]
+
+
 def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
     found = []
     for feedback in graph.feedbacks:
@@ -72,7 +80,7 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
         source = feedback.source.node
         pool = source.pool.name if source.pool else None
         found.append(Event(publish_event(feedback.name), "publish", source.name, hosts[source.name], pool, costs.publish_s))
-        for node in readers(graph, feedback):
+        for node, _ in loads(graph, feedback):
             pool = node.pool.name if node.pool else None
             load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
             found.append(Event(load_event(feedback.name, node.name), "load", node.name, hosts[node.name], pool, load_s))
@@ -102,7 +110,7 @@ def _loops(graph: Graph) -> list[Dependency]:
         assert feedback.source is not None
         publish = publish_event(feedback.name)
         found.append(Dependency(feedback.source.node.name, publish, 0, "loop", feedback.name))
-        for node in readers(graph, feedback):
+        for node, users in loads(graph, feedback):
             load = load_event(feedback.name, node.name)
             arrives = load
             if feedback.buffers == 2:
@@ -110,7 +118,7 @@ def _loops(graph: Graph) -> list[Dependency]:
                 found.append(Dependency(arrives, load, 0, "loop", feedback.name))
                 found.append(Dependency(load, arrives, 1, "slots", feedback.name))
             found.append(Dependency(publish, arrives, feedback.depth + 1, "loop", feedback.name))
-            found.append(Dependency(load, node.name, 0, "loop", feedback.name))
+            found += [Dependency(load, user.name, 0, "loop", feedback.name) for user in users]
     return found
 
 

@@ -61,7 +61,7 @@ class Worker:
     def fire(self, task: Task, step: int) -> None:
         """Fire one node: weights, inputs, the node's own work, outputs, then the weights it publishes."""
         for loop in self.loops:
-            if loop.reader is not None and task.name in loop.plan.readers:
+            if loop.reader is not None and task.name == self._first_user(loop):
                 self._load_weights(loop, task.name, step)
         columns = self._take(task, step)
         for loop in self.loops:
@@ -83,6 +83,10 @@ class Worker:
             if loop.writer is not None and task.name == loop.plan.writer:
                 with self._span(publish_event(loop.plan.name), "publish", step, version=step + 1):
                     loop.writer.publish(step + 1, self.context.engine.weights(), self.setup.deadline_s)
+
+    def _first_user(self, loop: Loop) -> str | None:
+        """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
+        return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
 
     def _take(self, task: Task, step: int) -> dict[str, Column]:
         columns: dict[str, Column] = {}

@@ -122,8 +122,8 @@ def test_the_temperature_of_the_update_is_that_of_the_rollout_it_reads_not_of_th
 
 def fire(output: object, columns: Columns) -> Columns:
     stage = output.node.operation.start(Context())  # type: ignore[attr-defined]
-    fired: Columns = stage(0, columns)
-    return fired
+    fired: Columns | tuple[Columns, object] = stage(0, columns)
+    return fired[0] if isinstance(fired, tuple) else fired
 
 
 def rollout_and_rewards() -> tuple[object, object]:

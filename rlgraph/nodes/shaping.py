@@ -1,0 +1,97 @@
+"""Rewards changed on their way to the advantages: the KL to a reference by token, a penalty for responses that run too long."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rlgraph.algorithms.inputs import check_choice
+from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, penalize_rewards
+from rlgraph.columns import Columns
+from rlgraph.errors import GraphError
+from rlgraph.graph import Output, Work, declare
+from rlgraph.nodes.advantages import on_last_token
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, tensor_of
+
+
+def kl_shaped_rewards(*inputs: Output, coef: float | FixedKL | AdaptiveKL, estimator: str = "k1", name: str = "shaped") -> Output:
+    """Declare token rewards [B, T]: the reward on the last token, less `coef` times the KL of each token to the reference.
+
+    `coef` is a number, or a controller: `rg.algorithms.AdaptiveKL(coef, target, horizon)` follows the KL from step to step; a batch is
+    shaped with the coefficient from before it. Reads `rewards`, `response_mask`, `old_log_probs` and `ref_log_probs`.
+    Metrics: `actor/reward_kl_penalty`, the KL, and `actor/reward_kl_penalty_coeff`.
+    Source: Ouyang et al., 2022 (InstructGPT), equation 2; Ziegler et al., 2019, 1909.08593 (the controller).
+
+    Raises GraphError for a negative coefficient, an unknown estimator or a missing column.
+    """
+    if not isinstance(coef, FixedKL | AdaptiveKL):
+        if isinstance(coef, bool) or not isinstance(coef, int | float) or not 0 <= coef < float("inf"):
+            raise GraphError(f"node '{name}' has coef={coef!r}; the coefficient of the KL is a number of at least 0, or AdaptiveKL(...)")
+        coef = FixedKL(coef)
+    check_choice(f"node '{name}'", "estimator", estimator, KL_ESTIMATORS)
+    reads = ("rewards", "response_mask", "old_log_probs", "ref_log_probs")
+    return Output(declare(name, KLShaping(coef, estimator), inputs, reads=reads, writes=("token_rewards",)))
+
+
+@dataclass(frozen=True)
+class KLShaping:
+    """Take the KL from the rewards; the coefficient goes on from step to step."""
+
+    controller: FixedKL | AdaptiveKL
+    estimator: str
+    work: Work = "host"
+
+    def start(self, context: Context) -> Stage:
+        return _Shaper(self.controller, self.estimator)
+
+
+@dataclass
+class _Shaper:
+    controller: FixedKL | AdaptiveKL
+    estimator: str
+
+    def __call__(self, step: int, columns: Columns) -> Fired:
+        mask, coef = tensor_of(columns, "response_mask"), self.controller.coef
+        rewards = on_last_token(tensor_of(columns, "rewards"), mask)
+        policies = tensor_of(columns, "old_log_probs"), tensor_of(columns, "ref_log_probs")
+        shaped, kl = penalize_rewards(rewards, *policies, mask, coef, self.estimator)
+        self.controller = self.controller.updated(kl, len(mask))
+        return {"token_rewards": shaped}, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
+
+
+class Shaping(Protocol):
+    """A change of rewards: `rg.algorithms.OverlongPenalty`, or an object of your own that reads and gives `rewards`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
+
+
+def shaped_rewards(*inputs: Output, by: Shaping, name: str = "shaped") -> Output:
+    """Declare `rewards` [B] that are changed, such as by `rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)`.
+
+    Give them to the nodes behind in place of the plain ones. Metrics: `critic/NAME/mean`, what is added on average, and
+    `critic/NAME/fraction`, of how many responses.
+
+    Raises GraphError for what is no such object, or a missing column.
+    """
+    if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
+        raise GraphError(
+            f"node '{name}' has by={by!r}; pass an object that reads and gives rewards, as by=rg.algorithms.OverlongPenalty(...)"
+        )
+    function: Callable[[Columns], Fired] = _Change(by, name)
+    return Output(declare(name, FunctionOperation(function), inputs, reads=tuple(by.reads), writes=("rewards",)))
+
+
+@dataclass(frozen=True)
+class _Change:
+    by: Shaping
+    name: str
+
+    def __call__(self, columns: Columns) -> Fired:
+        shaped = self.by(columns)["rewards"]
+        change = shaped - tensor_of(columns, "rewards")
+        metrics = {"mean": change.mean().item(), "fraction": (change != 0).float().mean().item()}
+        return {"rewards": shaped}, {f"critic/{self.name}/{key}": value for key, value in metrics.items()}
