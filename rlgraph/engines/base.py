@@ -1,14 +1,17 @@
-"""What an engine is: the two protocols that generators and trainers keep, and the values that pass through them."""
+"""What an engine is: what generators and trainers can do, and the values that pass through them."""
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
+
+Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,19 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One response to be sampled. `id` is the caller's own, and no other request that the engine holds has it.
+
+    The response depends on weights, prompt, sampling and seed, and not on what else the engine decodes.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
 class Response:
     """One sampled response: its token ids, and the log-prob of each under the distribution it was drawn from."""
 
@@ -46,20 +62,76 @@ class Response:
     log_probs: list[float]
 
 
-class GenerateEngine(Protocol):
-    """A model that writes responses, and takes new weights between two decode steps."""
+class GenerateEngine(ABC):
+    """A model that writes responses, one decode step at a time, and takes new weights between two steps."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """Return one response for each prompt, in the order given; a response depends on weights, prompt and seed."""
+    def __init__(self) -> None:
+        self._others: dict[str, Response] = {}  # finished while `generate` ran, and not its own
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take new weights: full tensors under their Hugging Face names. Every later token comes from them."""
+    @abstractmethod
+    def submit(self, request: Request) -> None:
+        """Take a request; it joins the others at a coming step, in the order submitted, once the engine has room.
 
+        Raises DataError for a prompt that cannot be continued, or an id that the engine holds already.
+        """
+
+    @abstractmethod
+    def decode(self) -> dict[str, Response]:
+        """Advance by one decode step, and return what it finished."""
+
+    @abstractmethod
+    def unfinished(self) -> int:
+        """Return how many requests the engine holds."""
+
+    @abstractmethod
+    def written(self) -> dict[str, int]:
+        """Return how many tokens each unfinished request has so far; 0 while it waits."""
+
+    @abstractmethod
+    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far. Those that are unknown or finished are left out."""
+
+    @abstractmethod
+    def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
+        """Take new weights: full tensors under their Hugging Face names. Every later token comes from them.
+
+        Running requests go on: with "recompute" as if the new weights had read all that they have so far, with "keep" on the
+        keys and values that the old weights left, which is faster and gives log-probs that no single version would give.
+        Requests without a token yet know the new weights alone.
+        """
+
+    @abstractmethod
     def context_length(self) -> int:
         """Return how many tokens prompt and response may have together."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free the model."""
+
+    def step(self) -> dict[str, Response]:
+        """Advance by one decode step, if there is one to do, and return what has finished since the last, by request id."""
+        finished, self._others = self._others, {}
+        return finished | self.decode() if self.unfinished() else finished
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
+        """Return one response for each prompt, in the order given. Requests submitted before go on beside them.
+
+        Raises DataError for a prompt that cannot be continued, or where there is not one seed for each.
+        """
+        if len(prompts) != len(seeds):
+            raise DataError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds; each prompt has one seed")
+        ids = [f"generate {row}" for row in range(len(prompts))]
+        try:
+            for request in map(Request, ids, prompts, [sampling] * len(ids), seeds):
+                self.submit(request)
+        except DataError:
+            self.abort(ids)
+            raise
+        done: dict[str, Response] = {}
+        while len(done) < len(ids):
+            for request_id, response in self.decode().items():
+                (done if request_id.startswith("generate ") else self._others)[request_id] = response
+        return [done[request_id] for request_id in ids]
 
 
 class PolicyLoss(Protocol):
@@ -139,20 +211,18 @@ def check_real(where: str, name: str, value: Any, in_range: bool, rule: str) -> 
         raise GraphError(f"{where}({name}={value!r}): {name} is {rule}")
 
 
-def check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int], context: int, vocab: int) -> None:
-    """Raise DataError unless each prompt is token ids of the vocabulary, has a seed, and leaves room for a response."""
-    if len(prompts) != len(seeds):
-        raise DataError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds; each prompt has one seed")
-    for row, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) < context:
-            raise DataError(
-                f"generate: prompt {row} has {len(prompt)} tokens; a prompt has at least 1 and leaves room for a response in the "
-                f"context of {context} tokens: shorten it, or give a longer context"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            raise DataError(
-                f"generate: prompt {row} has a token id outside of 0..{vocab - 1}: it was encoded with the tokenizer of another model"
-            )
+def check_request(request: Request, held: Container[str], context: int, vocab: int) -> None:
+    """Raise DataError unless the id is new, and the prompt is token ids of the vocabulary and leaves room for a response."""
+    where = f"request '{request.id}'"
+    if request.id in held:
+        raise DataError(f"{where}: the engine holds a request of that id; give each its own")
+    if not 1 <= len(request.prompt) < context:
+        raise DataError(
+            f"{where}: the prompt has {len(request.prompt)} tokens; a prompt has at least 1 and leaves room for a response in the "
+            f"context of {context} tokens: shorten it, or give a longer context"
+        )
+    if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
+        raise DataError(f"{where}: the prompt has a token id outside of 0..{vocab - 1}: it was encoded with the tokenizer of another model")
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,20 +1,21 @@
 """Generate with transformers: plain batched sampling with a key-value cache. Slow and simple, the reference for vLLM."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlgraph.engines.base import Response, Sampling, check_requests, check_weights
+from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.pretrained import check_model
 
 
-class TransformersEngine:
+class TransformersEngine(GenerateEngine):
     """A `GenerateEngine` on transformers, which may share its process with a trainer.
 
-    A response depends on weights, prompt and seed, and in the last bits on the prompts that are sampled with it. Memory is
-    that of the whole batch at once.
+    A response depends on weights, prompt and seed, and in the last bits on the prompts that are sampled with it. Every request
+    is taken at once, whatever memory that needs.
 
     Raises DataError for a folder that is no model.
     """
@@ -29,48 +30,75 @@ class TransformersEngine:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
+        super().__init__()
         self._summary = check_model(path)
         self._context = max_context or self._summary.context_length
         self._device = torch.device(device)
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         self._model.to(self._device).eval()
+        self._waiting: list[Request] = []
+        self._batches: list[_Batch] = []
+
+    def submit(self, request: Request) -> None:
+        """Take a request; see `GenerateEngine`. Those submitted between two steps are decoded side by side from then on."""
+        check_request(request, self.written(), self._context, self._summary.vocab_size)
+        self._waiting.append(request)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """Return one response for each prompt, in the order given; see `GenerateEngine`."""
-        check_requests(prompts, seeds, self._context, self._summary.vocab_size)
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._summary.eos_token_ids)}
-        limits = [min(sampling.max_tokens, self._context - len(prompt)) for prompt in prompts]
-        responses = [Response([], []) for _ in prompts]
-        # One number a token, drawn beforehand, so that what a prompt gets does not depend on the others.
-        numbers = torch.stack([_uniform(seed, max(limits)) for seed in seeds]).to(self._device)
-        tokens, mask = _left_padded(prompts, self._device)
-        cache: Any = None
-        for step in range(max(limits)):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-            out = self._model(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+    def decode(self) -> dict[str, Response]:
+        """Advance by one decode step; see `GenerateEngine`."""
+        alike: dict[Sampling, list[Request]] = {}
+        for request in self._waiting:
+            alike.setdefault(_drawing(request.sampling), []).append(request)
+        self._waiting = []
+        self._batches += [_Batch(drawing, requests, self._rows(requests), self._device) for drawing, requests in alike.items()]
+        finished: dict[str, Response] = {}
+        for batch in self._batches:
+            finished |= batch.decode(self._model)
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return finished
+
+    def _rows(self, requests: Sequence[Request]) -> list["_Row"]:
+        eos = frozenset(self._summary.eos_token_ids)
+        return [
+            _Row(
+                place,
+                request.id,
+                min(request.sampling.max_tokens, self._context - len(request.prompt)),
+                frozenset(request.sampling.stop_token_ids) | (frozenset() if request.sampling.ignore_eos else eos),
             )
-            cache = out.past_key_values
-            chosen, log_probs = sample(out.logits[:, -1], numbers[:, step], sampling)
-            open_rows = False
-            for response, limit, token, log_prob in zip(responses, limits, chosen.tolist(), log_probs.tolist(), strict=True):
-                if len(response.tokens) == step < limit and (step == 0 or response.tokens[-1] not in stops):
-                    response.tokens.append(token)
-                    response.log_probs.append(log_prob)
-                    open_rows |= token not in stops and step + 1 < limit
-            if not open_rows:
-                break
-            tokens, mask = chosen[:, None], torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-        return responses
+            for place, request in enumerate(requests)
+        ]
+
+    def unfinished(self) -> int:
+        """Return how many requests the engine holds."""
+        return len(self._waiting) + sum(len(batch.rows) for batch in self._batches)
+
+    def written(self) -> dict[str, int]:
+        """Return how many tokens each unfinished request has so far."""
+        found = {row.id: len(row.response.tokens) for batch in self._batches for row in batch.rows}
+        return found | {request.id: 0 for request in self._waiting}
+
+    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far."""
+        ended = {request.id: Response([], []) for request in self._waiting if request.id in ids}
+        self._waiting = [request for request in self._waiting if request.id not in ids]
+        for batch in self._batches:
+            ended |= {row.id: row.response for row in batch.rows if row.id in ids}
+            batch.rows = [row for row in batch.rows if row.id not in ids]
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return ended
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take new weights, copied into place. Raises DataError unless they are all and full."""
+    def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
+        """Take new weights, copied into place; see `GenerateEngine`. Raises DataError unless they are all and full."""
         parameters = dict(self._model.named_parameters())
         check_weights(weights, {name: tuple(p.shape) for name, p in parameters.items()})
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
+        if running == "recompute":
+            for batch in self._batches:
+                batch.cache = None
 
     def context_length(self) -> int:
         """Return how many tokens prompt and response may have together."""
@@ -79,6 +107,60 @@ class TransformersEngine:
     def close(self) -> None:
         """Free the model."""
         del self._model
+
+
+@dataclass
+class _Row:
+    """A request at its place in a batch: when it ends, and what it has so far."""
+
+    place: int
+    id: str
+    limit: int
+    stops: frozenset[int]
+    response: Response = field(default_factory=lambda: Response([], []))
+
+
+class _Batch:
+    """Requests that began at the same step and draw alike. `rows` are those not yet finished; their places stay the same."""
+
+    def __init__(self, drawing: Sampling, requests: Sequence[Request], rows: list[_Row], device: torch.device) -> None:
+        self.drawing, self.rows = drawing, rows
+        self.cache: Any = None
+        self._steps = 0
+        self._tokens, self._mask = _left_padded([request.prompt for request in requests], device)
+        # One number a token, drawn beforehand, so that what a prompt gets does not depend on the others.
+        longest = max(row.limit for row in rows)
+        self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
+
+    def decode(self, model: Any) -> dict[str, Response]:
+        fresh = self._tokens if self.cache is None else self._tokens[:, -1:]
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
+        out = model(
+            input_ids=fresh, attention_mask=self._mask, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        self.cache = out.past_key_values
+        chosen, log_probs = sample(out.logits[:, -1], self._numbers[:, self._steps], self.drawing)
+        self._steps += 1
+        self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], dim=1)
+        return self._taken(chosen.tolist(), log_probs.tolist())
+
+    def _taken(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
+        """Give each unfinished row its token, and return the responses that end with it."""
+        finished = {}
+        for row in self.rows:
+            token = chosen[row.place]
+            row.response.tokens.append(token)
+            row.response.log_probs.append(log_probs[row.place])
+            if token in row.stops or self._steps == row.limit:
+                finished[row.id] = row.response
+        self.rows = [row for row in self.rows if row.id not in finished]
+        return finished
+
+
+def _drawing(sampling: Sampling) -> Sampling:
+    """Return the part of a sampling that says how a token is drawn, whatever ends the response."""
+    return Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 
 
 def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:

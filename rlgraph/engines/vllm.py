@@ -7,12 +7,13 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rlgraph.engines.base import Response, Sampling, check_requests, check_weights
+from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.pretrained import check_model, parameter_shapes
 from rlgraph.errors import GraphError
 
@@ -24,7 +25,7 @@ ENVIRONMENT = {
 }
 
 
-class VllmEngine:
+class VllmEngine(GenerateEngine):
     """A `GenerateEngine` on vLLM. Make one a process.
 
     `max_model_len` is the context (None: the model's), `kv_cache_bytes` what the keys and values may take. `threads` is the
@@ -45,6 +46,7 @@ class VllmEngine:
         tensor_parallel: int = 1,
         max_sequences: int = 256,
     ) -> None:
+        super().__init__()
         self._summary = check_model(path)
         self._shapes = parameter_shapes(path)
         _prepare_process(threads)
@@ -81,21 +83,54 @@ class VllmEngine:
             # vLLM looks at every attribute of every module, those included that warn when looked at.
             warnings.simplefilter("ignore", FutureWarning)
             self._engine = LLMEngine.from_engine_args(arguments)
-        self._requests = 0
+        self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
+        self._names: dict[str, str] = {}  # that name, by request id
+        self._loads = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """Return one response for each prompt, in the order given; see `GenerateEngine`."""
-        check_requests(prompts, seeds, self.context_length(), self._summary.vocab_size)
-        ids = [str(self._requests + row) for row in range(len(prompts))]
-        self._requests += len(prompts)
-        for request, prompt, seed in zip(ids, prompts, seeds, strict=True):
-            self._engine.add_request(request, {"prompt_token_ids": list(prompt)}, self._sampling_params(sampling, seed))
-        done: dict[str, Response] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    done[output.request_id] = _response(output.outputs[0])
-        return [done[request] for request in ids]
+    def submit(self, request: Request) -> None:
+        """Take a request; see `GenerateEngine`."""
+        check_request(request, self._names, self.context_length(), self._summary.vocab_size)
+        # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._loads)}
+        name = self._engine.add_request(request.id, prompt, self._sampling_params(request.sampling, request.seed))
+        self._names[request.id] = name
+        self._running[name] = _Running(request)
+
+    def decode(self) -> dict[str, Response]:
+        """Advance by one decode step; see `GenerateEngine`."""
+        finished: dict[str, Response] = {}
+        gone: list[str] = []
+        # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
+        for output in self._engine.engine_core.get_output().outputs:
+            row = self._running[output.request_id]
+            if output.new_token_ids:
+                row.tokens += output.new_token_ids
+                row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                gone.append(output.request_id)
+                finished[row.request.id] = self._forget(output.request_id)
+        if gone:
+            self._engine.output_processor.abort_requests(gone, internal=True)
+        return finished
+
+    def unfinished(self) -> int:
+        """Return how many requests the engine holds."""
+        return len(self._running)
+
+    def written(self) -> dict[str, int]:
+        """Return how many tokens each unfinished request has so far."""
+        return {row.request.id: len(row.tokens) for row in self._running.values()}
+
+    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far."""
+        names = [self._names[request_id] for request_id in ids if request_id in self._names]
+        self._engine.abort_request(names, internal=True)
+        return {self._running[name].request.id: self._forget(name) for name in names}
+
+    def _forget(self, name: str) -> Response:
+        row = self._running.pop(name)
+        del self._names[row.request.id]
+        return Response(row.tokens, row.log_probs)
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
@@ -114,13 +149,23 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take new weights; every later token comes from them. Raises DataError unless they are all and full."""
+    def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
+        """Take new weights; see `GenerateEngine`. Raises DataError unless they are all and full."""
         check_weights(weights, self._shapes)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
         if self._on_cpu and self._summary.tied:
             self._pack_head()
-        self._engine.reset_prefix_cache()
+        self._loads += 1
+        if running == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self._begin_again([row.request for row in self._running.values() if not row.tokens])
+
+    def _begin_again(self, waiting: list[Request]) -> None:
+        """Put requests without a token at the end of the queue again, so that they know nothing of the old weights."""
+        self.abort([request.id for request in waiting])
+        for request in waiting:
+            self.submit(request)
 
     def _pack_head(self) -> None:
         """Pack the new embeddings into the head's kernel, which the CPU build leaves as they were before."""
@@ -149,6 +194,10 @@ def _prepare_process(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _response(output: Any) -> Response:
-    tokens = list(output.token_ids)
-    return Response(tokens, [chosen[token].logprob for token, chosen in zip(tokens, output.logprobs, strict=True)])
+@dataclass
+class _Running:
+    """A request that the engine holds, and what it has so far."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Sampling, check_requests, check_weights
+from rlgraph.engines.base import Request, Sampling, check_request, check_weights
 from rlgraph.errors import DataError, GraphError
 
 
@@ -52,15 +52,15 @@ def test_the_learning_rate_rises_over_the_warm_up() -> None:
     assert dataclasses.replace(settings, warmup_steps=0).lr_at(0) == 4
 
 
-@pytest.mark.parametrize("prompt", [[], [1] * 8, [99], [-1]])
-def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int]) -> None:
-    with pytest.raises(DataError, match="prompt 1 has"):
-        check_requests([[1], prompt], [0, 1], context=8, vocab=99)
+@pytest.mark.parametrize(("prompt", "rule"), [([], "0 tokens"), ([1] * 8, "8 tokens"), ([99], "token id"), ([-1], "token id")])
+def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int], rule: str) -> None:
+    with pytest.raises(DataError, match=f"request 'mine': the prompt has .*{rule}"):
+        check_request(Request("mine", prompt, Sampling(), 0), (), context=8, vocab=99)
 
 
-def test_each_prompt_needs_a_seed() -> None:
-    with pytest.raises(DataError, match="2 prompts but 1 seeds"):
-        check_requests([[1], [2]], [0], context=8, vocab=99)
+def test_a_request_needs_an_id_of_its_own() -> None:
+    with pytest.raises(DataError, match="request 'mine': the engine holds a request of that id"):
+        check_request(Request("mine", [1], Sampling(), 0), ("mine",), context=8, vocab=99)
 
 
 @pytest.mark.parametrize(("weights", "rule"), [({}, "missing"), ({"a": (2,), "b": (1,)}, "unknown"), ({"a": (3,)}, "shape")])

@@ -19,7 +19,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """What one process with an engine found, and the folder of its model."""
     folder, here = request.getfixturevalue(request.param), Path(__file__)
     out = tmp_path_factory.mktemp("vllm") / "found.pt"
-    environment = os.environ | {"PYTHONPATH": str(here.parent.parent)}
+    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
     command = [sys.executable, str(here.with_name("vllm_process.py")), str(folder), str(out), "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
