@@ -50,6 +50,10 @@ def check_close(feedback: "Feedback", weights: Any) -> None:
     where = f"feedback '{feedback.name}'"
     if getattr(weights, "kind", None) != "weights":
         raise GraphError(f"{where} was closed with {describe(weights)}; close it with the weights of an update, as close(step.weights)")
+    if getattr(weights.node.model, "role", None) == "critic":
+        raise GraphError(
+            f"{where} was closed with the weights of '{weights.node.name}', a critic; close it with those of the policy's update"
+        )
     if feedback.source is not None:
         raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
 
@@ -143,11 +147,23 @@ def depth_buys_something(graph: "Graph") -> None:
             )
 
 
+def passes_come_before_the_update(graph: "Graph") -> None:
+    """Old log-probs and values are those at the start of the update: nodes of a model fire as they are declared."""
+    for node in graph.nodes:
+        trained = next((n for n in graph.nodes if n.model is node.model and n.operation.work == "train" and n.serial < node.serial), None)
+        if node.model is not None and trained is not None and {"old_log_probs", "values"} & set(node.writes):
+            raise GraphError(
+                f"node '{node.name}' is declared after '{trained.name}' and would see the weights that it leaves; {list(node.writes)} are "
+                "those at the start of the update: declare it before"
+            )
+
+
 GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     names_are_unique,
     feedbacks_are_closed,
     feedbacks_close_a_cycle,
     depth_buys_something,
+    passes_come_before_the_update,
 )
 
 

@@ -43,6 +43,13 @@ def batch_of(lengths: list[int], *, group: int = 2, holes: bool = False, seed: i
     }
 
 
+def returns_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the batch with old values and returns for the critic to learn."""
+    draw = torch.Generator().manual_seed(5)
+    shape = batch["responses"].shape
+    return batch | {"values": 0.1 * torch.randn(shape, generator=draw), "returns": torch.randn(shape, generator=draw)}
+
+
 class WeightedLikelihood:
     """Minus the advantage-weighted mean log-prob, plus `entropy` times the mean entropy: a loss in closed form."""
 

@@ -12,7 +12,7 @@ from rlgraph.columns import Column, Columns
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Loss, check_count
 from rlgraph.engines.heads import Head
-from rlgraph.engines.packing import MicroBatch, pack, plan_micro_batches, response_lengths
+from rlgraph.engines.packing import MicroBatch, pack, plan_micro_batches
 from rlgraph.engines.sharding import full, join, like, local, shard
 from rlgraph.errors import DataError
 
@@ -73,7 +73,7 @@ class FsdpEngine:
         """Take one optimizer step over the batch.
 
         Metrics of a policy: `actor/pg_loss` (all of the loss, unless the loss names a part of it so), `actor/grad_norm` before
-        clipping, `actor/lr`, `perf/total_num_tokens` and those of the loss; of a critic the same with `critic/vf_loss`.
+        clipping, `actor/lr` and those of the loss; of a critic the same with `critic/vf_loss`.
         """
         rows, width = _shape(batch)
         totals = Totals(tokens=int(_tensor(batch, "response_mask").sum()), rows=rows)
@@ -88,7 +88,7 @@ class FsdpEngine:
             value.backward()
             parts.append({self._head.loss_name: value.item()} | metrics)
         summed = {self._head.loss_name: 0.0} | _summed(parts, self._world)
-        return summed | self._step() | {"perf/total_num_tokens": float(_count_tokens(batch))}
+        return summed | self._step()
 
     def _step(self) -> dict[str, float]:
         norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
@@ -179,7 +179,3 @@ def _tensor(batch: Columns, name: str) -> torch.Tensor:
 def _shape(batch: Columns) -> tuple[int, int]:
     rows, width = _tensor(batch, "responses").shape
     return rows, width
-
-
-def _count_tokens(batch: Columns) -> int:
-    return int(_tensor(batch, "prompt_mask").sum() + response_lengths(_tensor(batch, "response_mask")).sum())

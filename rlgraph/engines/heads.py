@@ -91,9 +91,8 @@ class ValueHead(Head):
         return self.model.layers
 
     def forward(self, part: MicroBatch, *, entropy: bool = False, squares: bool = False) -> tuple[torch.Tensor, ...]:
-        states = predicting_states(self.model, part)
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
-        return (torch.nn.functional.linear(states.float(), self.score.weight.float())[:, 0],)
+        return (torch.mv(predicting_states(self.model, part).float(), self.score.weight.float()[0]),)
 
     def loss(
         self, loss: ValueLoss, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals

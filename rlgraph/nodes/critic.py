@@ -3,38 +3,95 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlgraph.errors import GraphError
+import torch
+
+from rlgraph.columns import Columns
+from rlgraph.engines.base import ValueLoss
 from rlgraph.graph import Node, Output, Work, declare
-from rlgraph.nodes.base import Context, Stage
-from rlgraph.nodes.policy import TOKENS, TrainedModel, Update, check_loss
+from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.mini_batches import Walks, checked_walks
+from rlgraph.nodes.policy import TOKENS, TrainedModel, Update, check_folder, check_loss
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Critic(TrainedModel):
-    """A model with a value head, trained beside the policy. `path` is a folder in Hugging Face format."""
+    """A model with a value head, trained beside the policy. `path` is a folder in Hugging Face format.
+
+    The head is the folder's `score.weight` where it has one (a reward model's), else it begins as 0, and so do the values.
+    """
 
     role: ClassVar[str] = "critic"
 
-    def values(self, *inputs: Output, name: str = "values") -> Output:
-        """Declare `values` [B, T]: the estimated return from each response token on."""
-        return Output(declare(name, CriticWork("forward"), inputs, reads=TOKENS, writes=("values",), model=self))
+    def load(self, context: Any) -> Any:
+        from rlgraph.engines import load
 
-    def update(self, *inputs: Output, loss: Any, name: str = "critic_update") -> Update:
-        """Declare one optimizer step of the critic. Raises GraphError for a column that the loss reads and no input carries."""
+        return load.critic_engine(self, context)
+
+    def values(self, *inputs: Output, name: str = "values") -> Output:
+        """Declare `values` [B, T]: the return that the critic expects before each response token, under its weights before the update."""
+        return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
+
+    def update(self, *inputs: Output, loss: ValueLoss, epochs: int = 1, mini_batches: int = 1, name: str = "critic_update") -> Update:
+        """Declare the critic's part of a step: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
+
+        The loss declares what it reads. `values`, where given, are also what `critic/vf_explained_var` is measured by.
+
+        Raises GraphError for a column that the loss reads and no input carries, or parts that would not be equally large.
+        """
         check_loss(name, loss)
-        reads = tuple(dict.fromkeys((*TOKENS, *loss.reads)))
-        node = declare(name, CriticWork("train"), inputs, reads=reads, writes=(), model=self)
+        given = carried(inputs)
+        optional = [c for c in ("values", "loss_mask") if c in given]
+        reads = tuple(dict.fromkeys((*TOKENS, *loss.reads, *optional)))
+        operation = CriticUpdate(self, loss, checked_walks(name, inputs, epochs, mini_batches))
+        node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
 
-@dataclass(frozen=True)
-class CriticWork:
-    """A critic's node. Graphs with a critic are declared, planned and drawn; its engine is not there to run it yet."""
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Values [B, T] of the responses under the critic's present weights."""
 
-    work: Work
+    critic: Critic
+    work: Work = "forward"
 
     def check(self, node: Node) -> None:
-        raise GraphError(f"node '{node.name}' is a critic's, which this version declares, plans and draws but does not run yet")
+        check_folder(self.critic.path)
 
     def start(self, context: Context) -> Stage:
-        raise AssertionError("a critic's node is refused before it starts")
+        return lambda step, columns: {"values": context.engine.scores(columns)}
+
+
+@dataclass(frozen=True, eq=False)
+class CriticUpdate:
+    """The critic's optimizer steps on a batch; the metrics tell how well its values foretold the returns."""
+
+    critic: Critic
+    loss: ValueLoss
+    walks: Walks
+    work: Work = "train"
+
+    def check(self, node: Node) -> None:
+        check_folder(self.critic.path)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Fired:
+        batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
+        return {}, {**self.walks.update(context.engine, batch, self.loss), **_foretold(batch)}
+
+
+def _foretold(batch: Columns) -> dict[str, float]:
+    """Return mean, max and min of returns and values over the tokens, and the share of the returns' variance that values explain."""
+    mask = batch["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    found = {name: column[mask] for name in ("values", "returns") if isinstance(column := batch.get(name), torch.Tensor)}
+    metrics: dict[str, float] = {}
+    for name, column in found.items():
+        if column.numel():
+            spread = {"mean": column.mean(), "max": column.max(), "min": column.min()}
+            metrics |= {f"critic/{name}/{kind}": value.item() for kind, value in spread.items()}
+    if len(found) == 2 and len(found["returns"]) > 1:
+        left, whole = torch.var(found["returns"] - found["values"]), torch.var(found["returns"])
+        metrics["critic/vf_explained_var"] = (1 - left / whole.clamp(min=1e-8)).item()
+    return metrics

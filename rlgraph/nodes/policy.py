@@ -8,10 +8,12 @@ import torch
 
 from rlgraph.columns import Columns
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import PolicyLoss, Sampling
+from rlgraph.engines.base import PolicyLoss, Sampling, check_count
+from rlgraph.engines.packing import response_lengths
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.mini_batches import Walks, checked_walks
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 
@@ -93,17 +95,31 @@ class Policy(TrainedModel):
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
 
-    def update(self, *inputs: Output, loss: PolicyLoss, name: str = "update") -> Update:
-        """Declare one optimizer step on the batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
+    def update(
+        self,
+        *inputs: Output,
+        loss: PolicyLoss,
+        epochs: int = 1,
+        mini_batches: int = 1,
+        critic_warmup: int = 0,
+        name: str = "update",
+    ) -> Update:
+        """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
+
+        It walks the batch `epochs` times, in `mini_batches` equal parts of rows side by side, with an optimizer step each; weights
+        are published once, at the end. In the first `critic_warmup` steps of the graph the policy stays as it is, so that its
+        critic has learnt something before it is listened to.
 
         The loss declares what it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
         `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss. `loss_mask`, where given,
         stands for `response_mask`: tokens outside of it are neither computed nor counted. The update itself knows
         `current_version`, for a loss that reads it.
 
-        Raises GraphError for a column that the loss reads and no input carries.
+        Raises GraphError for a column that the loss reads and no input carries, parts that would not be equally large, or a
+        critic's warm-up without a critic.
         """
         check_loss(name, loss)
+        check_warmup(name, inputs, critic_warmup)
         given = carried(inputs)
         wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
         behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
@@ -113,19 +129,22 @@ class Policy(TrainedModel):
             check_untruncated(name, inputs)
         wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask") if c in given]
         reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
-        operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs))
+        walks = checked_walks(name, inputs, epochs, mini_batches)
+        operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs), walks, critic_warmup)
         node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
-    """One optimizer step; the metrics tell how the batch did."""
+    """The policy's optimizer steps on a batch; the metrics tell how it did."""
 
     policy: TrainedModel
     loss: PolicyLoss
     behaviour: str
     temperature: float
+    walks: Walks
+    critic_warmup: int
     work: Work = "train"
 
     def check(self, node: Node) -> None:
@@ -135,6 +154,8 @@ class PolicyUpdate:
         return lambda step, columns: self.fire(context, step, columns)
 
     def fire(self, context: Context, step: int, columns: Columns) -> Fired:
+        if step < self.critic_warmup:
+            return {}, _sizes(columns)
         mask = columns["response_mask"]
         batch = {
             **columns,
@@ -142,14 +163,20 @@ class PolicyUpdate:
             "response_mask": columns.get("loss_mask", mask),
             "current_version": torch.full((len(mask),), step, dtype=torch.int32),
         }
-        return {}, {**context.engine.update(batch, self.loss), **_lengths(columns)}
+        return {}, {**self.walks.update(context.engine, batch, self.loss), **_sizes(columns)}
 
 
-def _lengths(columns: Columns) -> Mapping[str, float]:
-    mask = columns["response_mask"]
+def _sizes(columns: Columns) -> Mapping[str, float]:
+    """Return how long the responses are, in tokens that the policy wrote, and all tokens of the batch."""
+    mask, prompt_mask = columns["response_mask"], columns["prompt_mask"]
     assert isinstance(mask, torch.Tensor)
+    assert isinstance(prompt_mask, torch.Tensor)
     lengths = mask.sum(-1).float()
-    return {"response_length/mean": lengths.mean().item(), "response_length/max": lengths.max().item()}
+    return {
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": lengths.max().item(),
+        "perf/total_num_tokens": float(prompt_mask.sum() + response_lengths(mask).sum()),
+    }
 
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:
@@ -175,6 +202,19 @@ def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
         sampling = getattr(getattr(node, "operation", None), "sampling", None)
         if isinstance(node, Node) and isinstance(sampling, Sampling):
             yield node, sampling
+
+
+def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
+    """Raise GraphError for a warm-up that is no count, or that waits for a critic whose values do not lead to the update."""
+    check_count(f"node '{name}'", "critic_warmup", critic_warmup, 0)
+    nodes = [output.node for output in inputs if hasattr(output, "node")]
+    for node in nodes:
+        nodes += [output.node for output in node.inputs if output.node not in nodes]
+    if critic_warmup and not any("values" in node.writes for node in nodes):
+        raise GraphError(
+            f"node '{name}' has critic_warmup={critic_warmup}, but no critic's values lead to it; leave it out, or pass advantages that "
+            "are estimated with critic.values(rollout)"
+        )
 
 
 def check_folder(path: str) -> None:

@@ -1,60 +1,16 @@
 """Real engines on a tiny model: a run on Ray repeats the oracle bit for bit, batches, losses and weights, at any depth."""
 
-import hashlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from digests import ITEMS, DigestPolicy, here, odd_tokens, on_ray
 
 import rlgraph as rg
-from rlgraph.columns import Column, Columns
 from rlgraph.engines.pretrained import tiny_model
-from rlgraph.nodes.base import Context
-from rlgraph.runtime.job import Job
-from rlgraph.runtime.local import LocalJob
-from rlgraph.runtime.measure import Step
 from rlgraph.runtime.worker import owned
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
-
-ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 5)]
-
-
-def digest(tensors: list[torch.Tensor]) -> float:
-    """Return a number that two runs share only if every bit is the same."""
-    hashed = hashlib.sha256()
-    for tensor in tensors:
-        hashed.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return float(int.from_bytes(hashed.digest()[:6], "big"))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DigestPolicy(rg.Policy):
-    """A policy that adds a digest of its weights to the metrics of each update."""
-
-    def load(self, context: Context) -> Any:
-        engine = super().load(context)
-        update = engine.update
-
-        def digested(batch: Columns, loss: Any) -> dict[str, float]:
-            metrics: dict[str, float] = update(batch, loss)
-            return {**metrics, "digest/weights": digest(list(engine.weights().values()))}
-
-        engine.update = digested
-        return engine
-
-
-@rg.node(reads="responses rollout_log_probs response_mask", writes="rewards")
-def odd_tokens(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
-    """Reward the share of odd tokens, which a random model can learn; digest the batch on the way."""
-    responses, mask = batch["responses"], batch["response_mask"]
-    assert isinstance(responses, torch.Tensor)
-    assert isinstance(mask, torch.Tensor)
-    odd = ((responses % 2 == 1) & mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    metrics = {"digest/batch": digest([batch[c] for c in sorted(batch)]), "odd": odd.mean().item()}  # type: ignore[misc]
-    return {"rewards": odd.float()}, metrics
 
 
 def grpo(model: Path, depth: int, *, buffers: int = 1, ranks: int | None = None, old_log_probs: bool = False) -> rg.Graph:
@@ -70,26 +26,6 @@ def grpo(model: Path, depth: int, *, buffers: int = 1, ranks: int | None = None,
     step = policy.update(rollout, advantages, *extra, loss=rg.ClippedLoss(clip_high=0.28))
     weights.close(step.weights)
     return rg.Graph("tiny", step.metrics)
-
-
-def plan(graph: rg.Graph) -> rg.Plan:
-    return rg.compile(graph, rg.Cluster(cpus=2))
-
-
-def bits(step: Step) -> dict[str, float]:
-    return {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}
-
-
-def on_ray(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
-    job: Job = plan(graph).launch()
-    with job:
-        return [bits(step) for step in job.steps(steps)]
-
-
-def here(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
-    job: LocalJob = plan(graph).run_here()
-    with job:
-        return [bits(step) for step in job.steps(steps)]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,51 @@
+"""Several optimizer steps on one batch: how often an update walks it, in how many parts, and what its metrics then are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlgraph.columns import Columns, rows_of
+from rlgraph.engines.base import check_count
+from rlgraph.errors import GraphError
+
+
+@dataclass(frozen=True)
+class Walks:
+    """An update walks its batch `epochs` times, each time in `mini_batches` parts; every part is an optimizer step.
+
+    Parts are rows that lie side by side, in the order of the batch, so the responses of one prompt are trained together and a
+    run is a function of its seed. A loss is normalised by the tokens and rows of the part it is computed on.
+    """
+
+    epochs: int = 1
+    mini_batches: int = 1
+
+    def parts(self, batch: Columns) -> Iterator[Columns]:
+        """Yield the batch of each optimizer step."""
+        rows = rows_of(batch)
+        for _ in range(self.epochs):
+            for part in range(self.mini_batches):
+                own = slice(rows * part // self.mini_batches, rows * (part + 1) // self.mini_batches)
+                yield batch if self.mini_batches == 1 else {name: column[own] for name, column in batch.items()}
+
+    def update(self, engine: Any, batch: Columns, loss: Any) -> dict[str, float]:
+        """Take the optimizer steps, and return the mean of each metric over those that have it."""
+        found: dict[str, list[float]] = {}
+        for part in self.parts(batch):
+            for name, value in engine.update(part, loss).items():
+                found.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:
+    """Return the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
+    where = f"node '{node}'"
+    check_count(where, "epochs", epochs, 1)
+    check_count(where, "mini_batches", mini_batches, 1)
+    rows = max((output.node.rows for output in inputs if hasattr(output, "node")), default=0)
+    if rows % mini_batches:
+        raise GraphError(
+            f"{where} has mini_batches={mini_batches} of a batch of {rows} rows; the parts are to be equally large, as each is one "
+            "optimizer step: choose a divisor, or another number of prompts"
+        )
+    return Walks(epochs, mini_batches)

@@ -1,0 +1,56 @@
+"""Data-parallel ranks of a trainer: started by a test, `run_ranks`, and what each does, `python ranks.py KIND FOLDER OUT RANK WORLD`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+
+from rlgraph.algorithms import ValueLoss
+from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.fsdp import FsdpEngine
+from rlgraph.engines.heads import PolicyHead, ValueHead
+
+MICRO_BATCH_TOKENS = 16
+
+
+def run_ranks(kind: str, model: Path, out: Path, world: int) -> list[Any]:
+    """Return what each rank saved: of a policy or a critic."""
+    here = Path(__file__)
+    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here.parents[1]}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(here), kind, str(model), str(out)]
+    started = [subprocess.Popen([*command, str(rank), str(world)], env=environment) for rank in range(world)]
+    assert [process.wait(timeout=100) for process in started] == [0] * world
+    return [torch.load(out / f"{rank}.pt") for rank in range(world)]
+
+
+def main(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
+    batch = returns_of(batch_of(LENGTHS, holes=True))
+    head, loss = (PolicyHead(folder), WeightedLikelihood(entropy=0.1)) if kind == "policy" else (ValueHead(folder), ValueLoss())
+    engine = FsdpEngine(
+        head,
+        optimizer=AdamW(lr=1e-2, eps=1e-3),
+        rank=rank,
+        world=world,
+        dtype=torch.float32,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+    )
+    scores = engine.scores(batch)
+    metrics = [engine.update(batch, loss) for _ in range(2)]
+    saved = {"scores": scores, "metrics": metrics, "weights": engine.weights(), "state": engine.state()}
+    torch.save(saved, out / f"{rank}.pt")
+    engine.update(batch, loss)
+    engine.load_state(torch.load(out / f"{rank}.pt")["state"])
+    torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
+    engine.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

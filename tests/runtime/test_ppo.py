@@ -1,0 +1,166 @@
+"""PPO with a critic and a reference: equal to the oracle in every bit, the order of passes and updates, turns, ranks, and learning."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, odd_tokens, on_ray, plan
+
+import rlgraph as rg
+from rlgraph.columns import Columns
+from rlgraph.engines.pretrained import tiny_model
+from rlgraph.planning.schedule import Span
+from rlgraph.runtime.measure import Step
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+class TwoEngines(rg.Generator):
+    """A generator of two engines, each with its part of the prompts."""
+
+    @property
+    def ranks(self) -> int | None:
+        return 2
+
+
+def ppo(
+    model: Path,
+    *,
+    depth: int = 0,
+    generator: type[rg.Generator] = rg.Generator,
+    policy: type[rg.Policy] = DigestPolicy,
+    ranks: int | None = None,
+    epochs: int = 1,
+    mini_batches: int = 1,
+    critic_warmup: int = 0,
+) -> rg.Graph:
+    path, train_pool, score_pool = str(model), rg.Pool("train"), rg.Pool("score")
+    sampling = rg.Sampling(max_tokens=6, temperature=0.9)
+    writer = generator(path, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, dtype="float32")
+    trained = policy(path, pool=train_pool, optimizer=rg.AdamW(lr=1e-3, eps=1e-4), dtype="float32", data_parallel=ranks)
+    critic = DigestCritic(path, pool=train_pool, optimizer=rg.AdamW(lr=3e-3, eps=1e-4), dtype="float32", data_parallel=ranks)
+    reference = rg.Reference(path, pool=score_pool, dtype="float32")
+    weights = rg.feedback("weights", depth=depth)
+
+    prompts = rg.prompts(ITEMS, count=8, seed=3)
+    rollout = writer.rollout(prompts, weights, group_size=2)
+    old, ref, values = trained.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
+    shaped = rg.kl_shaped_rewards(rollout, odd_tokens(rollout), old, ref, coef=0.01)
+    targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=1.0, lam=0.95))
+    walks = {"epochs": epochs, "mini_batches": mini_batches}
+    step = trained.update(rollout, old, targets, loss=rg.ClippedLoss(), critic_warmup=critic_warmup, **walks)
+    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(), **walks)
+    weights.close(step.weights)
+    return rg.Graph("ppo", step.metrics, critic_step.metrics)
+
+
+@dataclass(frozen=True)
+class Run:
+    steps: Sequence[Step]
+    spans: Sequence[Span]
+    plan: rg.Plan
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, ray_here: None) -> Run:
+    """A run on Ray: one step behind, four optimizer steps a batch, the policy still in the first step."""
+    planned = plan(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1))
+    with planned.launch() as job:
+        return Run(list(job.steps(4)), job.spans(), planned)
+
+
+def test_on_ray_values_returns_and_both_updates_equal_the_oracle_in_every_bit(run: Run, model: Path) -> None:
+    expected = here(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1), 4)
+    assert [bits(step) for step in run.steps] == expected
+    assert len({step["digest/critic"] for step in expected}) == 4
+    assert {"critic/values/mean", "critic/returns/mean", "critic/vf_loss", "critic/grad_norm", "critic/lr"} <= expected[0].keys()
+
+
+def test_several_optimizer_steps_are_one_version(run: Run) -> None:
+    assert [step.staleness for step in run.steps] == [0, 1, 1, 1]
+    published = [span.version for span in run.spans if span.kind == "publish"]
+    assert published == [1, 2, 3, 4]
+
+
+def test_nodes_of_one_pool_take_turns(run: Run) -> None:
+    fired = [span for span in run.spans if span.kind == "fire"]
+    for one, other in combinations(fired, 2):
+        pool = run.plan.node(one.name).pool
+        if pool is not None and pool == run.plan.node(other.name).pool:
+            assert one.end_s <= other.start_s or other.end_s <= one.start_s, (one, other)
+
+
+def test_the_reference_runs_on_a_pool_of_its_own(run: Run) -> None:
+    pools = {name: run.plan.node(name).pool for name in ("rollout", "old_log_probs", "ref_log_probs", "values", "update", "critic_update")}
+    assert pools == {
+        "rollout": "rollout",
+        "old_log_probs": "train",
+        "ref_log_probs": "score",
+        "values": "train",
+        "update": "train",
+        "critic_update": "train",
+    }
+    order = [d for d in run.plan.schedule.dependencies if d.reason == "order"]
+    assert not [d for d in order if "ref_log_probs" in (d.before, d.after)]
+
+
+def test_the_policy_stays_as_it_is_while_its_critic_warms_up(model: Path) -> None:
+    steps = here(ppo(model, critic_warmup=2), 4)
+    assert ["digest/weights" in step for step in steps] == [False, False, True, True]
+    assert len({step["digest/critic"] for step in steps}) == 4
+    assert all("actor/pg_loss" not in step for step in steps[:2])
+    assert steps[2]["actor/lr"] == 1e-3
+
+
+class Remembering(rg.Policy):
+    """A policy that notes whether its log-probs were those of the weights at the start of the update."""
+
+    def load(self, context: Any) -> Any:
+        engine = super().load(context)
+        scores, update, seen = engine.scores, engine.update, []
+
+        def remembered(batch: Columns) -> Any:
+            seen.append(digest(engine.weights().values()))
+            return scores(batch)
+
+        def compared(batch: Columns, loss: Any) -> dict[str, float]:
+            same = seen[-1] == digest(engine.weights().values())
+            return {**update(batch, loss), "passes": float(len(seen)), "same": float(same), "seen": seen[-1]}
+
+        engine.scores, engine.update = remembered, compared
+        return engine
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_old_log_probs_are_those_of_the_weights_at_the_start_of_the_update(model: Path, depth: int) -> None:
+    steps = here(ppo(model, depth=depth, policy=Remembering), 4)
+    assert [step["passes"] for step in steps] == [1, 2, 3, 4]
+    assert [step["same"] for step in steps] == [1] * 4
+    assert len({step["seen"] for step in steps}) == 4
+    assert [abs(step["actor/ppo_kl"]) < 1e-6 for step in steps] == [True] * 4
+
+
+def test_two_engines_and_two_ranks_of_policy_and_critic_do_what_one_of_each_does(model: Path) -> None:
+    one, two = here(ppo(model, depth=1), 2), on_ray(ppo(model, depth=1, generator=TwoEngines, ranks=2), 2)
+    for a, b in zip(one, two, strict=True):
+        assert a["digest/tokens"] == b["digest/tokens"]
+        for name in ("odd", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "critic/values/mean", "critic/returns/mean"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
+
+
+def test_the_reward_rises_and_the_value_loss_falls(model: Path) -> None:
+    steps = here(ppo(model, epochs=2, mini_batches=2, critic_warmup=2), 24)
+
+    def mean(name: str, part: Sequence[dict[str, float]]) -> float:
+        return sum(step[name] for step in part) / 4
+
+    assert mean("odd", steps[-4:]) > mean("odd", steps[:4]) + 0.2
+    assert mean("critic/vf_loss", steps[-4:]) < 0.5 * mean("critic/vf_loss", steps[:4])
