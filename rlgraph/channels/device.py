@@ -53,5 +53,5 @@ class Mapped:
                 handle.event,
                 handle.event_needed,
             )
-            self.memories[key] = torch.empty(0, dtype=torch.uint8, device=f"cuda:{here}").set_(storage, 0, (handle.size,))
+            self.memories[key] = torch.empty(0, dtype=torch.uint8, device=f"cuda:{here}").set_(storage)[: handle.size]
         return self.memories[key]

@@ -39,14 +39,17 @@ def load_headless(path: str | Path) -> Any:
 
 def predicting_states(backbone: Any, part: MicroBatch) -> torch.Tensor:
     """Return the last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
-    with _attention(part.tokens):
-        hidden = backbone(input_ids=part.tokens, attention_mask=part.mask, position_ids=part.positions, use_cache=False).last_hidden_state
+    packed = {} if part.starts is None else {"cu_seq_lens_q": part.starts, "max_length_q": part.longest}
+    with _attention(part):
+        hidden = backbone(
+            input_ids=part.tokens, attention_mask=part.mask, position_ids=part.positions, use_cache=False, **packed
+        ).last_hidden_state
     states: torch.Tensor = hidden.flatten(0, 1)[part.predicts]
     return states
 
 
-def _attention(tokens: torch.Tensor) -> AbstractContextManager[None]:
+def _attention(part: MicroBatch) -> AbstractContextManager[None]:
     """Return the attention kernel for an input: on a CPU the backward pass of the fused one is slow for short sequences."""
-    short = tokens.device.type == "cpu" and tokens.shape[1] <= SHORT_SEQUENCE
+    short = part.starts is None and part.tokens.device.type == "cpu" and part.tokens.shape[1] <= SHORT_SEQUENCE
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if short else nullcontext()
     return context

@@ -85,7 +85,7 @@ class _Recorder(TorchDispatchMode):
     def _note(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert self.loading is not None
         name, weight = self.loading
-        offset = source.storage_offset() - weight.storage_offset()
+        offset = int(source.storage_offset() - weight.storage_offset())
         inside = source.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and 0 <= offset < max(weight.numel(), 1)
         if not inside or source.shape != to.shape:
             self.foreign = True

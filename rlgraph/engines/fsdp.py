@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Column, Columns
+from rlgraph.engines import packed_attention
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Loss, check_count
 from rlgraph.engines.heads import Head
-from rlgraph.engines.packing import MicroBatch, pack, plan_micro_batches
-from rlgraph.engines.sharding import full, join, like, local, shard
+from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
+from rlgraph.engines.sharding import full, join, like, local, prepare_layers, shard
 from rlgraph.errors import DataError
 
 
@@ -23,7 +24,9 @@ class FsdpEngine:
     `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more
     than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the
     group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
-    the padded tokens of one pass, and so its memory; the step does not depend on it.
+    the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
+    layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
+    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute).
     """
 
     def __init__(
@@ -36,6 +39,9 @@ class FsdpEngine:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         micro_batch_tokens: int = 8192,
+        recompute: bool = False,
+        compiled: bool = False,
+        flat: bool | None = None,
     ) -> None:
         check_count("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         self._made_group = join(rank, world)
@@ -43,6 +49,10 @@ class FsdpEngine:
         self._micro_batch_tokens = micro_batch_tokens
         self._settings, self._steps = optimizer, 0
         self._head = head.to(self._device)
+        self._flat = self._device.type == "cuda" or recompute if flat is None else flat
+        if self._flat:
+            packed_attention.install(head.model)
+        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
         self._optimizer = torch.optim.AdamW(
             head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
@@ -101,8 +111,9 @@ class FsdpEngine:
         return {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
-        for sequences in plan_micro_batches(batch, self._world, self._micro_batch_tokens)[self._rank]:
-            yield pack(batch, sequences).to(self._device)
+        arrange = pack_flat if self._flat else pack
+        for sequences in plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat)[self._rank]:
+            yield arrange(batch, sequences).to(self._device)
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}

@@ -23,6 +23,9 @@ class Place(Protocol):
     @property
     def temperature(self) -> float: ...
 
+    @property
+    def device(self) -> str: ...
+
 
 def generate_engine(model: Any, place: Place) -> GenerateEngine:
     """Return the engine of a `Generator`."""
@@ -64,14 +67,18 @@ def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
     import torch.distributed as dist
 
     from rlgraph.engines.fsdp import FsdpEngine
+    from rlgraph.engines.sharding import backends
 
     if place.world > 1:
-        dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.world)
+        dist.init_process_group(backends(), init_method=place.rendezvous, rank=place.rank, world_size=place.world)
     return FsdpEngine(
         head,
         optimizer=model.optimizer,
         rank=place.rank,
         world=place.world,
+        device=place.device,
         dtype=getattr(torch, model.dtype),
         micro_batch_tokens=model.micro_batch_tokens,
+        recompute=model.recompute,
+        compiled=model.compiled,
     )

@@ -2,6 +2,7 @@
 
 Responses of one prompt lie behind one copy of it and do not see each other, so the prompt is computed once
 (Liu et al. 2025, arXiv:2506.05433, "Prefix Grouper"); the last token of a response predicts nothing and is left out.
+On a GPU sequences lie one behind the other without padding, each with its own prompt.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class PackedSequence:
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
+    Packed flat they are [1, L]: sequence i begins at `starts[i]`, and none is longer than `longest`.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column.
@@ -44,26 +46,28 @@ class MicroBatch:
     targets: torch.Tensor
     row: torch.Tensor
     column: torch.Tensor
+    starts: torch.Tensor | None = None
+    longest: int = 0
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
+        moved: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in vars(self).items()}
         return MicroBatch(**moved)
 
 
-def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int) -> list[list[list[PackedSequence]]]:
+def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int, *, flat: bool = False) -> list[list[list[PackedSequence]]]:
     """Return for each rank its micro-batches, as many for each; one that is empty still has to run.
 
     Sequences go to the rank with the fewest tokens, longest first; a rank's are cut, sorted by length, where the padded
-    tokens would exceed `micro_batch_tokens` (a longer sequence is alone).
+    tokens would exceed `micro_batch_tokens` (a longer sequence is alone). Packed `flat` there are no shared prompts and no padding.
     """
-    sequences = sorted(_sequences(batch), key=lambda s: (-s.tokens, s.rows))
+    sequences = sorted(_sequences(batch, shared=not flat), key=lambda s: (-s.tokens, s.rows))
     ranks: list[list[PackedSequence]] = [[] for _ in range(world)]
     loads = [0] * world
     for sequence in sequences:
         rank = loads.index(min(loads))
         ranks[rank].append(sequence)
         loads[rank] += sequence.tokens
-    plans = [_cut(own, micro_batch_tokens) for own in ranks]
+    plans = [_cut(own, micro_batch_tokens, flat) for own in ranks]
     count = max(len(plan) for plan in plans)
     return [plan + [[]] * (count - len(plan)) for plan in plans]
 
@@ -73,17 +77,20 @@ def _read(batch: Columns) -> list[torch.Tensor]:
     return [column.cpu() for column in columns if isinstance(column, torch.Tensor)]
 
 
-def _cut(sequences: Sequence[PackedSequence], limit: int) -> list[list[PackedSequence]]:
+def _cut(sequences: Sequence[PackedSequence], limit: int, flat: bool) -> list[list[PackedSequence]]:
     parts: list[list[PackedSequence]] = []
+    tokens = 0
     for sequence in sequences:  # longest first, so the first of a part is as long as the part
-        if parts and parts[-1][0].tokens * (len(parts[-1]) + 1) <= limit:
+        tokens += sequence.tokens
+        if parts and (tokens if flat else parts[-1][0].tokens * (len(parts[-1]) + 1)) <= limit:
             parts[-1].append(sequence)
         else:
             parts.append([sequence])
+            tokens = sequence.tokens
     return parts
 
 
-def _sequences(batch: Columns) -> list[PackedSequence]:
+def _sequences(batch: Columns, *, shared: bool) -> list[PackedSequence]:
     prompts, prompt_mask, _, response_mask = _read(batch)
     prompt_lengths = prompt_mask.sum(-1).tolist()
     lengths = response_lengths(response_mask).tolist()
@@ -93,7 +100,7 @@ def _sequences(batch: Columns) -> list[PackedSequence]:
         if length == 0:
             continue
         last = sequences[-1] if sequences else None
-        if repeated and last is not None and last.rows[-1] == row - 1 and _saves(last, length):
+        if shared and repeated and last is not None and last.rows[-1] == row - 1 and _saves(last, length):
             sequences[-1] = PackedSequence((*last.rows, row), prompt, (*last.responses, length))
         else:
             sequences.append(PackedSequence((row,), prompt, (length,)))
@@ -148,6 +155,38 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         targets=torch.cat([none, *targets]),
         row=torch.cat([none, *rows]),
         column=torch.cat([none, *columns]),
+    )
+
+
+def pack_flat(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
+    """Return the input for some sequences of a batch, one behind the other in one row. With none it is one token."""
+    prompts, prompt_mask, responses, response_mask = _read(batch)
+    pieces: list[torch.Tensor] = []
+    positions, predicts, targets, columns, rows = [], [], [], [], []
+    starts = [0]
+    for index, sequence in enumerate(sequences):
+        (row,), (size,) = sequence.rows, sequence.responses
+        trained = response_mask[row, :size].nonzero()[:, 0]
+        pieces += [prompts[row][prompt_mask[row]], responses[row, : size - 1]]
+        positions.append(torch.arange(sequence.tokens))
+        predicts.append(starts[-1] + sequence.prompt - 1 + trained)
+        targets.append(responses[row, trained])
+        rows.append(torch.full_like(trained, index))
+        columns.append(trained)
+        starts.append(starts[-1] + sequence.tokens)
+    none = torch.zeros(0, dtype=torch.long)
+    one = torch.zeros(0 if sequences else 1, dtype=torch.long)
+    return MicroBatch(
+        rows=torch.tensor([s.rows[0] for s in sequences], dtype=torch.long),
+        tokens=torch.cat([one, *pieces])[None],
+        positions=torch.cat([one, *positions])[None],
+        mask=None,
+        predicts=torch.cat([none, *predicts]),
+        targets=torch.cat([none, *targets]),
+        row=torch.cat([none, *rows]),
+        column=torch.cat([none, *columns]),
+        starts=torch.tensor(starts if sequences else [0, 1], dtype=torch.int32),
+        longest=max((s.tokens for s in sequences), default=1),
     )
 
 

@@ -23,8 +23,23 @@ def join(rank: int, world: int) -> bool:
         return False
     if world > 1:
         raise GraphError(f"FsdpEngine(world={world}): call torch.distributed.init_process_group on every rank before")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group(backends(), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return True
+
+
+def backends() -> str:
+    """Return what carries collectives here: gloo for tensors in host memory and, where there are GPUs, NCCL for theirs."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) -> None:
+    """Let the layers recompute their activations in the backward pass, or compile them; before they are sharded."""
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers:
+        layer.training = recompute  # of the layer alone, not of what is in it: recomputing is off otherwise, dropout stays off
+        if compiled:
+            layer.compile(dynamic=True)
 
 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:

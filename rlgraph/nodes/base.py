@@ -22,7 +22,7 @@ class Context:
     """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
 
     `rendezvous` is where the ranks of one model meet, for torch.distributed; `temperature` is that of the sampling, since a
-    trainer's log-probs are to be those of the distribution that was sampled from.
+    trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes.
     """
 
     engine: Any = None
@@ -32,6 +32,7 @@ class Context:
     rendezvous: str = ""
     temperature: float = 1.0
     version: int = 0
+    device: str = "cpu"
     cache: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self, path: str) -> Any:

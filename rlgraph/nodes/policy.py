@@ -23,7 +23,8 @@ class TrainedModel(Model):
     """What policy, critic and reference share: FSDP2 over a Hugging Face folder, float32 master weights, `dtype` compute.
 
     `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
-    data-parallel processes (None: one for each GPU of the pool, one on the host).
+    data-parallel processes (None: one for each GPU of the pool, one on the host). `recompute` keeps only the input of each
+    layer for the backward pass: less memory, a third more time. `compiled` fuses the kernels of each layer, at a slower start.
     """
 
     optimizer: AdamW = field(default_factory=AdamW)
@@ -31,6 +32,8 @@ class TrainedModel(Model):
     micro_batch_tokens: int = 16384
     dtype: str = "bfloat16"
     seed: int = 0
+    recompute: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("micro_batch_tokens", 1), ("data_parallel", 1)):

@@ -107,7 +107,6 @@ def create(setup: WorkerSetup, driver: str) -> Any:
     """Start the actor of one worker."""
     actor = ray.remote(Process).options(
         num_cpus=0,
-        num_gpus=len(setup.worker.gpus),
         max_restarts=0,
         runtime_env={"env_vars": environment(setup.worker)},
     )
@@ -117,7 +116,11 @@ def create(setup: WorkerSetup, driver: str) -> Any:
 def environment(worker: PlannedWorker) -> dict[str, str]:
     """Return the variables that must be there before a worker imports anything."""
     threads = str(worker.threads)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(worker.gpus, default=-1) + 1)]
     return {
+        # The plan says which GPUs, and models of one pool share them: what Ray's own counting cannot express.
+        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in worker.gpus),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",

@@ -52,9 +52,9 @@ class Process:
                 self.mailbox.inboxes.append(Inbox(channel, [self._connect(post) for post in posts], users))
         loops = [self._loop(*loop) for loop in self.setup.loops]
         rendezvous = f"file://{self.setup.folder}/{self.setup.worker.model}.group"
-        context = Context(
-            rank=self.setup.worker.rank, world=self.setup.worker.world, threads=self.setup.worker.threads, rendezvous=rendezvous
-        )
+        worker = self.setup.worker
+        device = "cuda" if worker.gpus else "cpu"
+        context = Context(rank=worker.rank, world=worker.world, threads=worker.threads, rendezvous=rendezvous, device=device)
         self.worker = Worker(self.setup, self.mailbox, loops, context, self.status.enter)
         try:
             self.worker.load()

@@ -62,6 +62,24 @@ def plain_scores(model: Any, batch: dict[str, torch.Tensor], temperature: float 
     return table.gather(-1, batch["responses"][..., None])[..., 0], -(table.exp() * table).sum(-1)
 
 
+@pytest.mark.parametrize("limit", [7, 1000])
+def test_sequences_packed_flat_give_the_same_log_probs_and_the_same_step(make: Any, tied: Path, limit: int) -> None:
+    batch = batch_of(LENGTHS, holes=True)
+    padded, flat = make(tied), make(tied, flat=True, micro_batch_tokens=limit)
+    assert torch.allclose(flat.scores(batch), padded.scores(batch), atol=1e-5)
+    padded.update(batch, WeightedLikelihood())
+    flat.update(batch, WeightedLikelihood())
+    for name, weight in copies(padded).items():
+        assert torch.allclose(copies(flat)[name], weight, atol=1e-5), name
+
+
+def test_recomputing_activations_gives_the_same_step(make: Any, tied: Path) -> None:
+    batch = batch_of(LENGTHS)
+    kept, recomputed = make(tied), make(tied, recompute=True)
+    assert kept.update(batch, WeightedLikelihood()) == pytest.approx(recomputed.update(batch, WeightedLikelihood()))
+    assert all(torch.allclose(copies(recomputed)[name], weight, atol=1e-6) for name, weight in copies(kept).items())
+
+
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_log_probs_equal_those_of_transformers(make: Any, model: str, request: pytest.FixtureRequest) -> None:
     path, batch = request.getfixturevalue(model), batch_of(LENGTHS, holes=True)

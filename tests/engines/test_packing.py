@@ -5,21 +5,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import batch_of
 
-from rlgraph.engines.packing import pack, plan_micro_batches, response_lengths
+from rlgraph.engines.packing import pack, pack_flat, plan_micro_batches, response_lengths
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(
     lambda pairs: [n for p in pairs for n in p]
 )
 
 
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 100), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_every_trained_token_is_predicted_once_whatever_the_split(lengths: list[int], world: int, limit: int, holes: bool) -> None:
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 100), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_trained_token_is_predicted_once_whatever_the_split(
+    lengths: list[int], world: int, limit: int, holes: bool, flat: bool
+) -> None:
     batch = batch_of(lengths, holes=holes)
     seen = torch.zeros_like(batch["responses"])
-    plans = plan_micro_batches(batch, world, limit)
+    plans = plan_micro_batches(batch, world, limit, flat=flat)
     for sequences in (sequences for plan in plans for sequences in plan):
-        part = pack(batch, sequences)
+        part = (pack_flat if flat else pack)(batch, sequences)
         rows = part.rows[part.row]
         seen[rows, part.column] += 1
         assert torch.equal(part.targets, batch["responses"][rows, part.column])
@@ -62,3 +64,18 @@ def test_ranks_get_as_many_tokens_as_each_other() -> None:
 def test_tool_tokens_count_as_context_up_to_the_last_token_of_the_policy() -> None:
     mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
     assert response_lengths(mask).tolist() == [3, 0, 5]
+
+
+@given(LENGTHS, st.integers(1, 60))
+@settings(max_examples=20, deadline=None)
+def test_packed_flat_each_row_has_its_own_prompt_and_no_token_is_padding(lengths: list[int], limit: int) -> None:
+    batch = batch_of(lengths)
+    for sequences in plan_micro_batches(batch, 1, limit, flat=True)[0]:
+        part = pack_flat(batch, sequences)
+        assert part.starts is not None
+        assert part.starts.diff().tolist() == [s.tokens for s in sequences]
+        assert part.tokens.shape == (1, sum(s.tokens for s in sequences))
+        assert part.longest == max(s.tokens for s in sequences)
+        assert len(sequences) == 1 or part.tokens.shape[1] <= limit
+        for start, end in zip(part.starts.tolist(), part.starts.tolist()[1:], strict=False):
+            assert part.positions[0, start:end].tolist() == list(range(end - start))
