@@ -1,13 +1,15 @@
 """The writer's door: lets in the readers that know the key, on a thread that ends with the last of them."""
 
-import contextlib
 import os
-import socket
 import threading
 from collections.abc import Iterable
 from multiprocessing import AuthenticationError
 
-from rlgraph.channels.tokens import Failed, Goodbye, Link, Welcome, listen
+from rlgraph.channels import tokens
+from rlgraph.channels.address import bound, close_listener, is_path, listen
+from rlgraph.channels.link import Link
+from rlgraph.channels.relay import relayed
+from rlgraph.channels.tokens import Failed, Goodbye, Welcome
 
 HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
 
@@ -17,10 +19,11 @@ class Door:
 
     def __init__(self, channel: str, address: str, authkey: bytes, readers: int, welcome: Welcome) -> None:
         self.links: list[Link] = []
-        self._address, self._authkey, self._readers, self._welcome = address, authkey, readers, welcome
+        self._channel, self._authkey, self._readers, self._welcome = channel, authkey, readers, welcome
         self._lock = threading.Lock()
         self._shut = False
         self._listener = listen(channel, address, backlog=readers + 8)
+        self.address = address if is_path(address) else bound(self._listener)
         self._bell = os.eventfd(0)  # rung when a reader has come in, for the thread that waits in `put`
         threading.Thread(target=self._admit, name=f"door of {channel}", daemon=True).start()
 
@@ -46,10 +49,9 @@ class Door:
                 return
             self._shut = True
             if not self.full:
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-                self._close_listener()
+                close_listener(self._listener, self.address)
         for link in self.links:
-            link.send(last)
+            tokens.send(link, last)
             link.close()
         os.eventfd_write(self._bell, 1)  # wakes a thread in `put`
         os.close(self._bell)
@@ -66,6 +68,8 @@ class Door:
                 link = Link(sock, self._authkey, HANDSHAKE_S, server=True)
             except (AuthenticationError, EOFError, OSError):
                 continue  # whoever it was has been told, and the place stays free for a reader
+            if not link.local:
+                link = relayed(self._channel, link, outward=True)
             with self._lock:
                 if self._shut:
                     link.close()
@@ -73,13 +77,8 @@ class Door:
                 self._enter(link)
 
     def _enter(self, link: Link) -> None:
-        link.send(self._welcome)
+        tokens.send(link, self._welcome)
         self.links.append(link)
         if self.full:
-            self._close_listener()
+            close_listener(self._listener, self.address)
         os.eventfd_write(self._bell, 1)
-
-    def _close_listener(self) -> None:
-        self._listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._address)

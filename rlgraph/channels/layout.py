@@ -3,6 +3,7 @@
 Columns on a GPU lie in memory of that GPU instead, and the header holds the handle under which a reader maps it.
 """
 
+import math
 from dataclasses import dataclass
 from mmap import mmap
 from typing import TypeAlias
@@ -14,6 +15,11 @@ from rlgraph.channels.device import DeviceMemory, Handle, Mapped
 from rlgraph.columns import Column, Columns
 
 ALIGNMENT = 64  # a cache line, and enough for any dtype
+DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
+
+
+class Malformed(ValueError):
+    """A header that no writer makes."""
 
 
 class TensorColumn(msgspec.Struct, tag="tensor", array_like=True):
@@ -33,6 +39,7 @@ class TextColumn(msgspec.Struct, tag="text", array_like=True):
 
 _Header: TypeAlias = list[TensorColumn | TextColumn | Handle]
 _decoder = msgspec.msgpack.Decoder(_Header)
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,12 @@ class _Place:
 
 
 class Layout:
-    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a GPU."""
+    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a GPU.
 
-    def __init__(self, columns: Columns, dtype: torch.dtype | None) -> None:
+    Without `devices` columns on a GPU are copied to host memory, for readers on other hosts.
+    """
+
+    def __init__(self, columns: Columns, dtype: torch.dtype | None, *, devices: bool = True) -> None:
         self._entries: _Header = []
         self._host: list[_Place] = []
         self._device: list[_Place] = []
@@ -55,10 +65,11 @@ class Layout:
                 self._entries.append(TextColumn(name, column))
                 continue
             stored = dtype if dtype is not None and column.is_floating_point() else column.dtype
-            place = _Place(column.detach(), stored, ends[column.is_cuda])
-            self._entries.append(TensorColumn(name, str(stored).removeprefix("torch."), tuple(column.shape), place.offset, column.is_cuda))
-            (self._device if column.is_cuda else self._host).append(place)
-            ends[column.is_cuda] = _aligned(place.offset + column.numel() * stored.itemsize)
+            on_device = column.is_cuda and devices
+            place = _Place(column.detach(), stored, ends[on_device])
+            self._entries.append(TensorColumn(name, str(stored).removeprefix("torch."), tuple(column.shape), place.offset, on_device))
+            (self._device if on_device else self._host).append(place)
+            ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
         self.device_size = ends[True]
         self._host_size = ends[False]
         self.seal(None)
@@ -88,9 +99,15 @@ class Layout:
             torch.cuda.current_stream(self.device).synchronize()  # a reader may copy as soon as it is told
 
 
-def read(slot: mmap, header: int, mapped: Mapped) -> dict[str, Column]:
-    """Return the columns that were written with a header of so many bytes; tensors are views of the slot."""
-    entries = _decoder.decode(memoryview(slot)[:header])
+def read(slot: mmap, header: int, size: int, mapped: Mapped) -> dict[str, Column]:
+    """Return the columns that were written with a header of so many bytes; tensors are views of the slot.
+
+    Raises Malformed for a header whose columns do not lie within the `size` bytes of the message.
+    """
+    try:
+        entries = _decoder.decode(memoryview(slot)[:header])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(f"its header cannot be read ({error})") from error
     memory = next((mapped.open(entry) for entry in entries if isinstance(entry, Handle)), None)
     start = _aligned(header)
     columns: dict[str, Column] = {}
@@ -98,12 +115,24 @@ def read(slot: mmap, header: int, mapped: Mapped) -> dict[str, Column]:
         if isinstance(entry, TextColumn):
             columns[entry.name] = entry.rows
         elif isinstance(entry, TensorColumn):
-            dtype, shape = getattr(torch, entry.dtype), torch.Size(entry.shape)
-            if entry.on_device and memory is not None:
+            on_device = entry.on_device and memory is not None
+            _check(entry, memory.numel() if on_device and memory is not None else size - start)
+            dtype, shape = DTYPES[entry.dtype], torch.Size(entry.shape)
+            if on_device and memory is not None:
                 columns[entry.name] = device_view(memory, dtype, shape, entry.offset)
             else:
                 columns[entry.name] = _view(slot, dtype, shape, start + entry.offset)
     return columns
+
+
+def _check(entry: TensorColumn, room: int) -> None:
+    if entry.dtype not in DTYPES:
+        raise Malformed(f"column '{entry.name}' has the unknown dtype '{entry.dtype}'")
+    if any(not 0 <= length < _MOST for length in entry.shape):
+        raise Malformed(f"column '{entry.name}' has the impossible shape {list(entry.shape)}")
+    end = entry.offset + math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    if entry.offset < 0 or entry.offset % ALIGNMENT or (end > room and math.prod(entry.shape)):
+        raise Malformed(f"column '{entry.name}' lies at bytes {entry.offset} to {end}, the message has {max(room, 0)}")
 
 
 def device_view(memory: torch.Tensor, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:

@@ -1,49 +1,56 @@
-"""Channels between processes of one host: tokens on a socket, columns in shared memory that has no name.
+"""Channels between processes: tokens on a socket, columns in shared memory that has no name.
 
 A slot is a memfd segment of the writer, whose handle travels over the socket: when the last process that maps it ends, however it
-ends, the memory is gone. Columns on a GPU stay in its memory, where a reader on any GPU of the host maps them.
+ends, the memory is gone. Columns on a GPU stay in its memory, where a reader on any GPU of the host maps them. Where the channel
+listens at a port instead of a path, readers may be on other hosts: a relay on each side carries tokens and bytes over TCP.
 """
 
 import mmap
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 
 import torch
 
+from rlgraph.channels import address as places
 from rlgraph.channels import layout, tokens
 from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
 from rlgraph.channels.device import DeviceMemory, Mapped
 from rlgraph.channels.door import Door
-from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Link, Token
+from rlgraph.channels.link import Garbled, Link
+from rlgraph.channels.memory import map_segment, new_segment
+from rlgraph.channels.relay import relayed
+from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Lost, Token
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 
 
 class ShmWriter:
-    """The writer; listens at `address`, a path in a folder of the job, for `readers` readers that know `authkey`.
+    """The writer; listens at `address` for `readers` readers that know `authkey`: at a path in a folder of the job, or at
+    `host:port` for readers of any host (port 0 is one that is free; `address` tells which).
 
-    Returns at once; the first `put` waits for the readers. Raises ChannelError for slots, readers or a path that cannot be.
+    Returns at once; the first `put` waits for the readers. Raises ChannelError for slots, readers or an address that cannot be.
     """
 
     def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str) -> None:
         check_channel(name, slots, readers)
-        tokens.check_address(name, address)
+        places.check_address(name, address)
         self._end = End(name, "the writer")
         self._meter = Meter(slots)
         self._readers = readers
         self._free = list(range(slots))
-        self._unread: Counter[int] = Counter()  # for each slot, the readers that have not released it
+        self._unread: dict[int, list[Link]] = {}  # for each slot, the readers that have not released it
         self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU
         self._stop: Stop | None = None
         self._lock = threading.Lock()  # close() and fail() may come from another thread
         self._door = Door(name, address, authkey, readers, tokens.Welcome(slots))
+        self.address = self._door.address
 
     def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
         check_columns(self._end, step, columns)
-        message = layout.Layout(columns, dtype)
+        message = layout.Layout(columns, dtype, devices=places.is_path(self.address))
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
@@ -51,7 +58,7 @@ class ShmWriter:
             slot = self._free[-1]  # the one used last: its pages are the warmest
             self._send(step, slot, message)
             self._free.pop()
-            self._unread[slot] = self._readers
+            self._unread[slot] = list(self._door.links)
             self._meter.message(message.size + message.device_size, self._meter.slots - len(self._free))
 
     def close(self) -> None:
@@ -70,12 +77,12 @@ class ShmWriter:
             message.seal(self._device[slot])
         handle, segment = None, self._segments.get(slot)
         if segment is None or len(segment) < message.size:
-            handle, segment = _new_segment(self._end.channel, message.size)
+            handle, segment = new_segment(self._end.channel, message.size)
         try:
             message.write(segment)
             full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment))
             for link in self._door.links:
-                link.send(full, handle)
+                tokens.send(link, full, handle)
         finally:
             if handle is not None:
                 os.close(handle)
@@ -94,18 +101,18 @@ class ShmWriter:
     def _hear(self, deadline: float) -> bool:
         """Wait until a reader says something or comes in, then hear all there is; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and (handles := tokens.ready(self._door.handles(), deadline)):
+        while self._stop is None and (handles := places.ready(self._door.handles(), deadline)):
             heard, deadline = True, 0
             with self._lock:
                 for link in self._door.news(handles) if self._stop is None else ():
-                    self._obey(link.receive(), link)
+                    self._obey(tokens.receive(link), link)
         return heard
 
-    def _obey(self, token: Token | None, link: Link) -> None:
-        if not isinstance(token, Free):
+    def _obey(self, token: Token | Lost, link: Link) -> None:
+        if not isinstance(token, Free) or link not in self._unread.get(token.slot, ()):
             self._stop = self._stop or tokens.stop(token, "a reader", link)
             return
-        self._unread[token.slot] -= 1
+        self._unread[token.slot].remove(link)
         if not self._unread[token.slot]:
             self._free.append(token.slot)
             self._meter.use(self._meter.slots - len(self._free))
@@ -130,9 +137,10 @@ class ShmReader:
     """
 
     def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float) -> None:
-        tokens.check_address(name, address)
+        places.check_address(name, address)
         self._end = End(name, "a reader")
-        self._link, welcome = tokens.connect(name, address, authkey, timeout_s)
+        link, welcome = tokens.connect(name, address, authkey, timeout_s)
+        self._link = link if link.local else relayed(name, link, outward=False)
         self._meter = Meter(welcome.slots)
         self._segments: dict[int, mmap.mmap] = {}
         self._mapped = Mapped()
@@ -151,7 +159,11 @@ class ShmReader:
             if full.step != step:
                 raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
             self._full.popleft()
-            columns = layout.read(self._segments[full.slot], full.header, self._mapped)
+            try:
+                columns = layout.read(self._segments[full.slot], full.header, full.size, self._mapped)
+            except layout.Malformed as error:
+                self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}")
+                raise self._end.stopped(step, self._stop) from error
         self._taken.append((full.slot, Taken(step, columns)))
         self._meter.message(full.size, len(self._taken))
         return columns
@@ -163,7 +175,7 @@ class ShmReader:
         self._meter.use(len(self._taken))
         with self._lock:
             if self._open:
-                self._link.send(Free(slot))
+                tokens.send(self._link, Free(slot))
         taken.check_unchanged(self._end)
 
     def close(self) -> None:
@@ -188,43 +200,40 @@ class ShmReader:
     def _hear(self, deadline: float) -> bool:
         """Wait until the writer says something, then hear all there is; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and tokens.ready([self._link.fileno()], deadline):
+        while self._stop is None and places.ready([self._link.fileno()], deadline):
             heard, deadline = True, 0
             with self._lock:
                 if self._stop is None:
-                    self._obey(self._link.receive())
+                    self._obey(tokens.receive(self._link))
         return heard
 
-    def _obey(self, token: Token | None) -> None:
-        if isinstance(token, Full) and self._map(token):
-            self._full.append(token)
-        else:
-            self._stop = tokens.stop(None if isinstance(token, Full) else token, "the writer", self._link)
+    def _obey(self, token: Token | Lost) -> None:
+        if isinstance(token, Full):
+            why = self._accept(token)
+            if why is None:
+                self._full.append(token)
+                return
+            token = why
+        self._stop = tokens.stop(token, "the writer", self._link)
 
-    def _map(self, full: Full) -> bool:
-        """Map the slot's new memory, if it has some; return False if the writer died before it sent the handle."""
-        if full.segment:
-            handle = self._link.receive_handle()
-            if handle is None:
-                return False
-            self._segments[full.slot] = mmap.mmap(handle, full.segment)  # views of the old memory keep it alive
-            os.close(handle)
-        return True
+    def _accept(self, full: Full) -> Lost | None:
+        """Map the slot's new memory, if it has some; return what is wrong with the token, or that the writer died in between."""
+        try:
+            if full.segment:
+                self._segments[full.slot] = map_segment(self._link.receive_handle(), full.segment)  # views keep the old memory alive
+            held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
+            if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
+                raise Garbled(f"{full!r}, which fits no free slot")
+        except (EOFError, OSError) as error:
+            return tokens.lost(error)
+        return None
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
         with self._lock:
             if not self._open:
                 return
             self._open, self._stop = False, stop
-            self._link.send(last)
+            tokens.send(self._link, last)
             self._link.close()
             self._full.clear()
             self._segments.clear()
-
-
-def _new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
-    """Return memory for at least `size` bytes and its handle; pages that are never touched take no memory."""
-    capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
-    handle = os.memfd_create(f"rlgraph {channel}"[:200])
-    os.ftruncate(handle, capacity)
-    return handle, mmap.mmap(handle, capacity)

@@ -1,5 +1,6 @@
 """Channels of every transport, for tests that hold for all of them."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,11 @@ MakeShm: TypeAlias = Callable[..., tuple[ShmWriter, list[ShmReader]]]
 def make_shm(tmp_path: Path) -> Iterator[MakeShm]:
     numbers, made = itertools.count(), []
 
-    def make(slots: int = 2, readers: int = 1) -> tuple[ShmWriter, list[ShmReader]]:
-        address = str(tmp_path / str(next(numbers)))
-        writer = ShmWriter("edge", slots, readers, b"key", address)
+    def make(slots: int = 2, readers: int = 1, address: str = "") -> tuple[ShmWriter, list[ShmReader]]:
+        writer = ShmWriter("edge", slots, readers, b"key", address or str(tmp_path / str(next(numbers))))
         made.append(writer)
         for _ in range(readers):
-            made.append(ShmReader("edge", b"key", address, 10))
+            made.append(ShmReader("edge", b"key", writer.address, 10))
         return writer, made[-readers:]
 
     yield make
@@ -30,9 +30,11 @@ def make_shm(tmp_path: Path) -> Iterator[MakeShm]:
         end.close()
 
 
-@pytest.fixture(params=["local", "shm"])
+@pytest.fixture(params=["local", "shm", "tcp"])
 def make(request: pytest.FixtureRequest, make_shm: MakeShm) -> Callable[..., Ends]:
     """Return a function of (slots, readers) that gives the ends of a new channel called 'edge'."""
     if request.param == "shm":
         return make_shm
+    if request.param == "tcp":
+        return functools.partial(make_shm, address="127.0.0.1:0")
     return lambda slots=2, readers=1: local_channel("edge", slots, readers)

@@ -101,28 +101,31 @@ def test_close_lets_readers_take_what_is_in_the_slots_then_tells_them(make):
             reader.take(2, LONG)
 
 
-def test_a_failed_writer_breaks_the_channel_before_messages_in_the_slots(make):
+def test_a_failed_writer_breaks_the_channel_as_soon_as_the_news_arrives(make):
     writer, readers = make(readers=2)
     writer.put(0, number(0), LONG)
     writer.fail("out of memory")
     for reader in readers:
-        with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer .*failed: out of memory"):
-            reader.take(0, LONG)
+        with pytest.raises(ChannelBroken, match=r"'edge', a reader, step [01]: the writer .*failed: out of memory"):
+            for step in range(2):  # from another host the message may arrive first
+                reader.take(step, LONG)
 
 
 def test_a_failed_reader_breaks_the_channel_for_the_writer(make):
     writer, readers = make(readers=2)
     readers[1].fail("bad batch")
-    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 0: a reader .*failed: bad batch"):
-        writer.put(0, number(0), LONG)
+    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step [012]: a reader .*failed: bad batch"):
+        for step in range(3):  # news from another host take a moment; the third put waits for a slot, and so for them
+            writer.put(step, number(step), LONG)
 
 
 def test_a_reader_that_closes_ends_the_channel_for_the_writer_but_not_for_other_readers(make):
     writer, [leaves, stays] = make(readers=2)
     writer.put(0, number(0), LONG)
     leaves.close()
-    with pytest.raises(ChannelClosed, match=r"'edge', the writer, step 1: a reader .*closed"):
-        writer.put(1, number(1), LONG)
+    with pytest.raises(ChannelClosed, match=r"'edge', the writer, step [12]: a reader .*closed"):
+        for step in range(1, 3):
+            writer.put(step, number(step), LONG)
     assert taken(stays, 0) == 0
 
 

@@ -70,6 +70,14 @@ def test_views_taken_under_inference_mode_serve_autograd(make_shm):
     writer.put(1, {"x": torch.ones(2)}, LONG)
 
 
+def test_a_failed_writer_breaks_the_channel_before_messages_in_the_slots(make_shm):
+    writer, [reader] = make_shm()
+    writer.put(0, {"x": torch.ones(2)}, LONG)
+    writer.fail("out of memory")
+    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer .*failed: out of memory"):
+        reader.take(0, LONG)
+
+
 def test_a_slot_grows_for_a_larger_batch_and_earlier_views_stay_intact(make_shm):
     writer, [reader] = make_shm(slots=2)
     writer.put(0, {"x": torch.full((10,), 1.0)}, LONG)
