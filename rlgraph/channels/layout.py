@@ -4,6 +4,7 @@ Columns on a GPU lie in memory of that GPU instead, and the header holds the han
 """
 
 import math
+import re
 from dataclasses import dataclass
 from mmap import mmap
 from typing import TypeAlias
@@ -12,10 +13,14 @@ import msgspec
 import torch
 
 from rlgraph.channels.device import DeviceMemory, Handle, Mapped
+from rlgraph.channels.link import UNREADABLE
 from rlgraph.columns import Column, Columns
 
 ALIGNMENT = 64  # a cache line, and enough for any dtype
-DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
+PLAIN = re.compile(r"bool|u?int(8|16|32|64)|b?float\w+|complex\w+")  # other dtypes are no raw bytes: quantized ones, bits, sub-bytes
+DTYPES = {
+    name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and PLAIN.fullmatch(name) and "x2" not in name
+}
 
 
 class Malformed(ValueError):
@@ -39,7 +44,7 @@ class TextColumn(msgspec.Struct, tag="text", array_like=True):
 
 _Header: TypeAlias = list[TensorColumn | TextColumn | Handle]
 _decoder = msgspec.msgpack.Decoder(_Header)
-_MOST = 1 << 62
+_MOST = 1 << 48  # elements
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,9 @@ def read(slot: mmap, header: int, size: int, mapped: Mapped) -> dict[str, Column
     """
     try:
         entries = _decoder.decode(memoryview(slot)[:header])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise Malformed(f"its header cannot be read ({error})") from error
-    memory = next((mapped.open(entry) for entry in entries if isinstance(entry, Handle)), None)
+    memory = next((_mapped(entry, mapped) for entry in entries if isinstance(entry, Handle)), None)
     start = _aligned(header)
     columns: dict[str, Column] = {}
     for entry in entries:
@@ -125,10 +130,17 @@ def read(slot: mmap, header: int, size: int, mapped: Mapped) -> dict[str, Column
     return columns
 
 
+def _mapped(handle: Handle, mapped: Mapped) -> torch.Tensor:
+    try:
+        return mapped.open(handle)
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
+        raise Malformed(f"its memory on a GPU cannot be mapped ({error})") from error
+
+
 def _check(entry: TensorColumn, room: int) -> None:
     if entry.dtype not in DTYPES:
         raise Malformed(f"column '{entry.name}' has the unknown dtype '{entry.dtype}'")
-    if any(not 0 <= length < _MOST for length in entry.shape):
+    if any(length < 0 for length in entry.shape) or math.prod(max(length, 1) for length in entry.shape) >= _MOST:
         raise Malformed(f"column '{entry.name}' has the impossible shape {list(entry.shape)}")
     end = entry.offset + math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
     if entry.offset < 0 or entry.offset % ALIGNMENT or (end > room and math.prod(entry.shape)):

@@ -12,10 +12,13 @@ import struct
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 
+import msgspec
+
 from rlgraph.channels.address import set_deadline, tune
 
 MAX_FRAME = 1 << 16  # bytes of a token
 STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not take one, has failed
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding malformed bytes raises
 _LENGTH = struct.Struct("!I")
 _CHALLENGE, _PROOF = 32, 32  # bytes
 

@@ -8,7 +8,7 @@ import msgspec
 
 from rlgraph.channels.address import dial
 from rlgraph.channels.base import MAX_SLOTS, Stop
-from rlgraph.channels.link import Link
+from rlgraph.channels.link import UNREADABLE, Link
 from rlgraph.errors import ChannelError, ChannelTimeout
 
 MAX_REASON = 4000  # characters: the token that carries it still fits into one write
@@ -78,7 +78,7 @@ def receive(link: Link) -> Token | Lost:
     """Return the next token, or why there is none."""
     try:
         return _decoder.decode(link.receive())
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         return Lost(f"sent what is no token ({error}); the channel is of no further use")
     except (EOFError, OSError) as error:
         return lost(error)
@@ -115,7 +115,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except AuthenticationError as error:
         raise ChannelError(f"{where}: the writer at '{address}' refused the authkey; all ends of a job use one key") from error
-    except (OSError, EOFError, msgspec.DecodeError) as error:
+    except (OSError, EOFError, *UNREADABLE) as error:
         raise ChannelError(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})") from error
 
 

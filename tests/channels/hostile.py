@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rlgraph.channels import ShmReader, ShmWriter, layout, tokens
+from rlgraph.channels.address import set_deadline
 from rlgraph.channels.device import Mapped
 from rlgraph.channels.link import Link
 from rlgraph.channels.memory import new_segment
@@ -24,6 +25,7 @@ from rlgraph.runtime import messages
 
 CODE = {"pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "marshal.loads", "import"}
 NUMBERS = [0, 1, -1, 2, 63, 64, 65, 255, 4096, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63), 2**64 - 1]
+STALLED_S = 0.05  # in earnest it is seconds that a peer may stop in the middle of a frame
 
 
 class Bomb:
@@ -100,7 +102,9 @@ def token(dice: random.Random) -> bytes:
         case 0:
             return mutated(dice, tokens.encode(valid))
         case 1:
-            return msgspec.msgpack.encode([dice.choice(["full", "free", "welcome", "failed", "goodbye", "no"]), *(number() for _ in range(5))])
+            return msgspec.msgpack.encode(
+                [dice.choice(["full", "free", "welcome", "failed", "goodbye", "no"]), *(number() for _ in range(5))]
+            )
         case 2:
             return msgspec.msgpack.encode(value(dice))
         case 3:
@@ -138,7 +142,9 @@ def message(dice: random.Random) -> bytes:
         case 0:
             return mutated(dice, msgspec.msgpack.encode(dice.choice(valid)))
         case 1:
-            return msgspec.msgpack.encode({"type": dice.choice(["Hello", "Report", "Go", "Stop", "No"]), "worker": value(dice), "step": value(dice)})
+            return msgspec.msgpack.encode(
+                {"type": dice.choice(["Hello", "Report", "Go", "Stop", "No"]), "worker": value(dice), "step": value(dice)}
+            )
         case 2:
             return msgspec.msgpack.encode(value(dice))
         case _:
@@ -151,9 +157,15 @@ def framed(dice: random.Random, data: bytes) -> bytes:
     return struct.pack("!I", length) + data
 
 
+def _pair(peer: str) -> tuple[Link, Link]:
+    near, far = Link.pair(peer)
+    set_deadline(near._socket, STALLED_S)
+    return near, far
+
+
 def told_reader(dice: random.Random) -> str:
     """Send malformed tokens, memory and messages to a reader; return how it took them."""
-    near, far = Link.pair("a hostile writer")
+    near, far = _pair("a hostile writer")
     reader = _reader(near)
     try:
         far._socket.settimeout(1)
@@ -173,9 +185,12 @@ def told_reader(dice: random.Random) -> str:
 
 
 def _reader(near: Link) -> ShmReader:
-    reader = ShmReader.__new__(ShmReader)
-    reader.join("edge", near, 2)
-    return reader
+    connect = tokens.connect
+    tokens.connect = lambda *arguments: (near, Welcome(2))  # type: ignore[assignment]
+    try:
+        return ShmReader("edge", b"key", "/nowhere", 1)
+    finally:
+        tokens.connect = connect
 
 
 def _take_all(reader: ShmReader) -> None:
@@ -207,8 +222,8 @@ def _send_message(dice: random.Random, far: Link) -> None:
 
 def told_writer(dice: random.Random) -> str:
     """Send malformed tokens to a writer; return how it took them."""
-    near, far = Link.pair("a hostile reader")
-    writer = ShmWriter("edge", 2, 1, b"key", f"@{os.urandom(8).hex()}" if False else _path())
+    near, far = _pair("a hostile reader")
+    writer = ShmWriter("edge", 2, 1, b"key", f"/tmp/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}")
     writer._door.links.append(near)
     try:
         for _ in range(dice.randrange(1, 4)):
@@ -219,10 +234,6 @@ def told_writer(dice: random.Random) -> str:
     finally:
         writer.close()
         far.close()
-
-
-def _path() -> str:
-    return f"/tmp/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}"
 
 
 def read_layout(dice: random.Random) -> str:
@@ -240,11 +251,11 @@ def read_layout(dice: random.Random) -> str:
 
 def told_driver(dice: random.Random) -> str:
     """Send a malformed message to the driver."""
-    near, far = Link.pair("a hostile worker")
+    near, far = _pair("a hostile worker")
     try:
         far._socket.sendall(framed(dice, message(dice)))
         far.end(socket.SHUT_WR)
-        messages.receive(near)
+        messages.receive(near)  # type: ignore[arg-type]
     except (EOFError, OSError):
         return "rejected"
     finally:

@@ -22,6 +22,17 @@ def taken(reader, step):
     return value
 
 
+def take_all(reader, steps):
+    for step in range(steps):
+        reader.take(step, LONG)
+
+
+def put_all(writer, steps, first=0):
+    """Put more than the slots hold: news from another host take a moment, and who waits for a slot waits for them."""
+    for step in range(first, steps):
+        writer.put(step, number(step), LONG)
+
+
 def test_messages_arrive_in_the_order_in_which_they_were_put(make):
     writer, [reader] = make(slots=3)
     got = []
@@ -107,16 +118,14 @@ def test_a_failed_writer_breaks_the_channel_as_soon_as_the_news_arrives(make):
     writer.fail("out of memory")
     for reader in readers:
         with pytest.raises(ChannelBroken, match=r"'edge', a reader, step [01]: the writer .*failed: out of memory"):
-            for step in range(2):  # from another host the message may arrive first
-                reader.take(step, LONG)
+            take_all(reader, 2)  # from another host the message may arrive first
 
 
 def test_a_failed_reader_breaks_the_channel_for_the_writer(make):
     writer, readers = make(readers=2)
     readers[1].fail("bad batch")
     with pytest.raises(ChannelBroken, match=r"'edge', the writer, step [012]: a reader .*failed: bad batch"):
-        for step in range(3):  # news from another host take a moment; the third put waits for a slot, and so for them
-            writer.put(step, number(step), LONG)
+        put_all(writer, 3)
 
 
 def test_a_reader_that_closes_ends_the_channel_for_the_writer_but_not_for_other_readers(make):
@@ -124,8 +133,7 @@ def test_a_reader_that_closes_ends_the_channel_for_the_writer_but_not_for_other_
     writer.put(0, number(0), LONG)
     leaves.close()
     with pytest.raises(ChannelClosed, match=r"'edge', the writer, step [12]: a reader .*closed"):
-        for step in range(1, 3):
-            writer.put(step, number(step), LONG)
+        put_all(writer, 3, first=1)
     assert taken(stays, 0) == 0
 
 
