@@ -2,7 +2,7 @@
 
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
 from rlgraph.columns import Columns
-from rlgraph.compiler import Plan, compile
+from rlgraph.compiler import Plan, compile, profile
 from rlgraph.config import config
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Sampling
@@ -56,6 +56,7 @@ __all__ = [
     "local_cluster",
     "model_folder",
     "node",
+    "profile",
     "prompts",
     "record",
     "reward",

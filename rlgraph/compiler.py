@@ -109,6 +109,20 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     return _dressed(compile_plan(graph, cluster, costs), graph)
 
 
+def profile(graph: Graph, cluster: Cluster, steps: int = 3) -> Costs:
+    """Run a few steps of a graph on Ray and return what its nodes cost, for `compile` and `tune`.
+
+    One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
+    been seen is not foreseen. Raises PlanError for fewer than 1 step, and whatever `launch` and the steps raise.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise PlanError(f"profile(steps={steps!r}): steps to measure are a whole number of at least 1")
+    with compile(graph, cluster).launch() as job:
+        for _ in job.steps(steps + 1):
+            pass
+        return job.costs()
+
+
 def _bare(plan: values.Plan) -> values.Plan:
     return values.Plan(**{f.name: getattr(plan, f.name) for f in fields(values.Plan)})
 

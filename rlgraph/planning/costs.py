@@ -45,22 +45,24 @@ class Costs:
                     "lengths=Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
                 )
 
-    def seconds(self, node: str, setting: Setting, steps: int = 1, rows_drawn: int | None = None) -> Array:
-        """Return the seconds `[steps]` of as many firings of `node`."""
+    def law(self, node: str) -> NodeCost:
+        """Return the law of a node's seconds."""
         cost = self.nodes[node]
-        law = cost if isinstance(cost, NodeCost) else NodeCost(serial_s=float(cost))
-        return law.seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
+        return cost if isinstance(cost, NodeCost) else NodeCost(serial_s=float(cost))
+
+    def seconds(self, node: str, setting: Setting, steps: int, rows_drawn: int | None = None) -> Array:
+        """Return the seconds `[steps]` of as many firings of `node`."""
+        return self.law(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
 
     def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
         """Return the mean seconds of one firing of `node`."""
-        if not self.varies(node):
-            return float(self.seconds(node, setting)[0])
-        return float(self.seconds(node, setting, self.steps_drawn(rows_drawn or setting.rows), rows_drawn).mean())
+        steps = self.steps_drawn(rows_drawn or setting.rows) if self.varies(node) else 1
+        return float(self.seconds(node, setting, steps, rows_drawn).mean())
 
     def varies(self, node: str) -> bool:
         """Return whether single firings of `node` differ."""
-        cost = self.nodes[node]
-        return isinstance(cost, NodeCost) and bool(cost.spread or cost.decode or cost.token_s)
+        law = self.law(node)
+        return bool(law.spread or law.decode or law.token_s)
 
     def steps_drawn(self, rows: int) -> int:
         """Return of how many steps a prediction draws the lengths."""
@@ -68,8 +70,7 @@ class Costs:
 
     def source_at(self, node: str, setting: Setting) -> CostSource:
         """Return where the seconds of `node` come from at this setting: "scaled" if they were measured at another one."""
-        cost = self.nodes[node]
-        elsewhere = isinstance(cost, NodeCost) and cost.measured is not None and cost.measured != setting
+        elsewhere = self.law(node).measured not in (None, setting)
         return "scaled" if elsewhere else self.source
 
     def to_file(self, path: str | Path) -> None:

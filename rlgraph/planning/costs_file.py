@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from rlgraph.errors import PlanError
 from rlgraph.planning.costs import Costs
@@ -20,13 +21,16 @@ HEAD = """\
 
 def written(costs: Costs) -> str:
     """Return the costs as YAML."""
-    return HEAD + msgspec.yaml.encode(_short(msgspec.to_builtins(costs))).decode()
+    raw = msgspec.to_builtins(costs)
+    short = {**_short(raw), "nodes": {name: _short(cost) for name, cost in raw["nodes"].items()}}
+    text: str = yaml.safe_dump(short, sort_keys=False, default_flow_style=None, width=120)
+    return HEAD + text
 
 
 def _short(value: Any) -> Any:
-    """Return the same values with six digits and without what is empty, which is what a reader would leave out."""
+    """Return the same values with six digits and without those that count as 0, which a reader would leave out."""
     if isinstance(value, dict):
-        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], ())}
+        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], (), 0)}
     if isinstance(value, list | tuple):
         return [_short(part) for part in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

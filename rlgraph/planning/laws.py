@@ -38,7 +38,7 @@ class Decode:
     `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double.
     """
 
-    step_s: float
+    step_s: float = 0.0
     sequence_s: float = 0.0
     prefill_s: float = 0.0
     start_s: float = 0.0  # of a firing, whatever its rows
@@ -46,20 +46,17 @@ class Decode:
     doubling: float = DOUBLING
 
     def seconds(self, lengths: Array, prompt_tokens: float, engines: int) -> Array:
-        """Return the seconds `[steps]` of batches `[steps, rows]`: those of the engine that is last."""
+        """Return the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row takes none."""
         rows = lengths.shape[1]
+        engines = min(engines, rows)
         firsts = [rows * rank // engines for rank in range(engines)]
         counts = np.diff([*firsts, rows])
-        if min(counts) < 1:
-            firsts = [first for first, count in zip(firsts, counts, strict=True) if count]
-            counts = np.diff([*firsts, rows])
         active = np.add.reduceat(lengths, firsts, axis=1)
         steps = np.maximum.reduceat(lengths, firsts, axis=1)
         if self.slots is not None and max(counts) > self.slots:
             steps = _steps_in_slots(lengths, tuple(firsts), self.slots)
-        each = self.prefill_s * prompt_tokens * counts + self.step_s * steps + self.sequence_s * active
-        last: Array = self.start_s + each.max(axis=1)
-        return last
+        each: Array = self.start_s + self.prefill_s * prompt_tokens * counts + self.step_s * steps + self.sequence_s * active
+        return each
 
 
 def _steps_in_slots(lengths: Array, firsts: Sequence[int], slots: int) -> Array:
@@ -95,18 +92,25 @@ class NodeCost:
     measured: Setting | None = None
 
     def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
-        """Return the seconds `[steps]` of as many firings: the same lengths for every node of a step, and the spread."""
+        """Return the seconds `[steps]` of as many firings: those of the engine that is last."""
+        last: Array = self.each(setting, lengths, steps, rows_drawn).max(axis=1)
+        return last
+
+    def each(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
+        """Return the seconds `[steps, engines]` of as many firings, `[steps, 1]` where engines work together.
+
+        Lengths are the same for every node of a step; the spread is the same for every engine.
+        """
         shared = np.full(steps, self.parallel_s * self._rows_scale(setting))
         found = np.full(steps, self.serial_s)
+        decoding = np.zeros((steps, 1))
         if lengths is not None and (self.token_s or self.decode):
             batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
             shared = shared + self.token_s * (batch.sum(axis=1) + lengths.prompt_tokens * setting.rows)
             if self.decode is not None:
-                found = found + self._decode(self.decode, batch, lengths.prompt_tokens, setting)
-        found = found + shared / max(setting.devices, 1)
-        if self.spread:
-            found = found * _spread(self.spread, steps)
-        return found
+                decoding = self._decode(self.decode, batch, lengths.prompt_tokens, setting)
+        each: Array = (found + shared / max(setting.devices, 1))[:, None] + decoding
+        return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
     def _rows_scale(self, setting: Setting) -> float:
         return setting.rows / self.measured.rows if self.measured else 1.0

@@ -1,10 +1,12 @@
 """What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.engines import by_engine, engine_event
 from rlgraph.planning.events import load_event, publish_event, readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.period import WARM_UP_STEPS, Played, play
@@ -44,8 +46,10 @@ class Outlook:
                     free = max((self.played.ends[d.before][step - d.tokens] for d in turns if step >= d.tokens), default=0.0)
                     key = (event.pool or event.worker, cause.via, cause.reason)
                     total[key] = total.get(key, 0.0) + starts[step] - free
+        engines = Counter((e.pool or e.worker, e.node, e.kind) for e in self.schedule.events)
+        most = {who: max(n for (place, *_), n in engines.items() if place == who) for who, *_ in engines}
         counted = self.steps - self.warm_up
-        found = [PlannedWait(who, on, reason, idle / counted) for (who, on, reason), idle in total.items() if idle > 0]
+        found = [PlannedWait(who, on, reason, idle / counted / most[who]) for (who, on, reason), idle in total.items() if idle > 0]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
@@ -53,7 +57,8 @@ class Outlook:
         if not feedback.freshest:
             return float(feedback.depth)
         published = sorted(self.played.ends[publish_event(feedback.name)])
-        starts = self.played.starts[load_event(feedback.name, readers(graph, feedback)[0].name)]
+        load = load_event(feedback.name, readers(graph, feedback)[0].name)
+        starts = self.played.starts[load if load in self.played.starts else engine_event(load, 0)]
         gaps = [step - min(sum(end <= starts[step] for end in published), step) for step in range(self.warm_up, self.steps)]
         return sum(gaps) / len(gaps)
 
@@ -65,12 +70,17 @@ def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs
         return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
     steps = costs.steps_drawn(rows)
-    relative: dict[str, list[float]] = {}
+    relative: dict[tuple[str, int], list[float]] = {}
+    engines: dict[str, int] = {}
     for name in varying:
-        drawn = costs.seconds(name, settings[name], steps, rows)
-        relative[name] = (drawn / max(drawn.mean(), 1e-12)).tolist()
+        drawn = costs.law(name).each(settings[name], costs.lengths, steps, rows)
+        mean = max(float(drawn.max(axis=1).mean()), 1e-12)
+        engines[name] = drawn.shape[1]
+        relative |= {(name, engine): (drawn[:, engine] / mean).tolist() for engine in range(drawn.shape[1])}
+    apart, engine_of = by_engine(schedule, engines)
 
     def seconds(event: Event, step: int) -> float:
-        return event.seconds * relative[event.node][step] if event.kind == "fire" and event.node in relative else event.seconds
+        key = event.node, engine_of[event.name]
+        return event.seconds * relative[key][step] if event.kind == "fire" and key in relative else event.seconds
 
-    return Outlook(schedule, play(schedule, steps, seconds), steps, steps // 8)
+    return Outlook(apart, play(apart, steps, seconds), steps, steps // 8)

@@ -57,3 +57,14 @@ class Span:
     start_s: float
     end_s: float
     version: int | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How much one worker sampled in one firing of a node: tokens of its prompts, and of each response."""
+
+    node: str
+    step: int
+    worker: str
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]

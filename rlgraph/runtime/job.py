@@ -8,12 +8,14 @@ from types import TracebackType
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.fit import measured_costs
 from rlgraph.planning.plan import Plan
-from rlgraph.planning.schedule import Span
+from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.runtime.attempt import Attempt
-from rlgraph.runtime.measure import Step, measured_costs, timings
+from rlgraph.runtime.measure import Step, timings
 
 KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
+KEPT_SAMPLED = 2_000
 
 
 class Job:
@@ -24,6 +26,8 @@ class Job:
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._attempt = Attempt(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s)
         self._finished = 0
+        self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
+        self._published_bytes = 0
         self._last_s = self._start_s = 0.0
 
     @property
@@ -60,6 +64,8 @@ class Job:
         seconds, self._last_s, self._finished = now - self._last_s, now, index + 1
         spans = [span for report in reports for span in report.spans]
         self._spans += spans
+        self._sampled += [sampled for report in reports for sampled in report.sampled]
+        self._published_bytes = sum(report.published_bytes for report in reports)
         metrics = {name: value for report in reports for name, value in report.metrics.items()}
         metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
         return Step(index, metrics, int(metrics.get("staleness/max", 0)), seconds)
@@ -69,8 +75,11 @@ class Job:
         return [Span(s.name, s.kind, s.step, s.worker, s.start_s - self._start_s, s.end_s - self._start_s, s.version) for s in self._spans]
 
     def costs(self) -> Costs:
-        """Return what each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)`."""
-        return measured_costs(self.plan, list(self._spans))
+        """Return what each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
+
+        The first step, which warms up, is left out; the lengths of the responses are those of all steps.
+        """
+        return measured_costs(self.plan, list(self._spans), list(self._sampled), self._published_bytes)
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""

@@ -1,11 +1,8 @@
-"""What a run tells about its steps: named timings, and what each node costs."""
+"""What a run tells about its steps: named timings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
-from rlgraph.planning.costs import Costs
-from rlgraph.planning.events import load_event, publish_event
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
 
@@ -50,16 +47,3 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
 
 def _add(found: dict[str, float], name: str, seconds: float) -> None:
     found[name] = max(found.get(name, 0.0), seconds) if name != "wait_prev_gen" else found.get(name, 0.0) + seconds
-
-
-def measured_costs(plan: Plan, spans: Sequence[Span], skip: int = 1) -> Costs:
-    """Return the median seconds of each node and of moving weights, without the first `skip` steps, which warm up."""
-
-    def seconds(name: str) -> float:
-        found = [s.end_s - s.start_s for s in spans if s.name == name and s.kind != "wait" and s.step >= skip]
-        return median(found) if found else 0.0
-
-    nodes: Mapping[str, float] = {node.name: seconds(node.name) for node in plan.nodes}
-    publish = sum(seconds(publish_event(loop.name)) for loop in plan.loops)
-    swap = max((seconds(load_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0)
-    return Costs(nodes, publish_s=publish, swap_s=swap, source="measured")

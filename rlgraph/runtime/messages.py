@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rlgraph.planning.schedule import Span
+from rlgraph.planning.schedule import Sampled, Span
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -29,6 +29,9 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     metrics: dict[str, float]
     spans: list[Span]
     used: dict[str, int]  # slots in use by channel end
+    peaks: dict[str, int]  # the most slots ever in use, by channel end
+    sampled: list[Sampled]
+    published_bytes: int  # of one version, of this worker's rows
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):

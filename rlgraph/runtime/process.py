@@ -83,9 +83,13 @@ class Process:
             self._fail(step, self.worker.doing, error)
         else:
             metrics, spans = self.worker.report()
-            used = {name: end.used for name, end in self.mailbox.statistics().items()}
+            ends = self.mailbox.statistics()
+            used, peaks = ({name: getattr(end, what) for name, end in ends.items()} for what in ("used", "peak_used"))
             self.status.enter(step, BETWEEN)
-            messages.send(self.control, messages.Report(self.name, step, metrics, spans, used))
+            messages.send(
+                self.control,
+                messages.Report(self.name, step, metrics, spans, used, peaks, self.worker.taken_sampled(), self.worker.published_bytes()),
+            )
         self._sleep(step)
         return step
 

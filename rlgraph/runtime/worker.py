@@ -15,7 +15,7 @@ from rlgraph.errors import ChannelTimeout, StalenessError
 from rlgraph.nodes.base import Context, Stage, checked_columns
 from rlgraph.planning.events import load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
-from rlgraph.planning.schedule import Span
+from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.runtime.mailbox import Mailbox
 from rlgraph.runtime.tasks import Task, WorkerSetup
 
@@ -43,6 +43,7 @@ class Worker:
     stages: dict[str, Stage] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    sampled: list[Sampled] = field(default_factory=list)
     doing: str = "starting"
 
     def load(self) -> None:
@@ -75,6 +76,8 @@ class Worker:
         if task.writes:
             checked_columns(task.name, task.writes, written)
         self.metrics.update(metrics)
+        if task.operation.work == "generate":
+            self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
         self._put(task, step, owned(written, columns))
         del columns
         for box in self.mailbox.read_by(task.name):
@@ -140,6 +143,16 @@ class Worker:
         self.metrics, self.spans = {}, []
         return metrics, spans
 
+    def taken_sampled(self) -> list[Sampled]:
+        """Return how much was sampled since the last report."""
+        found, self.sampled = self.sampled, []
+        return found
+
+    def published_bytes(self) -> int:
+        """Return the bytes of one version, as far as this worker publishes it."""
+        ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]
+        return sum(end.bytes // max(end.messages, 1) for end in ends)
+
     def close(self) -> None:
         self.mailbox.close()
         if self.context.engine is not None:
@@ -172,6 +185,14 @@ class _Timer:
     def __exit__(self, *error: object) -> None:
         span = Span(self.name, self.kind, self.step, self.worker.setup.worker.name, self.start_s, time.monotonic(), self.version)  # type: ignore[arg-type]
         self.worker.spans.append(span)
+
+
+def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
+    """Return the tokens of what a node has sampled; nothing where it writes no masks."""
+    responses, prompts = columns.get("response_mask"), columns.get("prompt_mask")
+    lengths = responses.sum(-1).tolist() if isinstance(responses, torch.Tensor) and len(responses) else []
+    prompt_tokens = int(prompts.sum()) if isinstance(prompts, torch.Tensor) else 0
+    return Sampled(node, step, worker, prompt_tokens, tuple(lengths))
 
 
 def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:

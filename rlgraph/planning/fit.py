@@ -1,0 +1,170 @@
+"""From what a run measured to costs: the law of each node that explains its firings with the fewest numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.events import load_event, publish_event, receive_event
+from rlgraph.planning.handover import handovers
+from rlgraph.planning.laws import Decode, NodeCost, Setting
+from rlgraph.planning.lengths import Array, Lengths
+from rlgraph.planning.plan import Plan, PlannedNode
+from rlgraph.planning.schedule import Sampled, Span
+
+WARM_UP = 1  # steps left out: engines compile, caches fill
+STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
+EXPLAINED = 0.3  # tokens set a time if, at most, this share of its variance stays unexplained
+KEPT_SPREAD = 40  # single firings kept in the costs of a node
+Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
+Tokens = Mapping[tuple[str, int], Sampled]
+
+
+def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
+    """Return what each node and moving weights have cost in a run of `plan`, but for the first step, which warms up.
+
+    A cost holds the work itself and, as a serial part, its hand-over: from when it could have begun until it did.
+    """
+
+    def moving(event: str) -> float:
+        found = [span.end_s - span.start_s for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
+        return float(np.mean(found)) + late[event] if found else 0.0
+
+    kept = [span for span in spans if span.step >= WARM_UP]
+    tokens = {node.name: {(s.worker, s.step): s for s in sampled if s.node == node.name and s.response_tokens} for node in plan.nodes}
+    late = handovers(plan.schedule, spans, WARM_UP)
+    nodes: dict[str, float | NodeCost] = {}
+    for node in plan.nodes:
+        firings: dict[tuple[str, int], float] = {}
+        for span in kept:
+            if span.name == node.name and span.kind == "fire":
+                firings[span.worker, span.step] = firings.get((span.worker, span.step), 0.0) + span.end_s - span.start_s
+        if not firings:
+            nodes[node.name] = 0.0
+            continue
+        cost = _cost(plan, node, firings, tokens)
+        nodes[node.name] = replace(cost, serial_s=cost.serial_s + late[node.name])
+    responses = [length for s in sampled for length in s.response_tokens]
+    prompts = sum(s.prompt_tokens for s in sampled)
+    return Costs(
+        nodes,
+        publish_s=sum(moving(publish_event(loop.name)) for loop in plan.loops),
+        receive_s=max((moving(receive_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
+        swap_s=max((moving(load_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
+        source="measured",
+        lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
+        publish_bytes=published_bytes or None,
+        on=_place(plan),
+    )
+
+
+def _place(plan: Plan) -> str:
+    devices = f"{plan.cluster.gpus} GPUs" if plan.cluster.gpus else f"{plan.cluster.cpus} cores"
+    pools = ", ".join(f"{pool.name} {len(pool.gpus) or pool.cpus}" for pool in plan.pools)
+    return f"{devices} ({pools})" if pools else devices
+
+
+def setting_of(plan: Plan, node: PlannedNode) -> Setting:
+    """Return where a node of a plan runs."""
+    pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
+    return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows)
+
+
+def _cost(plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, Tokens]) -> NodeCost:
+    setting = setting_of(plan, node)
+    steps = sorted({step for _, step in firings})
+    seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
+    if tokens[node.name]:
+        return _generating(setting, firings, tokens[node.name])
+    sources = [c.writer for c in plan.channels if node.name in c.readers and tokens[c.writer]]
+    if node.work in ("train", "forward") and sources:
+        read = [sum(_total(s) for name in sources for (_, at), s in tokens[name].items() if at == step) for step in steps]
+        return _by_tokens(setting, np.array(read, dtype=float), seconds)
+    return NodeCost(parallel_s=float(seconds.mean()) * setting.devices, spread=_spread(seconds, seconds.mean()), measured=setting)
+
+
+def _total(sampled: Sampled) -> int:
+    return sampled.prompt_tokens + sum(sampled.response_tokens)
+
+
+def _by_tokens(setting: Setting, tokens: Array, seconds: Array) -> NodeCost:
+    """Seconds by tokens, with a constant part where the steps show one; by rows where tokens explain nothing."""
+    plain = NodeCost(parallel_s=float(seconds.mean()) * setting.devices, spread=_spread(seconds, seconds.mean()), measured=setting)
+    if (tokens <= 0).any():
+        return plain
+    if not _varies(tokens):
+        slope = float(seconds.mean() / tokens.mean())
+        return NodeCost(token_s=slope * setting.devices, spread=_spread(seconds, slope * tokens), measured=setting)
+    columns = {"serial": np.ones_like(tokens), "token": tokens}
+    found = _fewest(columns, seconds)
+    fitted = found.get("serial", 0.0) + found.get("token", 0.0) * tokens
+    if ((seconds - fitted) ** 2).sum() > EXPLAINED * ((seconds - seconds.mean()) ** 2).sum() and _varies(seconds):
+        return plain
+    return NodeCost(
+        serial_s=found.get("serial", 0.0),
+        token_s=found.get("token", 0.0) * setting.devices,
+        spread=_spread(seconds, fitted),
+        measured=setting,
+    )
+
+
+def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
+    """Decode law from every engine's firings: what its steps, its active sequences and its prompts take."""
+    both = sorted(firings.keys() & tokens.keys(), key=lambda key: (key[1], key[0]))
+    seconds = np.array([firings[key] for key in both])
+    longest = np.array([max(tokens[key].response_tokens) for key in both], dtype=float)
+    total = np.array([sum(tokens[key].response_tokens) for key in both], dtype=float)
+    prompts = np.array([tokens[key].prompt_tokens for key in both], dtype=float)
+    columns = {"step_s": longest, "sequence_s": total}
+    if prompts.any():
+        columns["prefill_s"] = prompts
+    if not prompts.any() or _varies(prompts):
+        columns["start_s"] = np.ones_like(seconds)
+    found = _fewest(columns, seconds)
+    decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
+    fitted = sum((found.get(name, 0.0) * column for name, column in columns.items()), np.zeros_like(seconds))
+    return NodeCost(decode=decode, spread=_spread(*_by_step(both, seconds, fitted)), measured=setting)
+
+
+def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> tuple[Array, Array]:
+    """Return measured and fitted seconds of each step: those of the engine that was last."""
+    steps = np.array([step for _, step in keys])
+    each = np.unique(steps)
+    return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])
+
+
+def _varies(values: Array) -> bool:
+    return bool(values.std() > STEADY * values.mean())
+
+
+def _fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
+    """Return coefficients of at least 0 by least squares, for the subset of columns that the data support.
+
+    The Bayesian information criterion (Schwarz, 1978) sets what a further number must explain; with as many firings as
+    numbers nothing is explained, so a subset is smaller than that.
+    """
+    best, least = dict[str, float](), float("inf")
+    count, floor = len(seconds), 1e-12 * float((seconds**2).sum()) + 1e-30
+    for size in range(1, min(len(columns), max(count - 1, 1)) + 1):
+        for names in combinations(columns, size):
+            table = np.stack([columns[name] for name in names], axis=1)
+            scale = np.maximum(table.max(axis=0), 1e-30)
+            found, _, rank, _ = np.linalg.lstsq(table / scale, seconds, rcond=1e-6)
+            if rank < size or (found < 0).any():
+                continue
+            left = float(((seconds - (table / scale) @ found) ** 2).sum()) + floor
+            score = count * np.log(left / count) + size * np.log(max(count, 2))
+            if score < least - 1e-9:
+                best, least = dict(zip(names, (found / scale).tolist(), strict=True)), score
+    return best
+
+
+def _spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
+    """Return single firings over the law, as quantiles where there are many; they keep the mean seconds of the run."""
+    ratios = seconds / np.maximum(fitted, 1e-12)
+    ratios = ratios * (seconds.mean() / max(float((ratios * fitted).mean()), 1e-12))
+    if len(ratios) > KEPT_SPREAD:
+        ratios = np.quantile(ratios, (np.arange(KEPT_SPREAD) + 0.5) / KEPT_SPREAD)
+    return tuple(float(f"{ratio:.6g}") for ratio in ratios)

@@ -1,0 +1,42 @@
+"""What a run spends between its events: how long after it could have begun each of them began."""
+
+from collections.abc import Mapping, Sequence
+
+from rlgraph.planning.period import firing_order
+from rlgraph.planning.schedule import Dependency, Schedule, Span
+
+Ends = dict[tuple[str, int], dict[str, float]]  # by event and step: when each worker was done
+
+
+def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Mapping[str, float]:
+    """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
+
+    Played with its events' own seconds and these, the schedule takes as long as the run did.
+    """
+    measured: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        if span.kind in ("fire", "publish", "receive", "load"):
+            measured.setdefault((span.name, span.step), []).append(span)
+    steps = sorted({span.step for span in spans})
+    waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}
+    for dependency in schedule.dependencies:
+        waits[dependency.after].append(dependency)
+    ends: Ends = {}
+    late: dict[str, list[float]] = {event.name: [] for event in schedule.events}
+    for step in steps:
+        for event in firing_order(schedule):
+            found = measured.get((event.name, step), [])
+            if not found:  # weights of a step that needs none, or what runs unmeasured: done as soon as it could begin
+                ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
+                continue
+            ends[event.name, step] = {span.worker: span.end_s for span in found}
+            for span in found:
+                ready = max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0)
+                if step >= first_step and ready > 0:
+                    late[event.name].append(span.start_s - ready)
+    return {name: max(sum(values) / len(values), 0.0) if values else 0.0 for name, values in late.items()}
+
+
+def _ready(ends: Ends, dependency: Dependency, step: int, worker: str) -> float:
+    done = ends.get((dependency.before, step - dependency.tokens), {})
+    return done[worker] if worker in done else max(done.values(), default=0.0)

@@ -1,0 +1,96 @@
+"""Costs from a run: the laws behind its firings are found again, hand-overs included, and nothing that they do not show."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
+
+import rlgraph as rg
+from rlgraph.planning.fit import measured_costs
+from rlgraph.planning.laws import NodeCost
+from rlgraph.planning.lengths import Lengths
+from rlgraph.planning.period import simulate
+from rlgraph.planning.schedule import Event, Sampled, Span
+
+STEPS = 40
+
+
+def run_of(
+    loop: Loop, seconds: Callable[[str, list[int]], float], late_s: float = 0.0, lengths: Lengths = LONG_TAIL
+) -> tuple[rg.Plan, list[Span], list[Sampled]]:
+    """Return the records of a run whose firings take `seconds(event, response lengths of the step)`, each begun late."""
+    plan = rg.compile(loop.graph(), rg.Cluster(cpus=loop.devices))
+    drawn = lengths.batches(STEPS, loop.rows).astype(int)
+
+    def taken(event: Event, step: int) -> float:
+        return late_s + seconds(event.name, drawn[step].tolist())
+
+    spans = [replace(span, start_s=span.start_s + late_s) for span in simulate(plan.schedule, STEPS, taken)]
+    sampled = [Sampled("rollout", step, "generator", PROMPT_TOKENS * loop.rows, tuple(drawn[step].tolist())) for step in range(STEPS)]
+    return plan, spans, sampled
+
+
+def by_length(event: str, lengths: list[int]) -> float:
+    if event == "rollout":
+        return 2e-3 * max(lengths) + 1e-4 * sum(lengths)
+    return 0.05 + 2e-4 * (sum(lengths) + PROMPT_TOKENS * len(lengths)) if event == "update" else 0.01
+
+
+def law(costs: rg.Costs, node: str) -> NodeCost:
+    found = costs.nodes[node]
+    assert isinstance(found, NodeCost)
+    return found
+
+
+def test_the_laws_of_decoding_and_training_are_found() -> None:
+    costs = measured_costs(*run_of(Loop(depth=1), by_length))
+    decode = law(costs, "rollout").decode
+    assert decode is not None
+    assert (decode.step_s, decode.sequence_s) == (pytest.approx(2e-3, rel=1e-3), pytest.approx(1e-4, rel=1e-3))
+    assert law(costs, "update").token_s == pytest.approx(2e-4, rel=1e-3)
+    assert law(costs, "update").serial_s == pytest.approx(0.05, rel=1e-2)
+    assert law(costs, "reward").parallel_s == pytest.approx(0.01)
+
+
+def test_noise_is_no_law_and_is_kept_as_spread() -> None:
+    chance = np.random.default_rng(3)
+    noisy = measured_costs(*run_of(Loop(depth=1), lambda event, lengths: 0.1 * chance.uniform(0.8, 1.2)))
+    update = law(noisy, "update")
+    assert (update.token_s, update.parallel_s) == (0.0, pytest.approx(0.1, rel=0.05))
+    assert np.std(update.spread) == pytest.approx(0.4 / np.sqrt(12), rel=0.3)
+
+
+def test_lengths_that_hardly_vary_claim_one_number_only() -> None:
+    same = Lengths((0.0, 1.0), (50.0, 50.0))
+    costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=same))
+    decode = law(costs, "rollout").decode
+    assert decode is not None
+    assert sum(value > 0 for value in (decode.step_s, decode.sequence_s, decode.prefill_s, decode.start_s)) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(depth: int) -> None:
+    plan, spans, sampled = run_of(Loop(depth=depth), by_length, late_s=0.02)
+    costs = measured_costs(plan, spans, sampled)
+    ends = [max(s.end_s for s in spans if s.step == step) for step in range(STEPS)]
+    again = rg.compile(Loop(depth=depth).graph(), rg.Cluster(cpus=2), costs)
+    assert again.prediction.step_s == pytest.approx((ends[-1] - ends[4]) / (STEPS - 5), rel=0.05)
+    assert {node.cost for node in again.nodes} == {"measured"}
+
+
+def test_costs_are_scaled_to_other_rows_and_devices_and_say_so() -> None:
+    costs = measured_costs(*run_of(Loop(depth=1), by_length))
+    larger = rg.compile(Loop(depth=1, rows=32, trainers=2).graph(), rg.Cluster(cpus=3), costs)
+    truth = np.mean([by_length("rollout", row.tolist()) for row in LONG_TAIL.batches(400, 32).astype(int)])
+    assert larger.node("rollout").seconds == pytest.approx(truth, rel=0.05)
+    assert larger.node("rollout").cost == "scaled"
+    assert "(scaled to this plan: prompts, rollout, reward, update)" in " ".join(str(larger).split())
+
+
+def test_the_lengths_of_a_run_are_in_its_costs() -> None:
+    costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=UNIFORM))
+    assert costs.lengths is not None
+    assert 100 <= costs.lengths.tokens[0] <= costs.lengths.mean <= costs.lengths.longest <= 120
+    assert costs.lengths.prompt_tokens == PROMPT_TOKENS

@@ -1,0 +1,181 @@
+"""Stages that wait as long as a law says, over real nodes, channels, weights and dispatch: what predictions are held against.
+
+Response lengths are drawn by (step, row), so they are the same however the rows are split.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from fakes import ITEMS, Vector
+
+from rlgraph.columns import Columns
+from rlgraph.graph import Graph, Model, Output, Pool, Work, declare, feedback
+from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.prompts import prompts
+from rlgraph.planning.lengths import Lengths
+
+UNIFORM = Lengths((0.0, 1.0), (100.0, 120.0), prompt_tokens=8.0)
+LONG_TAIL = Lengths((0.0, 0.5, 0.9, 0.98, 1.0), (20.0, 60.0, 120.0, 250.0, 400.0), prompt_tokens=8.0)
+PROMPT_TOKENS = 8
+
+
+class Part(Vector):
+    """A vector of which each rank publishes its rows."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.mine = slice(len(self.vector) * rank // world, len(self.vector) * (rank + 1) // world)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"vector": self.vector[self.mine]}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Simulated(Model):
+    """A model whose weights are a vector, of `count` ranks."""
+
+    count: int = 1
+    dtype: str = "float32"
+
+    @property
+    def ranks(self) -> int:
+        return self.count
+
+    def load(self, context: Context) -> Any:
+        return Part(context.rank, context.world)
+
+
+class SimulatedGenerator(Simulated):
+    role: ClassVar[str] = "generator"
+
+
+class SimulatedPolicy(Simulated):
+    role: ClassVar[str] = "policy"
+
+
+class SimulatedReference(Simulated):
+    role: ClassVar[str] = "reference"
+
+
+@dataclass(frozen=True)
+class Times:
+    """The laws: an engine's decode step `step_s + sequence_s · active`, and seconds a token of the batch for the rest."""
+
+    step_s: float = 0.8e-3
+    sequence_s: float = 0.03e-3
+    start_s: float = 0.01
+    train_token_s: float = 0.1e-3
+    train_start_s: float = 0.02
+    score_token_s: float = 0.03e-3
+    reward_s: float = 0.01
+
+
+@dataclass(frozen=True)
+class Generate:
+    lengths: Lengths
+    times: Times
+    work: Work = "generate"
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            ids = columns["prompt_ids"]
+            rows = len(ids)
+            drawn = np.random.default_rng([7, step]).random(rows)
+            every = np.ceil(np.interp(drawn, self.lengths.at, self.lengths.tokens)).astype(int)
+            mine = slice(rows * context.rank // context.world, rows * (context.rank + 1) // context.world)
+            tokens = every[mine]
+            longest = int(tokens.max())
+            time.sleep(self.times.start_s + self.times.step_s * longest + self.times.sequence_s * int(tokens.sum()))
+            mask = torch.arange(longest)[None] < torch.tensor(tokens)[:, None]
+            return {
+                "prompt_mask": torch.ones(len(tokens), PROMPT_TOKENS, dtype=torch.bool),
+                "response_mask": mask,
+                "weight_version": torch.full(mask.shape, context.version, dtype=torch.int32),
+                "group_ids": ids[mine].clone(),
+            }
+
+        return fire
+
+
+@dataclass(frozen=True)
+class ByTokens:
+    """Waits a time for each token of the batch, its devices sharing them."""
+
+    start_s: float
+    token_s: float
+    column: str | None = None
+    work: Work = "train"
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            tokens = int(columns["response_mask"].sum() + columns["prompt_mask"].sum())
+            time.sleep(self.start_s + self.token_s * tokens / context.world)
+            if self.column is None:
+                return {}, {"tokens": float(tokens)}
+            return {self.column: torch.zeros(len(columns["response_mask"]), 1)}
+
+        return fire
+
+
+@dataclass(frozen=True)
+class Reward:
+    seconds: float
+    work: Work = "host"
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            time.sleep(self.seconds)
+            return {"rewards": torch.zeros(len(columns["group_ids"]))}
+
+        return fire
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop of waiting stages. Devices are cores of a pretended cluster, one rank each."""
+
+    depth: int = 1
+    buffers: int = 1
+    rows: int = 16
+    generators: int = 1
+    trainers: int = 1
+    shared: bool = False  # one pool for all
+    reference: str | None = None  # the pool of a reference pass: "train", "rollout", or one of its own
+    lengths: Lengths = UNIFORM
+    times: Times = field(default_factory=Times)
+
+    @property
+    def devices(self) -> int:
+        if self.shared:
+            return max(self.generators, self.trainers)
+        return self.generators + self.trainers + (1 if self.reference == "own" else 0)
+
+    def graph(self) -> Graph:
+        together = Pool("shared")
+        pools = {
+            "rollout": together if self.shared else Pool("rollout", share=self.generators),
+            "train": together if self.shared else Pool("train", share=self.trainers),
+            "own": Pool("score"),
+        }
+        weights = feedback("weights", depth=self.depth, buffers=self.buffers)
+        source = prompts(ITEMS, self.rows, seed=1)
+        sampled = ("prompt_mask", "response_mask", "weight_version", "group_ids")
+        generator = SimulatedGenerator("vector", pool=pools["rollout"], count=self.generators)
+        operation = Generate(self.lengths, self.times)
+        rollout = Output(declare("rollout", operation, (source,), reads=("prompt_ids",), writes=sampled, model=generator, feedback=weights))
+        rewards = Output(declare("reward", Reward(self.times.reward_s), (rollout,), reads=("group_ids",), writes=("rewards",)))
+        inputs, reads = [rollout, rewards], ["prompt_mask", "response_mask", "weight_version", "rewards"]
+        if self.reference is not None:
+            model = SimulatedReference("vector", pool=pools[self.reference])
+            score = ByTokens(0.0, self.times.score_token_s, "ref_log_probs", "forward")
+            tokens = ("prompt_mask", "response_mask")
+            inputs.append(Output(declare("ref_log_probs", score, (rollout,), reads=tokens, writes=("ref_log_probs",), model=model)))
+            reads.append("ref_log_probs")
+        policy = SimulatedPolicy("vector", pool=pools["train"], count=self.trainers)
+        train = ByTokens(self.times.train_start_s, self.times.train_token_s)
+        update = declare("update", train, inputs, reads=tuple(reads), writes=(), model=policy)
+        weights.close(Output(update, "weights"))
+        return Graph("simulated", Output(update, "metrics"))
