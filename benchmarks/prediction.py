@@ -1,0 +1,205 @@
+"""Predicted against measured step time, over stages that wait as long as a law says and over real tiny engines, on Ray.
+
+    python benchmarks/prediction.py [--json PATH] [--only simulated|real] [--steps N]
+
+A profile of one configuration (depth 1, one engine each) gives the costs; they predict all other configurations of its
+kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, a reference pass here and there, uniform
+lengths and a long tail. Then each runs, and its mean step is compared with the prediction made before.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from simulated import LONG_TAIL, UNIFORM, Loop
+from tiny import WeightedLikelihood, tiny
+
+import rlgraph as rg
+from rlgraph.runtime.dispatch import start_ray, stop_ray
+
+WARM_UP = 6  # steps that fill the pipeline and warm the engines
+PROFILED = 60  # a tail of lengths must have been seen to be foreseen
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: its graph, the cluster it is planned for, and the family whose profile predicts it."""
+
+    family: str
+    name: str
+    graph: Callable[[], rg.Graph]
+    cores: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    family: str
+    name: str
+    asynchronous: bool
+    predicted_s: float
+    cycle_s: float  # by the critical cycle, without lengths
+    measured_s: float
+    standard_error_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def simulated() -> Iterator[Case]:
+    """Stages that wait; the pretended devices are ranks."""
+    for family, lengths in (("uniform", UNIFORM), ("long tail", LONG_TAIL)):
+        base = Loop(lengths=lengths)
+        loops = {
+            "sync, colocated": replace(base, depth=0, shared=True),
+            "depth 0": replace(base, depth=0),
+            "depth 1": base,
+            "depth 2": replace(base, depth=2),
+            "depth 3, 2 buffers": replace(base, depth=3, buffers=2),
+            "depth 1, batch 32": replace(base, rows=32),
+            "depth 1, split 2:1": replace(base, generators=2),
+            "depth 2, split 3:2": replace(base, depth=2, generators=3, trainers=2),
+            "sync, colocated on 3": replace(base, depth=0, shared=True, generators=3, trainers=3),
+            "depth 1, reference with training": replace(base, reference="train"),
+            "depth 1, reference on its own": replace(base, reference="own"),
+        }
+        for name, loop in loops.items():
+            yield Case(family, name, loop.graph, loop.devices, loop.depth > 0)
+
+
+def profiled_loop(family: str) -> Loop:
+    """The configuration that is profiled: with a reference, so that its cost is known to those that have one."""
+    return Loop(lengths=UNIFORM if family == "uniform" else LONG_TAIL, reference="own")
+
+
+def real_graph(folder: str, depth: int, prompts: int, max_tokens: int, shared: bool = False) -> rg.Graph:
+    """GRPO of a tiny model: transformers samples, FSDP2 trains."""
+    together = rg.Pool("shared")
+    rollout_pool, train_pool = (together, together) if shared else (rg.Pool("rollout"), rg.Pool("train"))
+    sampling = rg.Sampling(max_tokens=max_tokens, ignore_eos=True)
+    generator = rg.Generator(folder, pool=rollout_pool, engine="transformers", sampling=sampling, max_context=128, dtype="float32")
+    policy = rg.Policy(folder, pool=train_pool, dtype="float32", micro_batch_tokens=1024)
+    weights = rg.feedback("weights", depth=depth)
+    items = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(40)]
+    source = rg.prompts(items, count=prompts)
+    rollout = generator.rollout(source, weights, group_size=4)
+    rewards = rg.reward(length_reward, rollout)
+    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=WeightedLikelihood())
+    weights.close(step.weights)
+    return rg.Graph("tiny", step.metrics)
+
+
+def length_reward(responses: list[str]) -> list[float]:
+    return [float(len(set(text)) % 7) for text in responses]
+
+
+def real(folder: str) -> Iterator[Case]:
+    shapes = {
+        "sync, colocated": (0, 8, 48, True),
+        "depth 0": (0, 8, 48, False),
+        "depth 1": (1, 8, 48, False),
+        "depth 2": (2, 8, 48, False),
+        "depth 1, batch 64": (1, 16, 48, False),
+    }
+    for name, (depth, prompts, tokens, shared) in shapes.items():
+        yield Case("real engines", name, lambda s=(depth, prompts, tokens, shared): real_graph(folder, *s), 2, depth > 0)
+
+
+def costs_for(case: Case, costs: rg.Costs) -> rg.Costs:
+    """Return the profile's costs of the nodes that this graph has."""
+    names = {node.name for node in case.graph().nodes}
+    return replace(costs, nodes={name: cost for name, cost in costs.nodes.items() if name in names})
+
+
+def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
+    graph = case.graph()
+    plan = rg.compile(graph, rg.Cluster(cpus=case.cores), costs_for(case, costs))
+    with plan.launch() as job:
+        seconds = [step.seconds for step in job.steps(steps + WARM_UP)][WARM_UP:]
+    error = statistics.stdev(seconds) / len(seconds) ** 0.5
+    predicted = plan.prediction
+    return Found(case.family, case.name, case.asynchronous, predicted.step_s, predicted.period_s, statistics.mean(seconds), error)
+
+
+def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -> list[Found]:
+    found, profiles = [], dict[str, rg.Costs]()
+    print(f"{'family':13} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
+    for case in cases:
+        if case.family not in profiles:
+            profiles[case.family] = profile(case.family)
+        one = measured(case, profiles[case.family], steps)
+        found.append(one)
+        times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
+        print(f"{one.family:13} {one.name:33} {times} {one.error:+7.1%}  {os.getloadavg()[0]:.1f}", flush=True)
+    return found
+
+
+def signs(found: list[Found]) -> tuple[int, int]:
+    """Return in how many pairs of a synchronous and an asynchronous configuration the prediction names the faster one, and of how many."""
+    right = pairs = 0
+    for one in found:
+        for other in found:
+            same = one.family == other.family and not one.asynchronous and other.asynchronous
+            if same and comparable(one.name, other.name):
+                pairs += 1
+                right += (one.predicted_s > other.predicted_s) == (one.measured_s > other.measured_s)
+    return right, pairs
+
+
+def comparable(sync: str, asynchronous: str) -> bool:
+    """Whether two configurations do the same work: the reference and larger batches have no synchronous twin here."""
+    return "batch" not in asynchronous and "reference" not in asynchronous
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments.add_argument("--only", choices=["simulated", "real"])
+    arguments.add_argument("--steps", type=int, default=100)
+    given = arguments.parse_args()
+    ours, began, load = start_ray(), time.time(), os.getloadavg()
+    found: list[Found] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(tiny(Path(folder)))
+        if given.only != "real":
+            found += measure(
+                list(simulated()),
+                lambda family: rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED),
+                given.steps,
+            )
+        if given.only != "simulated":
+            found += measure(list(real(model)), lambda _: rg.profile(real_graph(model, 1, 8, 48), rg.Cluster(cpus=2), 20), given.steps // 2)
+    if ours:
+        stop_ray()
+    errors = [abs(one.error) for one in found]
+    right, pairs = signs(found)
+    print(f"{len(found)} configurations: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    print(f"the faster of sync and async named in {right} of {pairs} pairs; {time.time() - began:.0f} s, load {load[0]:.1f} before")
+    if given.json:
+        figures: dict[str, Any] = {
+            "machine": {"cores": rg.local_cluster().cpus, "load_before": load, "load_after": os.getloadavg()},
+            "steps": given.steps,
+            "profiled_steps": PROFILED,
+            "median_error": statistics.median(errors),
+            "worst_error": max(errors),
+            "signs_right": right,
+            "signs": pairs,
+            "configurations": [{**asdict(one), "error": one.error} for one in found],
+        }
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
