@@ -58,6 +58,11 @@ class Model:
         return 1
 
     @property
+    def engines(self) -> int:
+        """Workers of this model that share one group of devices."""
+        return 1
+
+    @property
     def ranks(self) -> int | None:
         """Workers of this model, where the user says so; None means as many as the pool's devices allow."""
         return None

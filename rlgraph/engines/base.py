@@ -108,6 +108,12 @@ class GenerateEngine(ABC):
     def close(self) -> None:
         """Free the model."""
 
+    def sleep(self) -> None:  # noqa: B027 (an engine that holds no device memory of note has nothing to do)
+        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Be ready to decode again. Weights may be loaded before."""
+
     def step(self) -> dict[str, Response]:
         """Advance by one decode step, if there is one to do, and return what has finished since the last, by request id."""
         finished, self._others = self._others, {}

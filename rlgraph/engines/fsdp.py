@@ -13,6 +13,7 @@ from rlgraph.engines import packed_attention
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Loss, check_count
 from rlgraph.engines.heads import Head
+from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.engines.sharding import full, join, like, local, prepare_layers, shard
 from rlgraph.errors import DataError
@@ -57,6 +58,7 @@ class FsdpEngine:
         self._optimizer = torch.optim.AdamW(
             head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
         )
+        self._offloaded = OffloadedMoments(self._optimizer)
 
     def scores(self, batch: Columns) -> torch.Tensor:
         """Return `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
@@ -105,6 +107,7 @@ class FsdpEngine:
         lr = self._settings.lr_at(self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        self._offloaded.put_back()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
@@ -125,6 +128,7 @@ class FsdpEngine:
     def state(self) -> dict[str, Any]:
         """Return this rank's weights, moments and step count; the tensors are the live ones, so write before you go on."""
         names = list(self._named())
+        self._offloaded.put_back()
         moments = self._optimizer.state_dict()["state"]
         return {
             "rank": self._rank,
@@ -147,6 +151,13 @@ class FsdpEngine:
             if name in state["moments"]:
                 moments = state["moments"][name]  # the step count is a plain scalar, the others are sharded like their parameter
                 self._optimizer.state[parameter] = {k: v.clone() if k == "step" else like(v, parameter) for k, v in moments.items()}
+
+    def sleep(self) -> None:
+        """Give back the device memory of the moments until the next optimizer step, and what no tensor is in."""
+        self._offloaded.take_off()
+
+    def wake(self) -> None:
+        """Be ready to compute again; the moments come back when they are needed."""
 
     def close(self) -> None:
         """Free the model, and the process group if the engine made it."""

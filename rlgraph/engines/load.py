@@ -26,6 +26,9 @@ class Place(Protocol):
     @property
     def device(self) -> str: ...
 
+    @property
+    def shared(self) -> bool: ...
+
 
 def generate_engine(model: Any, place: Place) -> GenerateEngine:
     """Return the engine of a `Generator`."""
@@ -34,7 +37,7 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
     if model.engine == "transformers":
         from rlgraph.engines.transformers import TransformersEngine
 
-        return TransformersEngine(model.path, dtype=getattr(torch, model.dtype), max_context=model.max_context)
+        return TransformersEngine(model.path, device=place.device, dtype=getattr(torch, model.dtype), max_context=model.max_context)
     from rlgraph.engines.vllm import VllmEngine
 
     return VllmEngine(
@@ -44,6 +47,10 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
         seed=model.seed,
         threads=place.threads,
         tensor_parallel=model.tensor_parallel,
+        max_sequences=model.max_sequences,
+        memory=model.memory,
+        engines=model.engines_per_gpu,
+        shared=place.shared and place.device == "cuda",
     )
 
 

@@ -13,23 +13,19 @@ from typing import Any, Literal
 
 import torch
 
+from rlgraph.engines import copy_plan, vllm_arguments
 from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.pretrained import check_model, parameter_shapes
 from rlgraph.errors import GraphError
-
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and model in this process
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 
 
 class VllmEngine(GenerateEngine):
     """A `GenerateEngine` on vLLM. Make one a process.
 
-    `max_model_len` is the context (None: the model's), `kv_cache_bytes` what the keys and values may take. `threads` is the
-    number of cores on a CPU; it is set for the process as a whole. Log-probs are those of the distribution sampled from.
+    `max_model_len` is the context (None: the model's). Of a GPU's memory the `engines` on it take the share `memory` together
+    and give it back between rollouts if the pool is `shared`; `kv_cache_bytes` says instead what keys and values may take.
+    `threads` is the number of cores on a CPU; it is set for the process as a whole. `random_weights` leaves the folder's weights
+    aside. Log-probs are those of the distribution sampled from.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -41,10 +37,14 @@ class VllmEngine(GenerateEngine):
         max_model_len: int | None = None,
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
         seed: int = 0,
-        kv_cache_bytes: int = 1 << 30,
         threads: int | None = None,
         tensor_parallel: int = 1,
-        max_sequences: int = 256,
+        max_sequences: int | None = None,
+        kv_cache_bytes: int | None = None,
+        memory: float | None = None,
+        shared: bool = False,
+        engines: int = 1,
+        random_weights: bool = False,
     ) -> None:
         super().__init__()
         self._summary = check_model(path)
@@ -58,6 +58,19 @@ class VllmEngine(GenerateEngine):
         self._on_cpu = current_platform.is_cpu()
         if self._on_cpu and tensor_parallel > 1:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
+        self._parallel = tensor_parallel > 1
+        if engines > 1 and kv_cache_bytes is None and not self._on_cpu:
+            weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
+            total = torch.cuda.get_device_properties(0).total_memory
+            kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, weights, engines, vllm_arguments.share_of_memory(memory, shared))
+        machine = vllm_arguments.arguments(
+            on_cpu=self._on_cpu,
+            context=context,
+            max_sequences=max_sequences,
+            kv_cache_bytes=kv_cache_bytes,
+            memory=memory,
+            shared=shared,
+        )
         arguments = EngineArgs(
             model=str(path),
             skip_tokenizer_init=True,
@@ -65,19 +78,13 @@ class VllmEngine(GenerateEngine):
             max_model_len=context,
             dtype=dtype,
             seed=seed,
-            kv_cache_memory_bytes=kv_cache_bytes,
             tensor_parallel_size=tensor_parallel,
-            max_num_seqs=max_sequences,
-            block_size=32,  # the smallest that the CPU build takes; prompts share prefixes in whole blocks
             enable_prefix_caching=True,
-            enforce_eager=self._on_cpu,
-            # In a split prompt vLLM rewinds the request's random generator, which one of a CPU cannot do.
-            enable_chunked_prefill=not self._on_cpu,
-            max_num_batched_tokens=max(4096, context),
-            async_scheduling=False,
+            load_format="dummy" if random_weights else "auto",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             use_tqdm_on_load=False,
+            **machine,
         )
         with warnings.catch_warnings():
             # vLLM looks at every attribute of every module, those included that warn when looked at.
@@ -86,6 +93,8 @@ class VllmEngine(GenerateEngine):
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads = 0
+        self._copies: copy_plan.CopyPlan | None = None
+        self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
         """Take a request; see `GenerateEngine`."""
@@ -102,7 +111,9 @@ class VllmEngine(GenerateEngine):
         gone: list[str] = []
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
         for output in self._engine.engine_core.get_output().outputs:
-            row = self._running[output.request_id]
+            row = self._running.get(output.request_id)
+            if row is None:  # aborted while its next token was on its way
+                continue
             if output.new_token_ids:
                 row.tokens += output.new_token_ids
                 row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -152,14 +163,56 @@ class VllmEngine(GenerateEngine):
     def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
         """Take new weights; see `GenerateEngine`. Raises DataError unless they are all and full."""
         check_weights(weights, self._shapes)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-        if self._on_cpu and self._summary.tied:
-            self._pack_head()
+        self._wake("weights")
+        self._catch_up()
+        if self._on_cpu or self._parallel:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+            if self._summary.tied and self._on_cpu:
+                self._pack_head()
+        else:
+            self._copy(weights)
         self._loads += 1
         if running == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         else:
             self._begin_again([row.request for row in self._running.values() if not row.tokens])
+
+    def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load by the recorded copies of the model's loader; by the loader itself the first time, or where it does more than copy."""
+        if self._copies is None:
+            self._copies = copy_plan.record(self._model().load_weights, weights)
+        else:
+            self._copies.replay(weights)
+        torch.cuda.current_stream().synchronize()  # the buffer that the weights came in is about to be filled again
+
+    def _catch_up(self) -> None:
+        """Take the tokens of decode steps that are under way, which the old weights compute."""
+        core = self._engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            self._others |= self.decode()
+        core.resume_scheduler()
+
+    def sleep(self) -> None:
+        """Give the memory of keys and values back, and that of the weights, which go to host memory."""
+        self._catch_up()
+        self._engine.sleep(level=1)
+        self._asleep = {"weights", "kv_cache"}
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._engine.wake_up(tags=[part])
+            self._asleep.remove(part)
+
+    def _model(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.get_model()
 
     def _begin_again(self, waiting: list[Request]) -> None:
         """Put requests without a token at the end of the queue again, so that they know nothing of the old weights."""
@@ -171,7 +224,7 @@ class VllmEngine(GenerateEngine):
         """Pack the new embeddings into the head's kernel, which the CPU build leaves as they were before."""
         from vllm.config import set_current_vllm_config
 
-        head = self._engine.model_executor.driver_worker.worker.get_model().lm_head
+        head = self._model().lm_head
         with set_current_vllm_config(self._engine.vllm_config):
             head.quant_method.process_weights_after_loading(head)
 
@@ -186,7 +239,8 @@ class VllmEngine(GenerateEngine):
 
 
 def _prepare_process(threads: int | None) -> None:
-    for name, value in ENVIRONMENT.items():
+    variables = vllm_arguments.ENVIRONMENT | (vllm_arguments.GPU_ENVIRONMENT if torch.cuda.is_available() else {})
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", which a CPU does not need
     if threads is not None:

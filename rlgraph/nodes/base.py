@@ -22,7 +22,8 @@ class Context:
     """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
 
     `rendezvous` is where the ranks of one model meet, for torch.distributed; `temperature` is that of the sampling, since a
-    trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes.
+    trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes,
+    `shared` whether other models compute there in turns.
     """
 
     engine: Any = None
@@ -33,6 +34,7 @@ class Context:
     temperature: float = 1.0
     version: int = 0
     device: str = "cpu"
+    shared: bool = False
     cache: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self, path: str) -> Any:

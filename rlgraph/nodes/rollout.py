@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows
-from rlgraph.engines.base import Response, Sampling
+from rlgraph.engines.base import Response, Sampling, check_count, check_real
 from rlgraph.errors import DataError, GraphError
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Stage
@@ -22,7 +22,10 @@ class Generator(Model):
     """The model that writes responses. `path` is a folder in Hugging Face format.
 
     `max_context` bounds prompt and response together, in tokens (None: as the model's configuration says).
-    `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines.
+    `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines. `max_sequences` is how many
+    responses an engine decodes at once (None: 1024 on a GPU, 256 on a CPU), `memory` the share of a GPU's memory that they take
+    (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines share each GPU and that memory: it pays
+    for small models, whose decode steps are shorter than the engine's own work between two of them.
     """
 
     role: ClassVar[str] = "generator"
@@ -32,14 +35,31 @@ class Generator(Model):
     max_context: int | None = None
     dtype: str = "bfloat16"
     seed: int = 0
+    memory: float | None = None
+    max_sequences: int | None = None
+    engines_per_gpu: int = 1
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            check_real("Generator", "memory", self.memory, 0 < self.memory < 1, "a share of the GPU's memory, above 0 and below 1")
+        if self.max_sequences is not None:
+            check_count("Generator", "max_sequences", self.max_sequences, 1)
+        check_count("Generator", "engines_per_gpu", self.engines_per_gpu, 1)
+        if self.engines_per_gpu > 1 and self.tensor_parallel > 1:
+            raise GraphError(
+                f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
+                "share none; give one of the two"
+            )
         if self.engine not in ("vllm", "transformers"):
             raise GraphError(f"Generator(engine={self.engine!r}): the engines are 'vllm' and 'transformers'")
 
     @property
     def group(self) -> int:
         return self.tensor_parallel
+
+    @property
+    def engines(self) -> int:
+        return self.engines_per_gpu
 
     def load(self, context: Any) -> Any:
         from rlgraph.engines import load

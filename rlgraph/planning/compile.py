@@ -39,7 +39,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts) -> Pl
     expected = outlook(schedule, graph.nodes, settings, priced)
     step_s = max(cycle.period_s, expected.step_s) if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
-    loops = tuple(_loops(graph, schedule, cycle, expected))
+    loops = tuple(_loops(graph, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
     draft = Plan(
         graph=graph.name,
         cluster=cluster,
@@ -189,7 +189,7 @@ def _waits_for_weights(rollout: Node, update: Node) -> bool:
     return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
 
 
-def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook) -> list[PlannedLoop]:
+def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook, *, on_gpus: bool) -> list[PlannedLoop]:
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind != "fire" else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned = []
@@ -206,8 +206,8 @@ def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook) ->
                 buffers=feedback.buffers,
                 freshest=feedback.freshest,
                 staleness=expected.staleness(graph, feedback),
-                transport="shm",
-                slots=feedback.depth + 1,
+                transport="peer" if on_gpus else "shm",
+                slots=max(feedback.depth, 1) if on_gpus else feedback.depth + 1,  # staging on a GPU is dear
                 publish_s=publish_s,
                 hidden=hidden,
             )

@@ -123,12 +123,13 @@ def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, 
 
 
 def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...], count: int) -> list[PlannedWorker]:
-    world = model.ranks or (count // model.group if gpus else 1)
-    if gpus and world * model.group > len(gpus):
+    groups = model.ranks or (count // model.group if gpus else 1)
+    if gpus and groups * model.group > len(gpus):
         raise PlanError(
-            f"{name} asks for {world} ranks of {model.group} GPU(s), but pool '{model.pool.name}' has {len(gpus)}; ask for fewer ranks"
+            f"{name} asks for {groups} ranks of {model.group} GPU(s), but pool '{model.pool.name}' has {len(gpus)}; ask for fewer ranks"
         )
-    share = len(gpus) // world
+    share = len(gpus) // groups
+    world = groups * model.engines if gpus else groups
     threads = 1 if gpus else max(count // world, 1)
     return [
         PlannedWorker(
@@ -137,7 +138,7 @@ def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...
             name,
             rank,
             world,
-            gpus[rank * share : (rank + 1) * share],
+            gpus[rank // model.engines * share : (rank // model.engines + 1) * share],
             threads,
             nodes,
         )

@@ -8,7 +8,7 @@ import msgspec
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.schedule import Reason, Schedule
 
-Transport: TypeAlias = Literal["local", "shm", "object_store", "nccl"]
+Transport: TypeAlias = Literal["local", "shm", "peer", "object_store", "nccl"]
 CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline"]
 
 

@@ -54,7 +54,9 @@ class Process:
         rendezvous = f"file://{self.setup.folder}/{self.setup.worker.model}.group"
         worker = self.setup.worker
         device = "cuda" if worker.gpus else "cpu"
-        context = Context(rank=worker.rank, world=worker.world, threads=worker.threads, rendezvous=rendezvous, device=device)
+        context = Context(
+            rank=worker.rank, world=worker.world, threads=worker.threads, rendezvous=rendezvous, device=device, shared=self.setup.shared
+        )
         self.worker = Worker(self.setup, self.mailbox, loops, context, self.status.enter)
         try:
             self.worker.load()

@@ -43,6 +43,7 @@ class WorkerSetup:
     folder: str
     authkey: bytes
     deadline_s: float
+    shared: bool  # whether workers of other models have its GPUs in turns
 
     @property
     def status(self) -> Path:
@@ -72,6 +73,7 @@ def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: fl
             folder=folder,
             authkey=authkey,
             deadline_s=deadline_s,
+            shared=any(set(worker.gpus) & set(other.gpus) for other in plan.workers if other.model != worker.model),
         )
         for worker in plan.workers
     )

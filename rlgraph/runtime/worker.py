@@ -12,7 +12,7 @@ import torch
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows
 from rlgraph.errors import ChannelTimeout, StalenessError
-from rlgraph.nodes.base import Context, Stage, checked_columns
+from rlgraph.nodes.base import Context, Fired, Stage, checked_columns
 from rlgraph.planning.events import load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
@@ -71,7 +71,7 @@ class Worker:
         self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
         with self._span(task.name, "fire", step):
-            fired = self.stages[task.name](step, columns)
+            fired = self._run(task, step, columns)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
             checked_columns(task.name, task.writes, written)
@@ -90,6 +90,15 @@ class Worker:
     def _first_user(self, loop: Loop) -> str | None:
         """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
         return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
+
+    def _run(self, task: Task, step: int, columns: Columns) -> Fired:
+        """Run the node's own work; an engine that shares its devices gives their memory back before the next node is told."""
+        if not self.context.shared:
+            return self.stages[task.name](step, columns)
+        self.context.engine.wake()
+        fired = self.stages[task.name](step, columns)
+        self.context.engine.sleep()
+        return fired
 
     def _take(self, task: Task, step: int) -> dict[str, Column]:
         columns: dict[str, Column] = {}

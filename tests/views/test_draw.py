@@ -73,7 +73,7 @@ def test_a_box_shows_the_columns_it_writes_and_how_many_more(plans: dict[str, Pl
 
 def test_a_feedback_edge_is_dashed_and_says_its_bound_buffers_and_transport(plans: dict[str, Plan]) -> None:
     picture = svg(plans["k_step_off"])
-    assert "weights: depth 2 (staleness at most 2), 2 buffers, shm" in shown(ElementTree.fromstring(picture))
+    assert "weights: depth 2 (staleness at most 2), 2 buffers, peer" in shown(ElementTree.fromstring(picture))
     assert picture.count("stroke-dasharray") == 2  # the edge and its sign in the legend
 
 

@@ -50,4 +50,4 @@ def test_nodes_stand_in_the_subgraph_of_their_pool(plans: dict[str, Plan]) -> No
 
 
 def test_the_back_edge_is_dotted_and_says_its_depth(plans: dict[str, Plan]) -> None:
-    assert '-.->|"weights: depth 1 (staleness at most 1), 1 buffer, shm"|' in mermaid(plans["one_step_off"])
+    assert '-.->|"weights: depth 1 (staleness at most 1), 1 buffer, peer"|' in mermaid(plans["one_step_off"])
