@@ -1,7 +1,7 @@
 """Rewards changed on their way to the advantages: the KL to a reference by token, a penalty for responses that run too long."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -59,6 +59,14 @@ class _Shaper:
         self.controller = self.controller.updated(kl, len(mask))
         return {"token_rewards": shaped}, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps: the coefficient of the next batch."""
+        return {"coef": self.controller.coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from a `state`."""
+        self.controller = replace(self.controller, coef=state["coef"])
+
 
 class Shaping(Protocol):
     """A change of rewards: `rg.algorithms.OverlongPenalty`, or an object of your own that reads and gives `rewards`."""
@@ -69,11 +77,11 @@ class Shaping(Protocol):
     def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
 
 
-def shaped_rewards(*inputs: Output, by: Shaping, name: str = "shaped") -> Output:
+def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str = "shaped") -> Output:
     """Declare `rewards` [B] that are changed, such as by `rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)`.
 
-    Give them to the nodes behind in place of the plain ones. Metrics: `critic/NAME/mean`, what is added on average, and
-    `critic/NAME/fraction`, of how many responses.
+    `of` is the column that holds the plain ones. Give the nodes behind the changed ones in their place.
+    Metrics: `critic/NAME/mean`, what is added on average, and `critic/NAME/fraction`, of how many responses.
 
     Raises GraphError for what is no such object, or a missing column.
     """
@@ -81,17 +89,20 @@ def shaped_rewards(*inputs: Output, by: Shaping, name: str = "shaped") -> Output
         raise GraphError(
             f"node '{name}' has by={by!r}; pass an object that reads and gives rewards, as by=rg.algorithms.OverlongPenalty(...)"
         )
-    function: Callable[[Columns], Fired] = _Change(by, name)
-    return Output(declare(name, FunctionOperation(function), inputs, reads=tuple(by.reads), writes=("rewards",)))
+    function: Callable[[Columns], Fired] = _Change(by, of, name)
+    reads = tuple(of if column == "rewards" else column for column in by.reads)
+    return Output(declare(name, FunctionOperation(function), inputs, reads=reads, writes=("rewards",)))
 
 
 @dataclass(frozen=True)
 class _Change:
     by: Shaping
+    of: str
     name: str
 
     def __call__(self, columns: Columns) -> Fired:
-        shaped = self.by(columns)["rewards"]
-        change = shaped - tensor_of(columns, "rewards")
+        plain = tensor_of(columns, self.of)
+        shaped = self.by({**columns, "rewards": plain})["rewards"]
+        change = shaped - plain
         metrics = {"mean": change.mean().item(), "fraction": (change != 0).float().mean().item()}
         return {"rewards": shaped}, {f"critic/{self.name}/{key}": value for key, value in metrics.items()}

@@ -54,6 +54,13 @@ def test_a_node_that_is_started_again_begins_with_the_coefficient_it_was_given()
     assert kl_stage(coef=AdaptiveKL(0.5, horizon=10))(0, COLUMNS)[1]["actor/reward_kl_penalty_coeff"] == 0.5
 
 
+def test_a_coefficient_goes_on_from_its_state() -> None:
+    first, second = (kl_stage(coef=AdaptiveKL(0.5, target=0.1, horizon=10)) for _ in range(2))
+    first(0, COLUMNS)
+    second.load_state(first.state())
+    assert second(1, COLUMNS)[1] == first(1, COLUMNS)[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -74,6 +81,15 @@ def test_responses_that_run_into_the_buffer_lose_reward_and_the_metrics_say_how_
     columns, metrics = output.node.operation.start(Context())(0, {"rewards": torch.ones(3), "response_mask": mask})
     assert columns["rewards"].tolist() == [1.0, 0.5, 0.0]
     assert metrics == {"critic/overlong/mean": -0.5, "critic/overlong/fraction": pytest.approx(2 / 3)}
+
+
+def test_what_is_shaped_may_lie_in_another_column() -> None:
+    rollout, _ = rollout_and_rewards()
+    accuracy = rg.reward(lambda response_mask: [0.0], rollout, writes="accuracy")
+    output = rg.shaped_rewards(rollout, accuracy, of="accuracy", by=OverlongPenalty(max_tokens=4, buffer_tokens=2))
+    assert output.node.reads == ("accuracy", "response_mask")
+    columns, _ = output.node.operation.start(Context())(0, {"accuracy": torch.ones(1), "response_mask": torch.ones(1, 4, dtype=torch.bool)})
+    assert columns["rewards"].tolist() == [0.0]
 
 
 @pytest.mark.parametrize("by", [OverlongPenalty, None, rg.GRPO])
