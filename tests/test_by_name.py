@@ -43,7 +43,7 @@ def steps(model: str, **settings: Any) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "gae"])
+@pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_an_estimator_by_name_trains(model: str, name: str) -> None:
     assert_trained(steps(model, estimator=name))
 

@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import check_choice, check_flag, check_number, masked, rowwise
-from rlgraph.algorithms.masks import count, keep, whiten_rows
+from rlgraph.algorithms.masks import count, spread, whiten_rows
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 
@@ -40,7 +40,7 @@ class GroupEstimator(ABC):
         mask = masked(where, batch)
         rewards = rowwise(where, batch, "rewards", mask)
         scores = self.scores(rewards, mask, groups_of(where, batch, mask)).to(rewards.dtype)
-        return {"advantages": keep(scores[:, None], mask)}
+        return {"advantages": spread(scores, mask)}
 
     @abstractmethod
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -184,4 +184,4 @@ class GDPO(GRPO):
         rewards = [rowwise("GDPO", batch, key, mask) for key in self.keys]
         weights = self.weights or (1.0,) * len(rewards)
         scores = torch.stack([w * self.normalized(r, groups) for w, r in zip(weights, rewards, strict=True)]).sum(0)
-        return {"advantages": keep(whiten_rows(scores, mask, "GDPO").to(rewards[0].dtype)[:, None], mask)}
+        return {"advantages": spread(whiten_rows(scores, mask, "GDPO").to(rewards[0].dtype), mask)}

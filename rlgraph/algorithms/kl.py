@@ -1,14 +1,17 @@
 """How far two policies are apart: estimators of the KL divergence for each token, and its coefficient in the reward."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from rlgraph.algorithms.inputs import check_choice, check_mask, check_number, check_whole
 from rlgraph.algorithms.masks import keep, masked_mean
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 CLAMP = 20.0
+LARGEST = 10.0  # of k3
 
 
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
@@ -26,17 +29,39 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
 
 def kl_of_log_ratio(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     """Return what `kl_penalty` does, from the log of policy over reference."""
-    if estimator.endswith("+"):
-        k2 = 0.5 * log_ratio.square()
-        return kl_of_log_ratio(log_ratio.detach(), estimator[:-1]) + (k2 - k2.detach())
+    result: torch.Tensor = _KL.apply(log_ratio, estimator)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _KL(torch.autograd.Function):
+    """An estimate and its slope, worked out together: one tensor is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+        value, slope = _value_and_slope(log_ratio, estimator.removesuffix("+"))
+        ctx.save_for_backward(log_ratio if estimator.endswith("+") else slope)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return upstream * slope, None
+
+
+def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
     if estimator == "k1":
-        return log_ratio
+        return log_ratio.clone(), torch.ones_like(log_ratio)
     if estimator == "abs":
-        return log_ratio.abs()
+        return log_ratio.abs(), log_ratio.sign()
     if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    safe = (-log_ratio).clamp(-CLAMP, CLAMP)
-    return (torch.expm1(safe) - safe).clamp(max=10.0)
+        return 0.5 * log_ratio.square(), log_ratio
+    safe = log_ratio.clamp(-CLAMP, CLAMP)
+    slope = torch.expm1(-safe).neg_()
+    value = safe.sub_(slope)
+    # Where the value or the log-ratio is at its bound, moving it changes nothing.
+    slope.masked_fill_((value > LARGEST) | (log_ratio.abs() > CLAMP), 0)
+    return value.clamp_(max=LARGEST), slope
 
 
 @dataclass(frozen=True)

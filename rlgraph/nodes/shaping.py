@@ -81,7 +81,8 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str 
     """Declare `rewards` [B] that are changed, such as by `rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)`.
 
     `of` is the column that holds the plain ones. Give the nodes behind the changed ones in their place.
-    Metrics: `critic/NAME/mean`, what is added on average, and `critic/NAME/fraction`, of how many responses.
+    Metrics: `critic/NAME/mean`, what is added on average, and `critic/NAME/fraction`, of how many responses; `critic/rewards/...` of
+    the changed ones where the plain ones have another name.
 
     Raises GraphError for what is no such object, or a missing column.
     """
@@ -104,5 +105,7 @@ class _Change:
         plain = tensor_of(columns, self.of)
         shaped = self.by({**columns, "rewards": plain})["rewards"]
         change = shaped - plain
-        metrics = {"mean": change.mean().item(), "fraction": (change != 0).float().mean().item()}
-        return {"rewards": shaped}, {f"critic/{self.name}/{key}": value for key, value in metrics.items()}
+        metrics = {f"critic/{self.name}/mean": change.mean(), f"critic/{self.name}/fraction": (change != 0).float().mean()}
+        if self.of != "rewards":
+            metrics |= {"critic/rewards/mean": shaped.mean(), "critic/rewards/max": shaped.max(), "critic/rewards/min": shaped.min()}
+        return {"rewards": shaped}, {name: value.item() for name, value in metrics.items()}

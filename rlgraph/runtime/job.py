@@ -12,7 +12,7 @@ from rlgraph.planning.fit import measured_costs
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.runtime.attempt import Attempt
-from rlgraph.runtime.measure import Step, timings
+from rlgraph.runtime.measure import Step, averaged, timings
 
 KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
 KEPT_SAMPLED = 2_000
@@ -66,7 +66,7 @@ class Job:
         self._spans += spans
         self._sampled += [sampled for report in reports for sampled in report.sampled]
         self._published_bytes = sum(report.published_bytes for report in reports)
-        metrics = {name: value for report in reports for name, value in report.metrics.items()}
+        metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
         return Step(index, metrics, int(metrics.get("staleness/max", 0)), seconds)
 

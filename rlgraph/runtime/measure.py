@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
@@ -26,6 +27,16 @@ TIMINGS = {
     "old_log_probs": "old_log_prob",
     "ref_log_probs": "ref",
 }
+
+
+def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of all workers; one that several ranks tell is their mean."""
+    values: dict[str, list[float]] = {}
+    for metrics in found:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    # Ranks that tell the same number give it as it is, without rounding.
+    return {name: fmean(each) if len(set(each)) > 1 else each[0] for name, each in values.items()}
 
 
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
