@@ -12,7 +12,8 @@ from rlgraph.errors import GraphError
 if TYPE_CHECKING:
     from rlgraph.graph import Feedback, Graph, Node, Output
 
-MAX_DEPTH = 62  # prompts are two batches ahead of that, and a channel has 64 slots
+MAX_SLOTS = 64  # of a channel
+MAX_DEPTH = MAX_SLOTS - 2  # prompts are two batches ahead of that
 
 
 def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
@@ -102,6 +103,15 @@ def check_rows(node: "Node") -> None:
             )
 
 
+def check_parts(node: "Node") -> None:
+    for output in node.inputs:
+        if node.chunks > 1 and output.node.rows % node.chunks:
+            raise GraphError(
+                f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
+                f"'{output.node.name}'; parts are of equal size and hold whole groups: choose a divisor, or another count of prompts"
+            )
+
+
 def check_outputs(name: str, outputs: Sequence[Any]) -> None:
     if not outputs:
         raise GraphError(f"graph '{name}' has no outputs; pass what it should give, as Graph('{name}', step.metrics)")
@@ -158,12 +168,43 @@ def passes_come_before_the_update(graph: "Graph") -> None:
             )
 
 
+def parts_are_worked_on(graph: "Graph") -> None:
+    for rollout in (node for node in graph.nodes if node.stream is node):
+        readers = list(graph.forward.successors(rollout))
+        if not any(reader.follows is rollout for reader in readers):
+            reasons = "; ".join(f"'{reader.name}' {_why_whole(reader, rollout)}" for reader in readers)
+            raise GraphError(
+                f"node '{rollout.name}' has chunks={rollout.chunks}, but no node can work on a part while the rest is decoded: {reasons}; "
+                "leave chunks out"
+            )
+
+
+def _why_whole(reader: "Node", rollout: "Node") -> str:
+    if reader.pool is not None and reader.pool is rollout.pool:
+        return f"shares pool '{rollout.pool.name if rollout.pool else ''}' with it and waits for its turn"
+    if not getattr(reader.operation, "by_group", reader.operation.work == "forward"):
+        return "takes the whole batch (a reward or node of your own works on parts with by_group=True)"
+    return "also reads what comes of the whole batch, or of another rollout's parts"
+
+
+def parts_fit_a_channel(graph: "Graph") -> None:
+    open_batches = 1 + max((feedback.depth for feedback in graph.feedbacks), default=0)
+    for node in graph.nodes:
+        if node.chunks > 1 and open_batches * node.chunks > MAX_SLOTS:
+            raise GraphError(
+                f"node '{node.name}' has chunks={node.chunks}, and {open_batches} batches may be open: {open_batches * node.chunks} parts, "
+                f"but a channel has {MAX_SLOTS} slots; lower chunks or the depth"
+            )
+
+
 GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     names_are_unique,
     feedbacks_are_closed,
     feedbacks_close_a_cycle,
     depth_buys_something,
     passes_come_before_the_update,
+    parts_are_worked_on,
+    parts_fit_a_channel,
 )
 
 

@@ -41,7 +41,16 @@ class Operation(Protocol):
         """The kind of work, which is what costs are estimated from."""
 
     def start(self, context: Any) -> Any:
-        """Return the function that the worker calls with (step, columns) at each firing."""
+        """Return the function that the worker calls with (step, columns) at each firing.
+
+        Where the node gives its batch in parts (`Node.chunks` without `Node.follows`), the function is called once a step and
+        returns an iterator of them.
+        """
+
+
+def by_group(operation: Operation) -> bool:
+    """Return whether what an operation gives for the responses of one prompt depends on them alone, so that it can work on parts."""
+    return bool(getattr(operation, "by_group", operation.work == "forward"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,7 +88,9 @@ _serial = itertools.count()
 class Node:
     """One stage of a graph: what it does, what it reads from which outputs, what it writes, where it lives.
 
-    `rows` is how many rows it writes in a step; `pool` is None for a host node, which runs in a process of its own.
+    `rows` is how many rows it writes in a step; `pool` is None for a host node, which runs in a process of its own. `chunks`
+    is how many parts of a batch it fires for in a step, in the order of the data: those that it gives itself, or those of the
+    rollout that it `follows`.
     """
 
     name: str
@@ -90,11 +101,22 @@ class Node:
     rows: int
     model: Model | None = None
     feedback: "Feedback | None" = None
+    chunks: int = 1
+    follows: "Node | None" = None
     serial: int = field(default_factory=lambda: next(_serial))
 
     @property
     def pool(self) -> Pool | None:
         return self.model.pool if self.model else None
+
+    @property
+    def stream(self) -> "Node | None":
+        """The rollout whose parts it gives or works on."""
+        return self if self.chunks > 1 and self.follows is None else self.follows
+
+    def needs(self, other: "Node") -> bool:
+        """Return whether it depends on another node, within a step."""
+        return any(output.node is other or output.node.needs(other) for output in self.inputs)
 
     def source_of(self, column: str) -> "Node":
         """Return the node whose output carries `column` to this one."""
@@ -149,8 +171,12 @@ def declare(
     rows: int | None = None,
     model: Model | None = None,
     feedback: Feedback | None = None,
+    chunks: int = 1,
 ) -> Node:
     """Return a checked node. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses.
+
+    With `chunks` above 1 it gives its batch in so many parts. A node that works by group follows an input that comes in parts,
+    unless it also needs the whole batch, or waits for the rollout's own pool.
 
     Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read.
     """
@@ -158,9 +184,21 @@ def declare(
     checks.check_inputs(name, outputs, reads)
     if rows is None:
         rows = max(output.node.rows for output in outputs)
-    node = Node(name, operation, outputs, reads, writes, rows, model, feedback)
+    follows = None if chunks > 1 else _followed(operation, outputs, model)
+    node = Node(name, operation, outputs, reads, writes, rows, model, feedback, follows.chunks if follows else chunks, follows)
     checks.check_rows(node)
+    checks.check_parts(node)
     return node
+
+
+def _followed(operation: Operation, inputs: Iterable["Output"], model: Model | None) -> Node | None:
+    sources = [output.node for output in inputs]
+    streams = {source.stream for source in sources if source.stream is not None}
+    if len(streams) != 1 or not by_group(operation):
+        return None
+    stream = streams.pop()
+    late = any(source.stream is None and source.needs(stream) for source in sources)
+    return None if late or (model is not None and model.pool is stream.pool) else stream
 
 
 class Graph:

@@ -4,7 +4,7 @@ What a batch holds depends on every weight version before it, so a wrong or a mi
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -62,12 +62,12 @@ class VectorPolicy(VectorModel):
 @dataclass(frozen=True)
 class Generate:
     seconds: float
+    chunks: int = 1
     work: Work = "generate"
 
-    def start(self, context: Context) -> Stage:
-        def fire(step: int, columns: Columns) -> Fired:
-            time.sleep(self.seconds)
-            ids = columns["prompt_ids"]
+    def start(self, context: Context) -> Any:
+        def part(ids: torch.Tensor) -> Fired:
+            time.sleep(self.seconds / self.chunks)
             ids = ids[len(ids) * context.rank // context.world : len(ids) * (context.rank + 1) // context.world]
             mask = torch.ones(len(ids), 4, dtype=torch.bool)
             return {
@@ -77,7 +77,10 @@ class Generate:
                 "group_ids": ids.clone(),
             }
 
-        return fire
+        def parts(step: int, columns: Columns) -> Iterator[Fired]:
+            return (part(ids) for ids in columns["prompt_ids"].chunk(self.chunks))  # type: ignore[union-attr]
+
+        return parts if self.chunks > 1 else lambda step, columns: part(columns["prompt_ids"])
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,10 @@ class Train:
         return fire
 
 
-@node(reads="values group_ids", writes="rewards")
-def score(batch: Columns) -> dict[str, Column]:
-    return {"rewards": batch["values"].mean(-1) * 0.5 + batch["group_ids"].float() * 0.01}
+@node(reads="values group_ids", writes="rewards", by_group=True)
+def score(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+    rewards = batch["values"].mean(-1) * 0.5 + batch["group_ids"].float() * 0.01  # type: ignore[union-attr]
+    return {"rewards": rewards}, {"rewards/max": rewards.max().item(), "rewards/rows": float(len(rewards))}
 
 
 def vector_loop(
@@ -111,6 +115,7 @@ def vector_loop(
     pools: tuple[Pool, Pool] | None = None,
     middle: Callable[..., Output] = score,
     count: int = 4,
+    chunks: int = 1,
 ) -> Graph:
     """Return the graph: prompts, rollout, a reward of the user's own, update, and weights back."""
     rollout_pool, train_pool = pools or (Pool("rollout"), Pool("train"))
@@ -119,12 +124,13 @@ def vector_loop(
     rollout = Output(
         declare(
             "rollout",
-            Generate(generate_s),
+            Generate(generate_s, chunks),
             (source,),
             reads=("prompt_ids",),
             writes=("values", "response_mask", "weight_version", "group_ids"),
             model=VectorGenerator("vector", pool=rollout_pool, count=ranks),
             feedback=weights,
+            chunks=chunks,
         )
     )
     rewards = middle(rollout)

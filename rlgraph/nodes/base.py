@@ -51,6 +51,7 @@ class FunctionOperation:
     """Run a plain function of columns."""
 
     function: Callable[[Columns], Fired]
+    by_group: bool = False
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
@@ -60,21 +61,26 @@ class FunctionOperation:
 class FunctionNode:
     """A function that declares a node when it is called with outputs. Made by `rlgraph.node`."""
 
-    def __init__(self, function: Callable[[Columns], Fired], reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+    def __init__(self, function: Callable[[Columns], Fired], reads: tuple[str, ...], writes: tuple[str, ...], by_group: bool) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.reads, self.writes = function, reads, writes
+        self.function, self.reads, self.writes, self.by_group = function, reads, writes, by_group
 
     def __call__(self, *inputs: Output, name: str | None = None) -> Output:
         """Declare a node that runs the function, and return its output."""
         title = name or self.function.__name__
-        return Output(declare(title, FunctionOperation(self.function), inputs, reads=self.reads, writes=self.writes))
+        return Output(declare(title, FunctionOperation(self.function, self.by_group), inputs, reads=self.reads, writes=self.writes))
 
 
-def node(*, reads: str | Sequence[str], writes: str | Sequence[str]) -> Callable[[Callable[[Columns], Fired]], FunctionNode]:
+def node(
+    *, reads: str | Sequence[str], writes: str | Sequence[str], by_group: bool = False
+) -> Callable[[Callable[[Columns], Fired]], FunctionNode]:
     """Make a node of a function from columns to columns, as `@rg.node(reads="response_mask", writes="rewards")`.
 
     `reads` and `writes` are column names, as a list or separated by spaces. The function gets the columns it reads and
     returns those it writes, or a pair of columns and metrics (name -> number). It runs in a process of its own on the host.
+
+    `by_group=True` says that what it returns for the responses of one prompt depends on them alone: it then works on the parts
+    of a rollout with `chunks` as they come. Metrics of the parts are averaged, but of `.../max` and `.../min` the extremes kept.
 
     Raises GraphError for a function that does not take exactly one argument, or a node that writes nothing.
     """
@@ -88,7 +94,7 @@ def node(*, reads: str | Sequence[str], writes: str | Sequence[str]) -> Callable
             raise GraphError(
                 f"node '{name}' reads {list(read)} and writes {list(written)}; a node reads and writes at least one column each"
             )
-        return FunctionNode(function, read, written)
+        return FunctionNode(function, read, written, by_group)
 
     return wrap
 

@@ -22,6 +22,7 @@ class Reward:
 
     scoring: Scoring
     writes: str = "rewards"
+    by_group: bool = True
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
@@ -40,6 +41,7 @@ def reward(
     writes: str = "rewards",
     at_once: int = AT_ONCE,
     deadline_s: float = DEADLINE_S,
+    by_group: bool = True,
     name: str = "reward",
 ) -> Output:
     """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
@@ -53,13 +55,16 @@ def reward(
     `baseline_rewards` for those of a greedy response, or a name of your own where an estimator reads several rewards, as
     `rg.algorithms.GDPO(keys=("right", "brief"))` does.
 
+    Of a rollout with `chunks` a reward gets the parts as they come, each of whole groups; `by_group=False` is for a function that
+    compares responses to different prompts and so needs all of them.
+
     A call that raises, takes longer than `deadline_s` or returns no finite number ends the run with an error that names the
     response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
     column of another kind.
     """
     _check_column(name, writes)
     where = f"node '{name}'"
-    operation = Reward(scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes)
+    operation = Reward(scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group)
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 
 

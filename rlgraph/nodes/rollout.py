@@ -1,13 +1,14 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows
-from rlgraph.engines.base import Response, Sampling, check_count, check_real
+from rlgraph.engines.base import Request, Response, Sampling, check_count, check_real
 from rlgraph.errors import DataError, GraphError
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Stage
@@ -75,17 +76,20 @@ class Generator(Model):
         sampling: Sampling | None = None,
         tools: Tools | None = None,
         max_turns: int | None = None,
+        chunks: int = 1,
         name: str = "rollout",
     ) -> Output:
         """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
 
         Without `weights` the model's own are used throughout. `sampling` is the generator's unless given, as for a greedy baseline
-        beside the sampled responses; both rollouts of a step use one version of the weights. Writes `prompts` [B, P],
+        beside the sampled responses; both rollouts of a step use one version of the weights. With `chunks` the batch leaves in so many
+        parts, in the order of the data and each as soon as its groups are done: rewards and log-probs work on a part while the rest
+        is decoded, and what takes the whole batch gets the same one whatever `chunks` is. Writes `prompts` [B, P],
         `responses` [B, T], their masks, `rollout_log_probs`, `weight_version` and `group_ids`; the responses of one prompt lie
         side by side.
 
-        Raises GraphError for a group size below 1, turns without tools, sampling that is none, or weights that are
-        no feedback edge.
+        Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge, or
+        chunks that do not divide the prompts of a step.
         """
         if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
             raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
@@ -97,11 +101,14 @@ class Generator(Model):
             )
         if sampling is not None and not isinstance(sampling, Sampling):
             raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
-        operation = Rollout(self, group_size, sampling or self.sampling, tools, max_turns)
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise GraphError(f"node '{name}' has chunks={chunks!r}; a batch leaves in a whole number of parts, at least 1")
+        operation = Rollout(self, group_size, sampling or self.sampling, tools, max_turns, chunks)
         reads = ("prompt_texts", "prompt_ids")
         rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
-        node = declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights)
-        return Output(node)
+        return Output(
+            declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights, chunks=chunks)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +120,7 @@ class Rollout:
     sampling: Sampling
     tools: Tools | None
     max_turns: int | None
+    chunks: int = 1
     work: Work = "generate"
 
     @property
@@ -152,19 +160,38 @@ class Rollout:
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
-        return lambda step, columns: self.fire(context, step, columns)
+        if self.chunks > 1:
+            return lambda step, columns: self.parts(context, columns)  # type: ignore[return-value]
+        return lambda step, columns: next(self.parts(context, columns))
 
-    def fire(self, context: Context, step: int, columns: Columns) -> dict[str, Column]:
+    def parts(self, context: Context, columns: Columns) -> Iterator[dict[str, Column]]:
+        """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        mine = slice(len(ids) * context.rank // context.world, len(ids) * (context.rank + 1) // context.world)
-        ids = ids[mine]
-        encoded = context.tokenizer(self.generator.path)(list(texts[mine]))["input_ids"] if len(ids) else []
-        repeated = [tokens for tokens in encoded for _ in range(self.group_size)]
-        # A response is a function of the weights, the seed, the place of its prompt in the data order and its own in the group.
-        seeds = [_seed(self.generator.seed, int(i), member) for i in ids for member in range(self.group_size)]
-        responses = context.engine.generate(repeated, self.sampling, seeds)
-        return _columns(repeated, responses, repeat_rows(ids.clone(), self.group_size), context.version)
+        engine, members = context.engine, range(self.group_size)
+        mine = [_share(part, context) for part in torch.arange(len(ids)).chunk(self.chunks)]
+        encoded = context.tokenizer(self.generator.path)(list(texts))["input_ids"]
+        for row in itertools.chain(*mine):
+            for member in members:
+                # A response is a function of the weights, the seed, the place of its prompt in the data order and its own in the group.
+                seed = _seed(self.generator.seed, int(ids[row]), member)
+                engine.submit(Request(_request(ids[row], member), encoded[row], self.sampling, seed))
+        done: dict[str, Response] = {}
+        for part in mine:
+            wanted = [_request(ids[row], member) for row in part for member in members]
+            while not done.keys() >= set(wanted):
+                done |= engine.step()
+            prompts = [encoded[row] for row in part for _ in members]
+            yield _columns(prompts, [done.pop(name) for name in wanted], repeat_rows(ids[part], self.group_size), context.version)
+
+
+def _share(part: torch.Tensor, context: Context) -> list[int]:
+    """Return the rows of a part that this rank samples: those of all ranks below one another are in the order of the data."""
+    return part[len(part) * context.rank // context.world : len(part) * (context.rank + 1) // context.world].tolist()
+
+
+def _request(prompt: torch.Tensor, member: int) -> str:
+    return f"prompt {int(prompt)} response {member}"
 
 
 def _seed(seed: int, prompt: int, member: int) -> int:
@@ -172,23 +199,26 @@ def _seed(seed: int, prompt: int, member: int) -> int:
 
 
 def _columns(prompts: list[list[int]], responses: list[Response], group_ids: Column, version: int) -> dict[str, Column]:
-    tokens, mask = _padded([torch.tensor(p, dtype=torch.int64) for p in prompts], left=True)
-    sampled, written = _padded([torch.tensor(r.tokens, dtype=torch.int64) for r in responses], left=False)
-    log_probs, _ = _padded([torch.tensor(r.log_probs, dtype=torch.float32) for r in responses], left=False)
+    tokens, mask = _padded(prompts, torch.int64, left=True)
+    sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
+    log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)
     return {
         "prompts": tokens,
         "prompt_mask": mask,
         "responses": sampled,
         "response_mask": written,
         "rollout_log_probs": log_probs,
-        "weight_version": torch.full(sampled.shape, version, dtype=torch.int32),
+        "weight_version": written.int() * version,
         "group_ids": group_ids,
     }
 
 
-def _padded(rows: list[torch.Tensor], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows as one tensor, padded with 0 to the longest, and a mask that is true where there was no padding."""
+    if not rows:  # of a rank that has no share of this part
+        return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)
     side = "left" if left else "right"
-    full = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    full = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in rows], batch_first=True, padding_side=side)
     return full, mask

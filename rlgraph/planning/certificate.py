@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 
 from rlgraph.graph import Graph
-from rlgraph.planning.events import open_batches, publish_event, readers
+from rlgraph.planning.events import fire_events, open_batches, publish_event, readers
 from rlgraph.planning.plan import Certificate, PlannedChannel
 from rlgraph.planning.schedule import Dependency, Schedule
 
@@ -37,9 +37,9 @@ def staleness_bound(graph: Graph, schedule: Schedule) -> int:
     worst = 0
     for feedback in graph.feedbacks:
         publish = publish_event(feedback.name)
-        for node in readers(graph, feedback):
-            there = nx.shortest_path_length(tokens, publish, node.name, weight="tokens")
-            back = nx.shortest_path_length(tokens, node.name, publish, weight="tokens")
+        for firing in (firing for node in readers(graph, feedback) for firing in fire_events(node)):
+            there = nx.shortest_path_length(tokens, publish, firing, weight="tokens")
+            back = nx.shortest_path_length(tokens, firing, publish, weight="tokens")
             worst = max(worst, there + back - 1)
     return worst
 

@@ -90,7 +90,8 @@ def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> Counts:
 
 def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
     """Return the processes, and the setting of each node."""
-    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(graph.nodes)})
+    turns = sorted(graph.nodes, key=lambda node: events.turn(graph, node))
+    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(turns)})
     engines = Counter(name for worker in crew for name in worker.nodes)
     return crew, {n.name: Setting(counts[n.pool.name] if n.pool else 1, engines[n.name], n.rows) for n in graph.nodes}
 
@@ -130,6 +131,7 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
             rows=node.rows,
             seconds=costs.mean(node.name, settings[node.name], rows),
             cost=costs.source_at(node.name, settings[node.name]),
+            chunks=node.chunks,
         )
         for node in graph.nodes
     ]
@@ -149,19 +151,26 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
             name = writer.name if transport == "shm" else f"{writer.name} (local)"
             readers = tuple(reader.name for reader in found)
             size = _bytes(graph, writer, columns) if transport == "shm" else None
-            planned.append(PlannedChannel(name, writer.name, readers, columns, transport, events.slots(graph, writer), size))
+            held = events.slots(graph, writer) * writer.chunks
+            planned.append(
+                PlannedChannel(name, writer.name, readers, columns, transport, held, size, parts=writer.chunks, stream=_stream(writer))
+            )
     return planned
 
 
+def _stream(writer: Node) -> str | None:
+    return writer.stream.name if writer.stream else None
+
+
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
-    """Return the most bytes the tensors of one batch can have, or None where a dimension has no known bound. Text is not counted."""
+    """Return the most bytes the tensors of one message can have, or None where a dimension has no known bound. Text is not counted."""
     sizes = {dim: size for node in graph.nodes for dim, size in getattr(node.operation, "dims", {}).items()}
     total = 0
     for column in columns:
         spec = COLUMNS.get(column)
         if spec is None or any(dim not in sizes for dim in spec.dims[1:]):
             return None
-        cells = writer.rows
+        cells = writer.rows // writer.chunks
         for dim in spec.dims[1:]:
             cells *= sizes[dim]
         total += cells * spec.itemsize
@@ -171,16 +180,22 @@ def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
 def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """Nodes of one pool in different processes take turns: each tells the next that it is done, unless data does so anyway."""
     home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
-    planned = []
+    planned: dict[str, PlannedChannel] = {}
     for pool in graph.pools:
-        turns = [n for n in graph.nodes if n.pool is pool]
-        for before, after in zip(turns, turns[1:] + turns[:1], strict=True):
-            tokens = 0 if before.serial < after.serial else 1
-            told = nx.has_path(graph.forward, before, after) if tokens == 0 else _waits_for_weights(after, before)
+        turns = [event for event in schedule.events if event.kind == "fire" and event.pool == pool.name]
+        for this, following in zip(turns, turns[1:] + turns[:1], strict=True):
+            before, after = graph.node(this.node), graph.node(following.node)
+            wraps = following is turns[0]
+            told = _waits_for_weights(after, before) if wraps else nx.has_path(graph.forward, before, after)
             if home[before.name] != home[after.name] and not told:
+                by_part = events.by_part(before, after)
+                tokens = int(following.part != this.part or wraps) if by_part else before.chunks * wraps
                 name = f"turn {before.name} to {after.name}"
-                planned.append(PlannedChannel(name, before.name, (after.name,), (), "shm", tokens + 1, 0, "order", tokens))
-    return planned
+                held = tokens + before.chunks
+                planned[name] = PlannedChannel(
+                    name, before.name, (after.name,), (), "shm", held, 0, "order", tokens, before.chunks, _stream(before)
+                )
+    return list(planned.values())
 
 
 def _waits_for_weights(rollout: Node, update: Node) -> bool:

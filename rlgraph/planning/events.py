@@ -1,7 +1,7 @@
 """From a graph to its schedule: the events of a step, and what each waits for."""
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 
 import networkx as nx
 
@@ -19,7 +19,7 @@ def open_batches(graph: Graph) -> int:
 
 
 def slots(graph: Graph, node: Node) -> int:
-    """Return how many batches the channel of `node` holds: enough never to hold up what its loop admits.
+    """Return how many batches the channel of `node` holds, in parts or whole: enough never to hold up what its loop admits.
 
     What lies before the loop (prompts) has one more, so that it is ready when the loop takes its next batch.
     """
@@ -34,15 +34,29 @@ def in_loop(graph: Graph, node: Node) -> bool:
 
 def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs) -> Schedule:
     """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock."""
-    events = [*(_fire(node, hosts, seconds) for node in graph.nodes), *_weights_events(graph, hosts, costs)]
+    fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
+    events = [*fired, *_weights_events(graph, hosts, costs)]
     ordered = _ordered(graph, events)
     flow = [*_data(graph), *_loops(graph)]
     turns = [*_turns(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
     return Schedule(tuple(ordered), tuple(flow + turns))
 
 
-def _fire(node: Node, hosts: Hosts, seconds: Seconds) -> Event:
-    return Event(node.name, "fire", node.name, hosts[node.name], node.pool.name if node.pool else None, seconds[node.name])
+def fire_event(node: str, part: int = 0, chunks: int = 1) -> str:
+    """Return the name of the event that is the firing of a node, or its firing for one of several parts of a batch."""
+    return node if chunks == 1 else f"{node} {part + 1}/{chunks}"
+
+
+def fire_events(node: Node) -> list[str]:
+    """Return the names of a node's firings of one step, in order."""
+    return [fire_event(node.name, part, node.chunks) for part in range(node.chunks)]
+
+
+def _firings(node: Node, host: str, seconds: float) -> list[Event]:
+    """Return the firings of one step; parts of a batch are taken to be equally long, and a part to leave when its time is over."""
+    pool = node.pool.name if node.pool else None
+    names = fire_events(node)
+    return [Event(name, "fire", node.name, host, pool, seconds / node.chunks, part) for part, name in enumerate(names)]
 
 
 def publish_event(feedback: str) -> str:
@@ -90,18 +104,37 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
 
 
 def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
-    """Order the events of a step: nodes as declared, weights loaded just before a rollout and published just after an update."""
-    serial = {node.name: node.serial for node in graph.nodes}
+    """Order the events of a step: nodes by their turn, weights loaded just before a rollout and published just after an update."""
+    turns = {node.name: turn(graph, node) for node in graph.nodes}
     rank: dict[EventKind, int] = {"receive": 0, "load": 1, "fire": 2, "publish": 3}
-    return sorted(events, key=lambda e: (serial[e.node], rank[e.kind]))
+    return sorted(events, key=lambda e: (turns[e.node][0], turns[e.node][1] + e.part, turns[e.node][2], rank[e.kind]))
+
+
+def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
+    """Return what nodes are ordered by: as declared, but that those which work on the parts of a rollout come with it.
+
+    Of several such nodes each works on a part before the first works on the next. What they read besides comes before them.
+    """
+    if node.stream is not None:
+        return node.stream.serial, 0, node.serial
+    waiting = [other.follows.serial for other in nx.descendants(graph.forward, node) if other.follows is not None]
+    return min([node.serial, *waiting]), -1, node.serial
 
 
 def _data(graph: Graph) -> list[Dependency]:
     found = []
     for writer, reader in graph.forward.edges:
-        found.append(Dependency(writer.name, reader.name, 0, "data", writer.name))
-        found.append(Dependency(reader.name, writer.name, slots(graph, writer), "slots", writer.name))
+        held, writes, reads = slots(graph, writer), fire_events(writer), fire_events(reader)
+        parts = zip(writes, reads, strict=True) if by_part(writer, reader) else product(writes, reads)
+        for put, taken in parts:
+            found.append(Dependency(put, taken, 0, "data", writer.name))
+            found.append(Dependency(taken, put, held, "slots", writer.name))
     return found
+
+
+def by_part(writer: Node, reader: Node) -> bool:
+    """Return whether `reader` fires for each part that `writer` gives."""
+    return reader.follows is not None and reader.follows is writer.stream
 
 
 def _loops(graph: Graph) -> list[Dependency]:
@@ -118,7 +151,7 @@ def _loops(graph: Graph) -> list[Dependency]:
                 found.append(Dependency(arrives, load, 0, "loop", feedback.name))
                 found.append(Dependency(load, arrives, 1, "slots", feedback.name))
             found.append(Dependency(publish, arrives, feedback.depth + 1, "loop", feedback.name))
-            found += [Dependency(load, user.name, 0, "loop", feedback.name) for user in users]
+            found += [Dependency(load, firing, 0, "loop", feedback.name) for user in users for firing in fire_events(user)]
     return found
 
 

@@ -1,6 +1,6 @@
 """From what a run measured to costs: the law of each node that explains its firings with the fewest numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -33,19 +33,20 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
         return float(np.mean(found)) + late[event] if found else 0.0
 
     kept = [span for span in spans if span.step >= WARM_UP]
-    tokens = {node.name: {(s.worker, s.step): s for s in sampled if s.node == node.name and s.response_tokens} for node in plan.nodes}
+    tokens = {node.name: _by_firing(s for s in sampled if s.node == node.name and s.response_tokens) for node in plan.nodes}
     late = handovers(plan.schedule, spans, WARM_UP)
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         firings: dict[tuple[str, int], float] = {}
+        events = {event.name for event in plan.schedule.events if event.node == node.name and event.kind == "fire"}
         for span in kept:
-            if span.name == node.name and span.kind == "fire":
+            if span.name in events and span.kind == "fire":
                 firings[span.worker, span.step] = firings.get((span.worker, span.step), 0.0) + span.end_s - span.start_s
         if not firings:
             nodes[node.name] = 0.0
             continue
         cost = _cost(plan, node, firings, tokens)
-        nodes[node.name] = replace(cost, serial_s=cost.serial_s + late[node.name])
+        nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late[event] for event in events))
     responses = [length for s in sampled for length in s.response_tokens]
     prompts = sum(s.prompt_tokens for s in sampled)
     return Costs(
@@ -58,6 +59,17 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
         publish_bytes=published_bytes or None,
         on=_place(plan),
     )
+
+
+def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
+    """Return what each worker sampled in each step, all parts of a batch together."""
+    found: dict[tuple[str, int], Sampled] = {}
+    for s in sampled:
+        so_far = found.get((s.worker, s.step))
+        if so_far is not None:
+            s = replace(s, prompt_tokens=so_far.prompt_tokens + s.prompt_tokens, response_tokens=so_far.response_tokens + s.response_tokens)
+        found[s.worker, s.step] = s
+    return found
 
 
 def _place(plan: Plan) -> str:

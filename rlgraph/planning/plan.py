@@ -25,7 +25,7 @@ class PlannedPool:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of one firing."""
+    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all parts together."""
 
     name: str
     work: str
@@ -37,6 +37,7 @@ class PlannedNode:
     rows: int
     seconds: float
     cost: CostSource
+    chunks: int = 1  # parts of a batch that it fires for, one after another
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ class PlannedWorker:
 
 @dataclass(frozen=True)
 class PlannedChannel:
-    """What one node sends to its readers: the columns they read, the transport, and how many batches it holds.
+    """What one node sends to its readers: the columns they read, the transport, and how many messages it holds.
 
-    `kind` "order" carries nothing: it keeps nodes of one pool that run in different processes from overlapping.
+    A message is a batch, or one of the `parts` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
+    one pool that run in different processes from overlapping.
     """
 
     name: str
@@ -66,9 +68,11 @@ class PlannedChannel:
     columns: tuple[str, ...]
     transport: Transport
     slots: int
-    bytes: int | None  # of one batch, where the columns' sizes are known
+    bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order"] = "batch"
     tokens: int = 0  # messages that are there before the first step
+    parts: int = 1  # messages a step
+    stream: str | None = None  # the rollout whose parts they are
 
 
 @dataclass(frozen=True)

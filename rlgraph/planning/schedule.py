@@ -22,6 +22,7 @@ class Event:
     worker: str
     pool: str | None
     seconds: float
+    part: int = 0  # of the batch, for a node that fires for each of several parts
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,11 @@ class LocalJob:
         """Run `count` more steps and give each as it finishes."""
         homes = {task.name: worker for worker in self.workers.values() for task in worker.setup.tasks}
         for step in range(self._finished, self._finished + count):
-            for node in self.plan.nodes:
-                worker = homes[node.name]
-                torch.set_num_threads(worker.setup.worker.threads)
-                worker.fire(worker.setup.task(node.name), step)
+            for event in self.plan.schedule.events:
+                if event.kind == "fire":
+                    worker = homes[event.node]
+                    torch.set_num_threads(worker.setup.worker.threads)
+                    worker.fire(worker.setup.task(event.node), step, event.part)
             self._finished = step + 1
             yield self._report(step)
 

@@ -1,6 +1,6 @@
 """The channel ends of one worker: what it takes for a firing, what it puts after it, what it gives back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlgraph.channels.base import Reader, Statistics, Writer
@@ -10,27 +10,28 @@ from rlgraph.planning.plan import PlannedChannel
 
 @dataclass
 class Inbox:
-    """One channel as a worker reads it: a reader for each writing rank; a batch is shared by the worker's own nodes."""
+    """One channel as a worker reads it: a reader for each writing rank; messages are shared by the worker's own nodes."""
 
     channel: PlannedChannel
     readers: Sequence[Reader]
     users: tuple[str, ...]  # this worker's nodes that read it, in firing order
-    batch: dict[str, Column] | None = None
-    taken: int = field(default=-1)
+    held: dict[int, Mapping[str, Column]] = field(default_factory=dict)
 
-    def take(self, step: int, timeout_s: float) -> Mapping[str, Column]:
-        """Return the batch of `step`, the rows of all writing ranks below one another."""
-        if self.batch is None or self.taken != step:
-            self.batch = concat_rows([reader.take(step, timeout_s) for reader in self.readers])
-            self.taken = step
-        return self.batch
+    def take(self, messages: Iterable[int], timeout_s: float) -> Mapping[str, Column]:
+        """Return these messages as one batch, the rows of all writing ranks below one another."""
+        for message in messages:
+            if message not in self.held:
+                self.held[message] = concat_rows([reader.take(message, timeout_s) for reader in self.readers])
+        return concat_rows([self.held[message] for message in messages])
 
-    def done(self, node: str) -> None:
-        """Give the slot back once the last of the worker's nodes has fired."""
-        if node == self.users[-1] and self.batch is not None:
-            self.batch = None
-            for reader in self.readers:
-                reader.release()
+    def done(self, node: str, messages: Iterable[int]) -> None:
+        """Give the slots of these messages back once the last of the worker's nodes is done with them."""
+        if node != self.users[-1]:
+            return
+        for message in messages:
+            if self.held.pop(message, None) is not None:
+                for reader in self.readers:
+                    reader.release()
 
 
 @dataclass
@@ -40,8 +41,8 @@ class Outbox:
     channel: PlannedChannel
     writer: Writer
 
-    def put(self, step: int, columns: Columns, timeout_s: float) -> None:
-        self.writer.put(step, {name: columns[name] for name in self.channel.columns}, timeout_s)
+    def put(self, message: int, columns: Columns, timeout_s: float) -> None:
+        self.writer.put(message, {name: columns[name] for name in self.channel.columns}, timeout_s)
 
 
 @dataclass

@@ -42,17 +42,22 @@ def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     """Return `timing_s/*` of one step: each node's own work, and what the update waited for its rollout."""
     found: dict[str, float] = {}
+    fired: dict[tuple[str, str], float] = {}  # by node and worker, all parts of a batch together
+    nodes = {event.name: event.node for event in plan.schedule.events}
     trainers = {worker for loop in plan.loops for worker in plan.node(loop.writer).workers}
     for span in spans:
         seconds = span.end_s - span.start_s
         if span.kind == "fire":
-            _add(found, TIMINGS.get(span.name, span.name), seconds)
+            key = nodes[span.name], span.worker
+            fired[key] = fired.get(key, 0.0) + seconds
         elif span.kind == "publish":
             _add(found, "publish", seconds)
         elif span.kind == "load":
             _add(found, "update_weights", seconds)
         elif span.worker in trainers:
             _add(found, "wait_prev_gen", seconds)
+    for (node, _), seconds in fired.items():
+        _add(found, TIMINGS.get(node, node), seconds)
     return {f"timing_s/{name}": seconds for name, seconds in found.items()}
 
 

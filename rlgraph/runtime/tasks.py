@@ -4,19 +4,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlgraph.columns import Column
 from rlgraph.graph import Graph, Model, Operation
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 
 
 @dataclass(frozen=True)
 class Task:
-    """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often."""
+    """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often.
+
+    `chunks` is how many parts of a batch it fires for in a step. It gives them itself, or `follows` those of the rollout of that
+    name; then it takes of a whole batch the rows that belong to its part.
+    """
 
     name: str
     operation: Operation
     writes: tuple[str, ...]
     columns: Mapping[str, tuple[str, ...]]
     repeat: Mapping[str, int]
+    chunks: int = 1
+    follows: str | None = None
+
+    def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
+        """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
+        first = step * channel.parts - channel.tokens
+        if self.follows is not None and self.follows == channel.stream:
+            return range(first + part, first + part + 1)
+        return range(first, first + channel.parts)
+
+    def rows(self, column: Column, channel: PlannedChannel, part: int) -> Column:
+        """Return the rows of a column that belong to a part: all of them, unless a whole batch was taken."""
+        if self.follows is None or self.follows == channel.stream:
+            return column
+        size = len(column) // self.chunks
+        return column[part * size : (part + 1) * size]
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,7 @@ class WorkerSetup:
 
     worker: PlannedWorker
     tasks: tuple[Task, ...]
+    firings: tuple[tuple[str, int], ...]  # (task, part) of one step, in order
     model: Model | None
     channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
     loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
@@ -67,6 +89,7 @@ def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: fl
         WorkerSetup(
             worker=worker,
             tasks=tuple(_task(graph, name) for name in worker.nodes),
+            firings=tuple((e.node, e.part) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
             model=graph.node(worker.nodes[0]).model,
             channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
             loops=tuple((p, posts, _dtype(graph, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
@@ -95,7 +118,7 @@ def _task(graph: Graph, name: str) -> Task:
         columns[source] = (*columns.get(source, ()), column)
     widest = max((o.node.rows for o in node.inputs), default=0)
     repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
-    return Task(name, node.operation, node.writes, columns, repeat)
+    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, node.follows.name if node.follows else None)
 
 
 def _posts(

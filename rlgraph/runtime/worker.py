@@ -4,19 +4,21 @@ Knows neither Ray nor processes: the local executor runs the same workers side b
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows
 from rlgraph.errors import ChannelTimeout, StalenessError
-from rlgraph.nodes.base import Context, Fired, Stage, checked_columns
-from rlgraph.planning.events import load_event, publish_event
+from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns
+from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.runtime.mailbox import Mailbox
+from rlgraph.runtime.parts import joined
 from rlgraph.runtime.tasks import Task, WorkerSetup
 
 OnEnter = Callable[[int, str], None]
@@ -44,6 +46,8 @@ class Worker:
     spans: list[Span] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
+    parts: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
+    streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
     doing: str = "starting"
 
     def load(self) -> None:
@@ -55,33 +59,37 @@ class Worker:
         self.stages = {task.name: task.operation.start(self.context) for task in self.setup.tasks}
 
     def step(self, step: int) -> None:
-        """Fire every node once."""
-        for task in self.setup.tasks:
-            self.fire(task, step)
+        """Fire every node, once or for each part of the batch."""
+        for name, part in self.setup.firings:
+            self.fire(self.setup.task(name), step, part)
 
-    def fire(self, task: Task, step: int) -> None:
+    def fire(self, task: Task, step: int, part: int = 0) -> None:
         """Fire one node: weights, inputs, the node's own work, outputs, then the weights it publishes."""
         for loop in self.loops:
-            if loop.reader is not None and task.name == self._first_user(loop):
+            if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
                 self._load_weights(loop, task.name, step)
-        columns = self._take(task, step)
+        columns = self._take(task, step, part)
         for loop in self.loops:
             if loop.writer is not None and task.name == loop.plan.writer:
                 self.metrics.update(staleness(columns, step, loop.plan))
         self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
-        with self._span(task.name, "fire", step):
-            fired = self._run(task, step, columns)
+        with self._span(fire_event(task.name, part, task.chunks), "fire", step):
+            fired = self._run(task, step, part, columns)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
             checked_columns(task.name, task.writes, written)
-        self.metrics.update(metrics)
+        self.parts.setdefault(task.name, []).append(metrics)
+        if part == task.chunks - 1:
+            self.metrics.update(joined(self.parts.pop(task.name)))
         if task.operation.work == "generate":
             self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
-        self._put(task, step, owned(written, columns))
+        self._put(task, step * task.chunks + part, owned(written, columns))
         del columns
         for box in self.mailbox.read_by(task.name):
-            box.done(task.name)
+            messages = task.messages(box.channel, step, part)
+            if len(messages) < box.channel.parts or part == task.chunks - 1:
+                box.done(task.name, messages)
         for loop in self.loops:
             if loop.writer is not None and task.name == loop.plan.writer:
                 with self._span(publish_event(loop.plan.name), "publish", step, version=step + 1):
@@ -91,33 +99,40 @@ class Worker:
         """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
         return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
 
-    def _run(self, task: Task, step: int, columns: Columns) -> Fired:
+    def _run(self, task: Task, step: int, part: int, columns: Columns) -> Fired:
         """Run the node's own work; an engine that shares its devices gives their memory back before the next node is told."""
-        if not self.context.shared:
-            return self.stages[task.name](step, columns)
-        self.context.engine.wake()
-        fired = self.stages[task.name](step, columns)
-        self.context.engine.sleep()
+        parts_of_its_own = task.chunks > 1 and task.follows is None
+        if self.context.shared and (part == 0 or not parts_of_its_own):
+            self.context.engine.wake()
+        if parts_of_its_own:  # it goes on until the next of them is there
+            if part == 0:
+                self.streams[task.name] = cast("Iterator[Fired]", self.stages[task.name](step, columns))
+            fired = next(self.streams[task.name])
+        else:
+            fired = self.stages[task.name](step, columns)
+        if self.context.shared and (part == task.chunks - 1 or not parts_of_its_own):
+            self.context.engine.sleep()
         return fired
 
-    def _take(self, task: Task, step: int) -> dict[str, Column]:
+    def _take(self, task: Task, step: int, part: int) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         for box in self.mailbox.read_by(task.name):
-            wanted = step - box.channel.tokens
-            if wanted < 0:
+            wanted = task.messages(box.channel, step, part)
+            if wanted.start < 0:
                 continue
             self.on_enter(step, f"waiting for channel '{box.channel.name}' (written by node '{box.channel.writer}')")
             self.doing = task.name
             with self._span(box.channel.name, "wait", step):
                 batch = box.take(wanted, self.setup.deadline_s)
             for name in task.columns.get(box.channel.writer, ()) if box.channel.kind == "batch" else ():
-                columns[name] = repeat_rows(batch[name], task.repeat[box.channel.writer])
+                columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
         return columns
 
-    def _put(self, task: Task, step: int, columns: Columns) -> None:
+    def _put(self, task: Task, message: int, columns: Columns) -> None:
         for box in self.mailbox.written_by(task.name):
-            self.on_enter(step, f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
-            box.put(step, columns, self.setup.deadline_s)
+            room = f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})"
+            self.on_enter(message // task.chunks, room)
+            box.put(message, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
         """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""

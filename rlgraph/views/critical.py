@@ -30,5 +30,5 @@ def critical(plan: Plan) -> Critical:
         nodes=frozenset(events[name].node for name in cycle if events[name].kind == "fire"),
         edges=frozenset((a, b) if reason == "data" else (b, a) for reason, a, b, _ in ends if reason in ("data", "slots")),
         loops=frozenset(via for reason, _, _, via in ends if reason == "loop"),
-        turns=frozenset(b for reason, _, b, _ in ends if reason == "order"),
+        turns=frozenset(b for reason, a, b, _ in ends if reason == "order" and a != b),
     )

@@ -56,7 +56,7 @@ def _lane(lane: Lane) -> str:
 def _box(box: Box, plan: Plan, picture: Layout) -> str:
     node, red = box.node, box.node.name in picture.critical.nodes
     tip = [
-        f"{words.clean(node.name)}: {words.seconds(node.seconds, node.cost)} ({node.cost}), {node.rows} rows a step",
+        f"{words.clean(node.name)}: {words.firing(node)} ({node.cost}), {node.rows} rows a step",
         f"reads {words.elided(node.reads, len(node.reads)) or 'nothing'}",
         f"writes {words.elided(node.writes, len(node.writes)) or 'no columns'}",
         f"runs in {words.elided(node.workers, 8)}",
@@ -73,7 +73,8 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
 def _channel_words(channel: PlannedChannel) -> str:
     if channel.kind == "order":
         return f"channel {words.clean(channel.name)}: carries the turn only, {channel.transport}, {words.counted(channel.slots, 'slot')}"
-    load = f"{words.size(channel.bytes)} a batch" if channel.bytes is not None else "bytes not known"
+    unit = "batch" if channel.parts == 1 else "part of a batch"
+    load = f"{words.size(channel.bytes)} a {unit}" if channel.bytes is not None else "bytes not known"
     return f"channel {words.clean(channel.name)}: {channel.transport}, {words.counted(channel.slots, 'slot')}, {load}"
 
 

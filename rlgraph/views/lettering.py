@@ -91,7 +91,7 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
 def box_width(node: PlannedNode, turn: tuple[int, int] | None, plan: Plan) -> float:
     """Return the width at which the texts of a box fit, within limits."""
     badge = BADGE if turn else 0.0
-    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.seconds(node.seconds, node.cost), SMALL)
+    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.firing(node), SMALL)
     listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
     return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
 
@@ -104,7 +104,7 @@ def box_texts(
     second = _second_line(node, plan, wide - 2 * PAD)
     base = y + high / 2 + (-4.5 if second else 4.5)
     tone: Tone = "red" if node.name in red.nodes else "muted"
-    found = [Text(x + wide - PAD, base, words.seconds(node.seconds, node.cost), SMALL, tone, anchor="end")]
+    found = [Text(x + wide - PAD, base, words.firing(node), SMALL, tone, anchor="end")]
     start = x + PAD
     if turn:
         badge: Tone = "red badge" if node.name in red.turns else "badge"

@@ -52,7 +52,7 @@ def _pool_label(pool: PlannedPool | None) -> str:
 
 
 def _node_label(node: PlannedNode) -> str:
-    return f"{words.clean(node.name)} {words.seconds(node.seconds, node.cost)}"
+    return f"{words.clean(node.name)} {words.firing(node)}"
 
 
 def _quoted(text: str) -> str:

@@ -49,7 +49,14 @@ def _members(plan: Plan, pool: str | None) -> str:
 
 def _nodes(plan: Plan) -> list[str]:
     rows = [
-        [node.name, node.work, words.seconds(node.seconds, node.cost), node.cost, str(node.rows), ", ".join(map(words.clean, node.writes))]
+        [
+            node.name,
+            node.work,
+            words.seconds(node.seconds, node.cost),
+            node.cost,
+            words.by_parts(node.rows, node.chunks),
+            ", ".join(map(words.clean, node.writes)),
+        ]
         for node in plan.nodes
     ]
     return _table(["node", "work", ">time", "is", ">rows", "writes"], rows)
@@ -81,11 +88,14 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _channels(plan: Plan) -> list[str]:
-    rows = [
-        [channel.name, channel.transport, str(channel.slots), "" if channel.kind == "order" else words.size(channel.bytes), _route(channel)]
-        for channel in plan.channels
-    ]
+    rows = [[c.name, c.transport, words.by_parts(c.slots, c.parts), _batch_size(c), _route(c)] for c in plan.channels]
     return _table(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
+
+
+def _batch_size(channel: PlannedChannel) -> str:
+    if channel.kind == "order":
+        return ""
+    return words.size(None if channel.bytes is None else channel.bytes * channel.parts)
 
 
 def _route(channel: PlannedChannel) -> str:

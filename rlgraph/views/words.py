@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.plan import CostSource, Plan, PlannedLoop, PlannedPool
+from rlgraph.planning.plan import CostSource, Plan, PlannedLoop, PlannedNode, PlannedPool
 
 HOST = "host"  # the lane of nodes that belong to no pool
 
@@ -18,6 +18,16 @@ def seconds(value: float, cost: CostSource = "measured") -> str:
     if value < 9.995:
         return f"{mark}{value:.2f} s"
     return f"{mark}{value:.1f} s" if value < 99.95 else f"{mark}{value:.0f} s"
+
+
+def firing(node: PlannedNode) -> str:
+    """Return the time of a node in a step, and in how many parts of the batch it is spent."""
+    return seconds(node.seconds, node.cost) + (f" in {node.chunks} parts" if node.chunks > 1 else "")
+
+
+def by_parts(count: int, parts: int) -> str:
+    """Return a count of a step, as `2 x 4` where it comes in 4 parts."""
+    return str(count) if parts == 1 else f"{count // parts} x {parts}"
 
 
 def size(count: int | None) -> str:

@@ -19,6 +19,7 @@ from rlgraph.planning.schedule import Schedule
 
 @dataclass(frozen=True)
 class Nothing:
+    by_group: bool = False
     work: Work = "host"
 
     def start(self, context: Any) -> Any:
@@ -38,8 +39,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A loop of prompts, rollout, up to six nodes between on the host or on pools, and the update."""
-    depth, buffers = draw(st.integers(0, 3)), 1
+    """A loop of prompts, rollout in one or more parts, up to six nodes between on the host or on pools, and the update."""
+    depth, buffers, chunks = draw(st.integers(0, 3)), 1, draw(st.sampled_from([1, 2, 4]))
     if depth:
         buffers = draw(st.integers(1, 2))
     pools = [rg.Pool(f"pool {i}") for i in range(3)]
@@ -47,13 +48,16 @@ def cases(draw: st.DrawFn) -> Case:
     rollout_model, policy = Model("generator", pool=pools[0]), Model("policy", pool=pools[1])
     weights = rg.feedback("weights", depth=depth, buffers=buffers)
     source = Output(declare("prompts", Nothing(), (), reads=(), writes=("prompts",), rows=4))
-    rollout = Output(declare("rollout", Nothing(), (source,), reads=("prompts",), writes=("c0",), model=rollout_model, feedback=weights))
-    made = [rollout]
+    node = declare(
+        "rollout", Nothing(), (source,), reads=("prompts",), writes=("c0",), model=rollout_model, feedback=weights, chunks=chunks
+    )
+    made = [Output(node), Output(declare("reward", Nothing(True), (Output(node),), reads=("c0",), writes=("r0",)))]
     for i in range(1, draw(st.integers(0, 6)) + 1):
         inputs = [made[j] for j in sorted(draw(st.sets(st.integers(0, len(made) - 1), min_size=1, max_size=3)))]
         reads = tuple(output.columns[0] for output in inputs)
         model = draw(st.sampled_from([None, *models]))
-        made.append(Output(declare(f"node {i}", Nothing(), inputs, reads=reads, writes=(f"c{i}",), model=model)))
+        by_group = Nothing(draw(st.booleans()))
+        made.append(Output(declare(f"node {i}", by_group, inputs, reads=reads, writes=(f"c{i}",), model=model)))
     reads = tuple(output.columns[0] for output in made)
     update = declare("update", Nothing(), made, reads=reads, writes=(), model=policy)
     weights.close(Output(update, "weights"))
@@ -71,13 +75,14 @@ def test_no_batch_is_ever_behind_by_more_than_the_depth_whatever_the_timing(case
     spans = simulate(case.schedule, 25, lambda event, step: event.seconds * chance.choice([0.0, 0.5, 1.0, 3.0]))
     published = {s.step + 1: s.end_s for s in spans if s.name == publish_event("weights")}
     loaded = {s.step: s.start_s for s in spans if s.name == load_event("weights", "rollout")}
+    ended = {s.step: s.end_s for s in spans if s.name.startswith("rollout")}
     trained = {s.step: s.start_s for s in spans if s.name == "update"}
     for step, start in loaded.items():
         version = max(0, step - case.depth)
         assert version == 0 or published[version] <= start + 1e-9, "the version it uses must be there"
         open_batches = sum(1 for other, begin in loaded.items() if begin <= start and published[other + 1] > start)
         assert open_batches <= case.depth + 1
-        assert trained[step] >= start
+        assert trained[step] >= ended[step] >= start
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +108,7 @@ def test_any_order_of_firing_keeps_going_and_keeps_the_tokens_of_every_cycle(cas
         for index in feeds[name]:
             tokens[index] += 1
         fired[name] += 1
-        assert fired["rollout"] - fired[publish_event("weights")] <= case.depth + 1
+        assert max(fired[name] for name in fired if name.startswith("rollout")) - fired[publish_event("weights")] <= case.depth + 1
     assert [sum(tokens[i] for i in cycle) for cycle in cycles] == before
     assert min(fired.values()) > 0
 

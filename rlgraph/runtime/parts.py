@@ -1,0 +1,16 @@
+"""The metrics of a batch whose node fired for each of its parts."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+
+def joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a batch from those of its parts, which are of equal size: means, but of `…/max` and `…/min` the extremes."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _joined(name, [part[name] for part in parts if name in part]) for name in names}
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name.endswith("/max"):
+        return max(values)
+    return min(values) if name.endswith("/min") else fmean(values)

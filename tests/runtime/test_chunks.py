@@ -1,0 +1,107 @@
+"""A batch that leaves rollout in parts: the same batch, losses and weights in every bit, and what works on a part overlaps decoding."""
+
+from itertools import pairwise
+
+import digests
+import fakes
+import pytest
+from digests import ITEMS, DigestPolicy
+
+import rlgraph as rg
+from rlgraph.columns import Columns
+from rlgraph.engines.pretrained import tiny_model
+from rlgraph.nodes.rollout import WRITES
+from rlgraph.runtime.measure import Step
+from rlgraph.runtime.parts import joined
+
+
+def bits(step: Step) -> tuple[float, ...]:
+    return (*(step.metrics[name] for name in ("loss", "weight", "rewards/max")), step.staleness)
+
+
+def fake_bits(chunks: int, depth: int = 1) -> list[tuple[float, ...]]:
+    with rg.compile(fakes.vector_loop(depth, count=8, chunks=chunks), rg.Cluster(cpus=2)).run_here() as job:
+        return [bits(step) for step in job.steps(5)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def graph(model: str, chunks: int, *, passes: bool = False, depth: int = 1) -> rg.Graph:
+    """GRPO on a tiny model; `passes` adds the log-probs of the policy and of a reference in one pool, by part."""
+    generator = rg.Generator(
+        model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32"
+    )
+    train = rg.Pool("train")
+    policy = DigestPolicy(model, pool=train, optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+    weights = rg.feedback("weights", depth=depth)
+    prompts = rg.prompts(ITEMS, count=4, seed=3)
+    rollout = generator.rollout(prompts, weights, group_size=4, chunks=chunks)
+    rewards = rg.reward(length_and_letters, prompts, rollout)
+    inputs = [rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO())]
+    if passes:
+        reference = rg.Reference(model, pool=train, dtype="float32")
+        inputs += [policy.log_probs(rollout), reference.log_probs(rollout)]
+    step = policy.update(*inputs, loss=rg.ClippedLoss(clip_high=0.28, kl_coef=0.1 if passes else 0.0))
+    weights.close(step.weights)
+    return rg.Graph("tiny", step.metrics, whole_batch(rollout, rewards))
+
+
+@rg.node(reads=[*WRITES, "rewards"], writes="rows")
+def whole_batch(batch: Columns) -> tuple[Columns, dict[str, float]]:
+    return {"rows": batch["group_ids"]}, {"digest/batch": digests.digest(batch[c] for c in sorted(batch))}
+
+
+def length_and_letters(response: str, prompt: str) -> float:
+    return len(response) + 0.1 * len(set(response)) - 0.01 * len(prompt)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_parts_change_no_bit_of_a_small_loop(chunks: int, depth: int) -> None:
+    assert fake_bits(chunks, depth) == fake_bits(1, depth)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_parts_change_no_bit_of_the_batch_the_loss_and_the_weights(model: str, chunks: int) -> None:
+    whole, parts = digests.here(graph(model, 1), 4), digests.here(graph(model, chunks), 4)
+    names = ("digest/batch", "digest/weights", "actor/pg_loss", "actor/grad_norm", "critic/rewards/max", "critic/rewards/min")
+    assert [[step[name] for name in names] for step in parts] == [[step[name] for name in names] for step in whole]
+    assert [step["critic/rewards/mean"] for step in parts] == pytest.approx([step["critic/rewards/mean"] for step in whole])
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_log_probs_of_parts_are_those_of_the_batch_in_every_bit(model: str, chunks: int) -> None:
+    whole, parts = digests.here(graph(model, 1, passes=True), 3), digests.here(graph(model, chunks, passes=True), 3)
+    assert [step["digest/weights"] for step in parts] == [step["digest/weights"] for step in whole]
+    assert [step["actor/ppo_kl"] for step in parts] == [step["actor/ppo_kl"] for step in whole]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_parts_on_ray_with_two_generator_ranks_equal_the_oracle_without_parts() -> None:
+    with rg.compile(fakes.vector_loop(1, count=8, chunks=4, ranks=2), rg.Cluster(cpus=2)).launch() as job:
+        assert [bits(step) for step in job.steps(5)] == fake_bits(1)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_on_ray_passes_take_turns_in_their_pool_by_part_and_begin_before_the_last_part_is_decoded(model: str) -> None:
+    plan = rg.compile(graph(model, 4, passes=True), rg.Cluster(cpus=2))
+    with plan.launch() as job:
+        on_ray = [digests.bits(step) for step in job.steps(3)]
+        spans = [span for span in job.spans() if span.kind == "fire"]
+    assert [step["digest/weights"] for step in on_ray] == [step["digest/weights"] for step in digests.here(graph(model, 1, passes=True), 3)]
+    train = sorted((s for s in spans if s.name.split(" ")[0] in ("old_log_probs", "ref_log_probs", "update")), key=lambda s: s.start_s)
+    by_part = [f"{node} {part}/4" for part in range(1, 5) for node in ("old_log_probs", "ref_log_probs")]
+    assert [s.name for s in train] == [*by_part, "update"] * 3
+    assert all(before.end_s <= after.start_s for before, after in pairwise(train))
+    first_reward = next(s for s in spans if s.name == "reward 1/4")
+    assert first_reward.start_s < next(s for s in spans if s.name == "rollout 4/4").end_s
+
+
+def test_metrics_of_parts_are_averaged_but_of_extremes_the_extreme_is_kept() -> None:
+    parts = [{"r/mean": 1.0, "r/max": 2.0, "r/min": 0.0, "once": 5.0}, {"r/mean": 2.0, "r/max": 9.0, "r/min": -1.0}]
+    assert joined(parts) == {"r/mean": 1.5, "r/max": 9.0, "r/min": -1.0, "once": 5.0}
