@@ -157,6 +157,19 @@ def depth_buys_something(graph: "Graph") -> None:
             )
 
 
+def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
+    """Responses stay in the engine between two firings: no other model may take the memory that they need."""
+    for node in graph.nodes:
+        if not getattr(getattr(node.operation, "joining", None), "continuous", False):
+            continue
+        others = [n.name for n in graph.nodes if n.pool is node.pool and n.model is not node.model]
+        if others:
+            raise GraphError(
+                f"node '{node.name}' has continuous=True, so responses stay in its engine between two steps, but {others} run in the same "
+                f"pool '{node.pool.name if node.pool else ''}' and need its memory: give the generator a pool of its own"
+            )
+
+
 def passes_come_before_the_update(graph: "Graph") -> None:
     """Old log-probs and values are those at the start of the update: nodes of a model fire as they are declared."""
     for node in graph.nodes:
@@ -202,6 +215,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     feedbacks_are_closed,
     feedbacks_close_a_cycle,
     depth_buys_something,
+    continuous_rollouts_have_their_pool_alone,
     passes_come_before_the_update,
     parts_are_worked_on,
     parts_fit_a_channel,

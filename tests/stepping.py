@@ -32,7 +32,7 @@ def swapped(
     engine: GenerateEngine, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], running: Running
 ) -> dict[str, Any]:
     """Change the weights after BEFORE steps, with requests under way and others submitted just before and after the change."""
-    engine.load_weights(before)
+    engine.load_weights(before, version=3)
     for request in requests(PROMPTS, "early"):
         engine.submit(request)
     for _ in range(BEFORE):
@@ -41,7 +41,7 @@ def swapped(
     for request in late:
         engine.submit(request)
     written = engine.written()
-    engine.load_weights(after, running)
+    engine.load_weights(after, running=running)
     for request in new:
         engine.submit(request)
     return {

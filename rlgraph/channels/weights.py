@@ -33,6 +33,7 @@ class WeightsReader:
 
     def __init__(self, readers: Sequence[Reader], buffers: int) -> None:
         self.readers = readers
+        self._parts: list[dict[str, torch.Tensor]] = []  # of the version that is arriving, by rank
         self._ahead = _Ahead(self) if buffers == 2 else None
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
@@ -57,8 +58,11 @@ class WeightsReader:
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def parts(self, version: int, timeout_s: float) -> list[dict[str, torch.Tensor]]:
-        """Return the rows of each rank, where the channels hold them."""
-        return [{name: _tensor(rows) for name, rows in reader.take(version, timeout_s).items()} for reader in self.readers]
+        """Return the rows of each rank, where the channels hold them. What has come before a timeout is there at the next call."""
+        for reader in self.readers[len(self._parts) :]:
+            self._parts.append({name: _tensor(rows) for name, rows in reader.take(version, timeout_s).items()})
+        parts, self._parts = self._parts, []
+        return parts
 
     def release(self) -> None:
         for reader in self.readers:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -56,17 +56,24 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response: its token ids, and the log-prob of each under the distribution it was drawn from."""
+    """One sampled response: its token ids, and for each its log-prob under the distribution it was drawn from, and the version of
+    the weights that drew it."""
 
     tokens: list[int]
     log_probs: list[float]
+    versions: list[int] = field(default_factory=list, compare=False)
 
 
 class GenerateEngine(ABC):
-    """A model that writes responses, one decode step at a time, and takes new weights between two steps."""
+    """A model that writes responses, one decode step at a time, and takes new weights between two steps.
+
+    An engine of your own defines the abstract methods; `step`, `abort`, `load_weights` and `generate` are built on them.
+    """
 
     def __init__(self) -> None:
-        self._others: dict[str, Response] = {}  # finished while `generate` ran, and not its own
+        self.version = 0
+        self._ends: dict[str, list[tuple[int, int]]] = {}  # by request: (tokens it had, version) at each change of weights
+        self._finished: dict[str, Response] = {}  # and not handed out yet
 
     @abstractmethod
     def submit(self, request: Request) -> None:
@@ -77,7 +84,7 @@ class GenerateEngine(ABC):
 
     @abstractmethod
     def decode(self) -> dict[str, Response]:
-        """Advance by one decode step, and return what it finished."""
+        """Advance by one decode step, and return what it finished, without versions."""
 
     @abstractmethod
     def unfinished(self) -> int:
@@ -88,17 +95,12 @@ class GenerateEngine(ABC):
         """Return how many tokens each unfinished request has so far; 0 while it waits."""
 
     @abstractmethod
-    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
-        """End these requests, and return what they have so far. Those that are unknown or finished are left out."""
+    def drop(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far, without versions. Unknown ones are left out."""
 
     @abstractmethod
-    def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
-        """Take new weights: full tensors under their Hugging Face names. Every later token comes from them.
-
-        Running requests go on: with "recompute" as if the new weights had read all that they have so far, with "keep" on the
-        keys and values that the old weights left, which is faster and gives log-probs that no single version would give.
-        Requests without a token yet know the new weights alone.
-        """
+    def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
+        """Take new weights; see `load_weights`."""
 
     @abstractmethod
     def context_length(self) -> int:
@@ -114,10 +116,36 @@ class GenerateEngine(ABC):
     def wake(self) -> None:  # noqa: B027
         """Be ready to decode again. Weights may be loaded before."""
 
-    def step(self) -> dict[str, Response]:
-        """Advance by one decode step, if there is one to do, and return what has finished since the last, by request id."""
-        finished, self._others = self._others, {}
-        return finished | self.decode() if self.unfinished() else finished
+    def step(self, prefix: str = "") -> dict[str, Response]:
+        """Advance by one decode step, if there is one to do, and return what has finished, by request id.
+
+        Of several nodes that share the engine each gives the prefix of its own ids, and gets what finished in steps of the others.
+        """
+        if self.unfinished():
+            self._finished |= self._tagged(self.decode())
+        mine = {name: response for name, response in self._finished.items() if name.startswith(prefix)}
+        for name in mine:
+            del self._finished[name]
+        return mine
+
+    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far. Those that are unknown or finished are left out."""
+        return self._tagged(self.drop(ids))
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None, running: Running = "recompute") -> None:
+        """Take new weights: full tensors under their Hugging Face names. Every later token comes from them.
+
+        Such tokens are of `version` (None: the next). Running requests go on: with "recompute" as if the new weights had read all
+        that they have so far, with "keep" on the keys and values that the old weights left, which is faster and gives log-probs
+        that no single version would give. Requests without a token yet know the new weights alone.
+
+        Raises DataError unless they are all of the model's parameters, each of its full shape.
+        """
+        self.replace_weights(weights, running)
+        for request_id, count in self.written().items():
+            if count:
+                self._ends.setdefault(request_id, []).append((count, self.version))
+        self.version = self.version + 1 if version is None else version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
         """Return one response for each prompt, in the order given. Requests submitted before go on beside them.
@@ -126,7 +154,8 @@ class GenerateEngine(ABC):
         """
         if len(prompts) != len(seeds):
             raise DataError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds; each prompt has one seed")
-        ids = [f"generate {row}" for row in range(len(prompts))]
+        prefix = "generate "
+        ids = [f"{prefix}{row}" for row in range(len(prompts))]
         try:
             for request in map(Request, ids, prompts, [sampling] * len(ids), seeds):
                 self.submit(request)
@@ -135,9 +164,18 @@ class GenerateEngine(ABC):
             raise
         done: dict[str, Response] = {}
         while len(done) < len(ids):
-            for request_id, response in self.decode().items():
-                (done if request_id.startswith("generate ") else self._others)[request_id] = response
+            done |= self.step(prefix)
         return [done[request_id] for request_id in ids]
+
+    def _tagged(self, responses: Mapping[str, Response]) -> dict[str, Response]:
+        """Return the responses with the version of each token."""
+        return {name: Response(r.tokens, r.log_probs, self._versions(name, len(r.tokens))) for name, r in responses.items()}
+
+    def _versions(self, request_id: str, count: int) -> list[int]:
+        versions: list[int] = []
+        for end, version in [*self._ends.pop(request_id, []), (count, self.version)]:
+            versions += [version] * (end - len(versions))
+        return versions
 
 
 class PolicyLoss(Protocol):

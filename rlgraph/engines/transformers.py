@@ -79,7 +79,7 @@ class TransformersEngine(GenerateEngine):
         found = {row.id: len(row.response.tokens) for batch in self._batches for row in batch.rows}
         return found | {request.id: 0 for request in self._waiting}
 
-    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
+    def drop(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests, and return what they have so far."""
         ended = {request.id: Response([], []) for request in self._waiting if request.id in ids}
         self._waiting = [request for request in self._waiting if request.id not in ids]
@@ -90,8 +90,8 @@ class TransformersEngine(GenerateEngine):
         return ended
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
-        """Take new weights, copied into place; see `GenerateEngine`. Raises DataError unless they are all and full."""
+    def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
+        """Take new weights, copied into place; see `GenerateEngine`."""
         parameters = dict(self._model.named_parameters())
         check_weights(weights, {name: tuple(p.shape) for name, p in parameters.items()})
         for name, parameter in parameters.items():

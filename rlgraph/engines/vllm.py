@@ -132,7 +132,7 @@ class VllmEngine(GenerateEngine):
         """Return how many tokens each unfinished request has so far."""
         return {row.request.id: len(row.tokens) for row in self._running.values()}
 
-    def abort(self, ids: Sequence[str]) -> dict[str, Response]:
+    def drop(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests, and return what they have so far."""
         names = [self._names[request_id] for request_id in ids if request_id in self._names]
         self._engine.abort_request(names, internal=True)
@@ -160,8 +160,8 @@ class VllmEngine(GenerateEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], running: Running = "recompute") -> None:
-        """Take new weights; see `GenerateEngine`. Raises DataError unless they are all and full."""
+    def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
+        """Take new weights; see `GenerateEngine`."""
         check_weights(weights, self._shapes)
         self._wake("weights")
         self._catch_up()
@@ -192,7 +192,7 @@ class VllmEngine(GenerateEngine):
             return
         core.pause_scheduler("keep", clear_cache=False)
         while core.batch_queue:
-            self._others |= self.decode()
+            self._finished |= self._tagged(self.decode())
         core.resume_scheduler()
 
     def sleep(self) -> None:
@@ -216,7 +216,7 @@ class VllmEngine(GenerateEngine):
 
     def _begin_again(self, waiting: list[Request]) -> None:
         """Put requests without a token at the end of the queue again, so that they know nothing of the old weights."""
-        self.abort([request.id for request in waiting])
+        self.drop([request.id for request in waiting])
         for request in waiting:
             self.submit(request)
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -17,13 +17,24 @@ Fired: TypeAlias = Columns | tuple[Columns, Metrics]
 Stage: TypeAlias = Callable[[int, Columns], Fired]
 
 
+class Arrivals(Protocol):
+    """New versions of the weights, for a node while it works. Both leave the engine and `Context.version` at the version loaded."""
+
+    def poll(self) -> None:
+        """Load the versions that have been published, without waiting."""
+
+    def wait(self, version: int) -> None:
+        """Load the versions up to this one, waiting for it. Raises ChannelTimeout at the deadline."""
+
+
 @dataclass
 class Context:
     """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
 
     `rendezvous` is where the ranks of one model meet, for torch.distributed; `temperature` is that of the sampling, since a
     trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes,
-    `shared` whether other models compute there in turns.
+    `shared` whether other models compute there in turns. `arrivals` are new versions for the node that runs, where it is at the
+    reading end of a feedback edge.
     """
 
     engine: Any = None
@@ -35,6 +46,7 @@ class Context:
     version: int = 0
     device: str = "cpu"
     shared: bool = False
+    arrivals: Arrivals | None = None
     cache: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self, path: str) -> Any:

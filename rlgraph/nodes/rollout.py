@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows
-from rlgraph.engines.base import Request, Response, Sampling, check_count, check_real
+from rlgraph.engines.base import Request, Response, Running, Sampling, check_count, check_real
 from rlgraph.errors import DataError, GraphError
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.decoding import Decoding, Joining, joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.tools import Tools
 
@@ -77,6 +78,8 @@ class Generator(Model):
         tools: Tools | None = None,
         max_turns: int | None = None,
         chunks: int = 1,
+        interrupt: Running | None = None,
+        continuous: bool = False,
         name: str = "rollout",
     ) -> Output:
         """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
@@ -88,8 +91,14 @@ class Generator(Model):
         `responses` [B, T], their masks, `rollout_log_probs`, `weight_version` and `group_ids`; the responses of one prompt lie
         side by side.
 
-        Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge, or
-        chunks that do not divide the prompts of a step.
+        `interrupt` swaps each published version in before the next decode step: "recompute" reads what they have so far again with the
+        new weights, "keep" goes on from what the old ones left. `continuous` lets batch k + 1 join on version
+        max(0, k + 1 - depth) once half of the responses of batch k have ended, so that the long ones do not decode alone; batches
+        leave in order all the same. Alone, it waits for exactly that version, and a run depends on its seed and depth alone; with
+        `interrupt` when versions arrive depends on the clock. The bound holds for every token.
+
+        Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge,
+        chunks that do not divide the prompts of a step, or `interrupt` or `continuous` at depth 0.
         """
         if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
             raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
@@ -103,7 +112,11 @@ class Generator(Model):
             raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise GraphError(f"node '{name}' has chunks={chunks!r}; a batch leaves in a whole number of parts, at least 1")
-        operation = Rollout(self, group_size, sampling or self.sampling, tools, max_turns, chunks)
+        source = getattr(getattr(prompts, "node", None), "operation", None)
+        rule = joining(name, weights, interrupt, continuous, source)
+        operation = Rollout(
+            self, group_size, sampling or self.sampling, tools, max_turns, chunks, f"{name}: ", rule, source if continuous else None
+        )
         reads = ("prompt_texts", "prompt_ids")
         rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
         return Output(
@@ -120,8 +133,16 @@ class Rollout:
     sampling: Sampling
     tools: Tools | None
     max_turns: int | None
-    chunks: int = 1
+    chunks: int
+    prefix: str  # of the ids of its requests
+    joining: Joining
+    source: Any  # of the next prompts, where they are looked up before they are due
     work: Work = "generate"
+
+    @property
+    def running(self) -> Running:
+        """What becomes of the keys and values of running responses at new weights."""
+        return self.joining.running
 
     @property
     def dims(self) -> Mapping[str, int]:
@@ -160,55 +181,62 @@ class Rollout:
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
+        decoding = Decoding(context, self.prefix, self.joining, lambda step: self._all_requests(context, self.source.batch(step)))
         if self.chunks > 1:
-            return lambda step, columns: self.parts(context, columns)  # type: ignore[return-value]
-        return lambda step, columns: next(self.parts(context, columns))
+            return lambda step, columns: self.parts(context, decoding, step, columns)  # type: ignore[return-value]
+        return lambda step, columns: next(self.parts(context, decoding, step, columns))
 
-    def parts(self, context: Context, columns: Columns) -> Iterator[dict[str, Column]]:
+    def parts(self, context: Context, decoding: Decoding, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
         """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
+        ids = columns["prompt_ids"]
+        assert isinstance(ids, torch.Tensor)
+        decoding.begin(step, self._all_requests(context, columns))
+        for rows, requests in zip(self._shares(context, ids), self._requests(context, columns), strict=True):
+            responses = decoding.take(step, requests)
+            yield _columns([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
+
+    def _shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
+        """Return the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
+        return [
+            part[len(part) * context.rank // context.world : len(part) * (context.rank + 1) // context.world].tolist()
+            for part in torch.arange(len(ids)).chunk(self.chunks)
+        ]
+
+    def _requests(self, context: Context, columns: Columns) -> list[list[Request]]:
+        """Return a request for each response of this rank, by part. The response is a function of the weights, the seed, the place of
+        its prompt in the data order and its own in the group."""
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        engine, members = context.engine, range(self.group_size)
-        mine = [_share(part, context) for part in torch.arange(len(ids)).chunk(self.chunks)]
         encoded = context.tokenizer(self.generator.path)(list(texts))["input_ids"]
-        for row in itertools.chain(*mine):
-            for member in members:
-                # A response is a function of the weights, the seed, the place of its prompt in the data order and its own in the group.
-                seed = _seed(self.generator.seed, int(ids[row]), member)
-                engine.submit(Request(_request(ids[row], member), encoded[row], self.sampling, seed))
-        done: dict[str, Response] = {}
-        for part in mine:
-            wanted = [_request(ids[row], member) for row in part for member in members]
-            while not done.keys() >= set(wanted):
-                done |= engine.step()
-            prompts = [encoded[row] for row in part for _ in members]
-            yield _columns(prompts, [done.pop(name) for name in wanted], repeat_rows(ids[part], self.group_size), context.version)
+        return [
+            [
+                Request(f"{self.prefix}{ids[row]}.{member}", encoded[row], self.sampling, _seed(self.generator.seed, int(ids[row]), member))
+                for row in rows
+                for member in range(self.group_size)
+            ]
+            for rows in self._shares(context, ids)
+        ]
 
-
-def _share(part: torch.Tensor, context: Context) -> list[int]:
-    """Return the rows of a part that this rank samples: those of all ranks below one another are in the order of the data."""
-    return part[len(part) * context.rank // context.world : len(part) * (context.rank + 1) // context.world].tolist()
-
-
-def _request(prompt: torch.Tensor, member: int) -> str:
-    return f"prompt {int(prompt)} response {member}"
+    def _all_requests(self, context: Context, columns: Columns) -> list[Request]:
+        return list(itertools.chain(*self._requests(context, columns)))
 
 
 def _seed(seed: int, prompt: int, member: int) -> int:
     return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
 
 
-def _columns(prompts: list[list[int]], responses: list[Response], group_ids: Column, version: int) -> dict[str, Column]:
+def _columns(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
     tokens, mask = _padded(prompts, torch.int64, left=True)
     sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
     log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)
+    versions, _ = _padded([r.versions for r in responses], torch.int32, left=False)
     return {
         "prompts": tokens,
         "prompt_mask": mask,
         "responses": sampled,
         "response_mask": written,
         "rollout_log_probs": log_probs,
-        "weight_version": written.int() * version,
+        "weight_version": versions,
         "group_ids": group_ids,
     }
 

@@ -12,6 +12,7 @@ import torch
 
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows
+from rlgraph.engines.base import GenerateEngine, Running
 from rlgraph.errors import ChannelTimeout, StalenessError
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns
 from rlgraph.planning.events import fire_event, load_event, publish_event
@@ -74,6 +75,7 @@ class Worker:
                 self.metrics.update(staleness(columns, step, loop.plan))
         self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
+        self.context.arrivals = self._arrivals(task, step)
         with self._span(fire_event(task.name, part, task.chunks), "fire", step):
             fired = self._run(task, step, part, columns)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
@@ -114,6 +116,10 @@ class Worker:
             self.context.engine.sleep()
         return fired
 
+    def _arrivals(self, task: Task, step: int) -> "Arriving | None":
+        loop = next((loop for loop in self.loops if loop.reader is not None and task.name in loop.plan.readers), None)
+        return Arriving(self, loop, task.name, step) if loop is not None else None
+
     def _take(self, task: Task, step: int, part: int) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         for box in self.mailbox.read_by(task.name):
@@ -138,23 +144,42 @@ class Worker:
         """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""
         assert loop.reader is not None
         self.doing = node
-        while self.context.version < step - loop.plan.depth:
-            self._load_next(loop, node, step, self.setup.deadline_s)
-        while loop.plan.freshest:
-            try:
-                self._load_next(loop, node, step, 0.0)
-            except ChannelTimeout:
-                break
+        self.load_up_to(loop, node, step, step - loop.plan.depth)
+        if loop.plan.freshest:
+            self.load_published(loop, node, step)
 
-    def _load_next(self, loop: Loop, node: str, step: int, timeout_s: float) -> None:
+    def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
+        """Load the versions up to `version`, waiting for each."""
+        while self.context.version < version:
+            self._load_next(loop, node, step)
+
+    def _load_next(self, loop: Loop, node: str, step: int) -> None:
         assert loop.reader is not None
         version = self.context.version + 1
         self.on_enter(step, f"waiting for version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
         with self._span(loop.plan.name, "wait", step):
-            weights = loop.reader.receive(version, timeout_s)
+            weights = loop.reader.receive(version, self.setup.deadline_s)
+        self._swap(loop, node, step, weights)
+
+    def load_published(self, loop: Loop, node: str, step: int) -> None:
+        """Load every version that is there, without waiting for one."""
+        assert loop.reader is not None
+        while True:
+            try:
+                weights = loop.reader.receive(self.context.version + 1, 0.0)
+            except ChannelTimeout:
+                return
+            self._swap(loop, node, step, weights)
+
+    def _swap(self, loop: Loop, node: str, step: int, weights: Mapping[str, torch.Tensor]) -> None:
+        assert loop.reader is not None
+        version, engine = self.context.version + 1, self.context.engine
         with self._span(load_event(loop.plan.name, node), "load", step, version=version):
-            self.context.engine.load_weights(weights)
-        del weights
+            if isinstance(engine, GenerateEngine):
+                running: Running = getattr(self.setup.task(node).operation, "running", "recompute")
+                engine.load_weights(weights, version=version, running=running)
+            else:  # a user's own
+                engine.load_weights(weights)
         loop.reader.done()
         self.context.version = version
 
@@ -181,6 +206,22 @@ class Worker:
         self.mailbox.close()
         if self.context.engine is not None:
             self.context.engine.close()
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """New versions of a loop for one firing of a node; see `rlgraph.nodes.base.Arrivals`."""
+
+    worker: Worker
+    loop: Loop
+    node: str
+    step: int
+
+    def poll(self) -> None:
+        self.worker.load_published(self.loop, self.node, self.step)
+
+    def wait(self, version: int) -> None:
+        self.worker.load_up_to(self.loop, self.node, self.step, version)
 
 
 def owned(written: Columns, read: Columns) -> Columns:

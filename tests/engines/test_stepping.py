@@ -86,6 +86,13 @@ def test_requests_without_a_token_know_the_new_weights_alone(
     torch.testing.assert_close(torch.tensor(response["log_probs"]), scores(models[1], name, response), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("running", ["recompute", "keep"])
+def test_each_token_carries_the_version_that_wrote_it(found: dict[str, Any], running: str) -> None:
+    for name, response in found[running]["responses"].items():
+        before = BEFORE if name.startswith("early") else 0
+        assert response["versions"] == [3] * before + [4] * (LENGTH - before)
+
+
 @pytest.mark.parametrize("case", ["unchanged", "unchanged keep"])
 def test_loading_the_same_weights_changes_no_token(found: dict[str, Any], case: str) -> None:
     tokens = [found[case]["responses"][f"early{row}"]["tokens"] for row in range(len(PROMPTS))]

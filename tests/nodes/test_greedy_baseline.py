@@ -50,7 +50,7 @@ def test_both_use_the_version_of_the_step_and_load_it_once(model: str, depth: in
 
 def count_loads(engine: Any) -> list[int]:
     loaded, load = [], engine.load_weights
-    engine.load_weights = lambda *weights: (loaded.append(1), load(*weights))
+    engine.load_weights = lambda weights, **how: (loaded.append(1), load(weights, **how))
     return loaded
 
 

