@@ -11,7 +11,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import packed_attention
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Loss, check_count
+from rlgraph.engines.base import Loss, check_count, check_weights
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
@@ -124,6 +124,17 @@ class FsdpEngine:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's rows of every parameter, live: float32, split along dim 0 as by `torch.chunk`."""
         return {name: local(parameter.detach()) for name, parameter in self._named().items()}
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take other weights: full tensors under the names of `weights()`, of which this rank keeps its own rows.
+
+        Raises DataError unless they are exactly the model's parameters.
+        """
+        named = self._named()
+        check_weights(weights, {name: tuple(parameter.shape) for name, parameter in named.items()})
+        for name, parameter in named.items():
+            rows = weights[name].chunk(self._world)
+            local(parameter.detach()).copy_(rows[self._rank] if self._rank < len(rows) else weights[name][:0])
 
     def state(self) -> dict[str, Any]:
         """Return this rank's weights, moments and step count; the tensors are the live ones, so write before you go on."""

@@ -31,7 +31,6 @@ class TrainedModel(Model):
     data_parallel: int | None = None
     micro_batch_tokens: int = 16384
     dtype: str = "bfloat16"
-    seed: int = 0
     recompute: bool = False
     compiled: bool = False
 

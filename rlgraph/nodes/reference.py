@@ -1,27 +1,44 @@
-"""The reference: a frozen model that the policy is kept close to."""
+"""The reference: a model that is not trained here. The policy is kept close to it, or it follows the policy on devices of its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rlgraph.graph import Output, declare
+from rlgraph.engines.adamw import AdamW
+from rlgraph.errors import GraphError
+from rlgraph.graph import Feedback, Output, declare
 from rlgraph.nodes.policy import TOKENS, LogProbs, TrainedModel, sampling_temperature
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reference(TrainedModel):
-    """A model whose weights never change. `path` is a folder in Hugging Face format."""
+    """A model that gives log-probs and has no update. `path` is a folder in Hugging Face format.
+
+    Its weights stay as they are, or are those of a feedback edge: then `path` is the policy's.
+    """
 
     role: ClassVar[str] = "reference"
+    optimizer: AdamW = field(default_factory=AdamW, init=False)
 
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
-        """Declare `ref_log_probs` [B, T]: what the reference gives the responses."""
-        return Output(
-            declare(
-                name,
-                LogProbs(self, "ref_log_probs", sampling_temperature(inputs)),
-                inputs,
-                reads=TOKENS,
-                writes=("ref_log_probs",),
-                model=self,
+        """Declare `ref_log_probs` [B, T]: what the reference gives the responses, its weights as they are in the folder."""
+        operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs))
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
+
+    def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
+        """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
+
+        With the rollout's own edge they are those of the version that wrote the responses, as a trainer computes them, and overlap
+        both rollout and update. With an edge of `depth=0` they are those at the start of the update, as `policy.log_probs` gives,
+        and the update waits for them.
+
+        Raises GraphError for an edge that takes the newest version, or what is no feedback edge.
+        """
+        if not isinstance(weights, Feedback):
+            raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
+        if weights.freshest:
+            raise GraphError(
+                f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "
+                "use different ones; use an edge without freshest=True"
             )
-        )
+        operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs))
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("old_log_probs",), model=self, feedback=weights))

@@ -70,9 +70,9 @@ class Worker:
             if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
                 self._load_weights(loop, task.name, step)
         columns = self._take(task, step, part)
-        for loop in self.loops:
-            if loop.writer is not None and task.name == loop.plan.writer:
-                self.metrics.update(staleness(columns, step, loop.plan))
+        publishing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
+        if publishing:  # the deepest edge is the rollout's: others lead to nodes that look at the batch on its way
+            self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
         self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
         self.context.arrivals = self._arrivals(task, step)

@@ -82,6 +82,20 @@ def test_weights_of_a_critic_close_no_feedback() -> None:
         rg.feedback("weights", depth=0).close(step.weights)
 
 
+def test_a_reference_follows_no_edge_whose_version_nobody_knows() -> None:
+    _, _, rollout, _ = graph_parts()
+    reference = rg.Reference("m", pool=rg.Pool("logp"))
+    with pytest.raises(GraphError, match="takes the newest version there is: rollout and log-probs would use different ones"):
+        reference.old_log_probs(rollout, weights=rg.feedback("weights", depth=1, freshest=True))
+    with pytest.raises(GraphError, match="as weights; pass what rlgraph"):
+        reference.old_log_probs(rollout, weights="weights")
+
+
+def test_a_reference_takes_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="optimizer"):
+        rg.Reference("m", pool=rg.Pool("logp"), optimizer=rg.AdamW())
+
+
 def test_old_log_probs_declared_after_the_update_are_refused() -> None:
     pool, weights = rg.Pool("train"), rg.feedback("weights", depth=0)
     policy, prompts = rg.Policy("m", pool=pool), rg.prompts([{"prompt": "?"}], count=3)

@@ -148,6 +148,59 @@ def test_old_log_probs_are_those_of_the_weights_at_the_start_of_the_update(model
     assert [abs(step["actor/ppo_kl"]) < 1e-6 for step in steps] == [True] * 4
 
 
+def followed(model: Path, depth: int, edge: str, policy: type[rg.Policy] = rg.Policy) -> rg.Graph:
+    """GRPO with old log-probs by the policy itself (`edge=""`), or on a pool of their own by the weights of an edge."""
+    path, weights = str(model), rg.feedback("weights", depth=depth)
+    sampling = rg.Sampling(max_tokens=6, temperature=0.9)
+    generator = rg.Generator(path, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, dtype="float32")
+    trained = policy(path, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3, eps=1e-4), dtype="float32")
+    follower = rg.Reference(path, pool=rg.Pool("logp"), dtype="float32")
+    rollout = generator.rollout(rg.prompts(ITEMS, count=8, seed=3), weights, group_size=2)
+    edges = {"rollout's": weights, "at the update": rg.feedback("old", depth=0)}
+    old = follower.old_log_probs(rollout, weights=edges[edge]) if edge else trained.log_probs(rollout)
+    advantages = rg.advantages(rollout, odd_tokens(rollout), gap(rollout, old), estimator=LookedAt())
+    step = trained.update(rollout, old, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    if edge == "at the update":
+        edges[edge].close(step.weights)
+    return rg.Graph("followed", step.metrics)
+
+
+@rg.node(reads="old_log_probs rollout_log_probs response_mask", writes="old_gap")
+def gap(batch: Columns) -> tuple[dict[str, Any], dict[str, float]]:
+    """Measure how far old log-probs are from those that the tokens were sampled with."""
+    old, sampled, mask = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    distance = ((old - sampled) * mask).abs().amax(-1)  # type: ignore[operator]
+    return {"old_gap": distance}, {"gap": distance.max().item()}
+
+
+class LookedAt(rg.GRPO):
+    """GRPO that also reads the gap, so that its node is part of the graph."""
+
+    reads = (*rg.GRPO.reads, "old_gap")
+
+
+def test_old_log_probs_on_a_pool_of_their_own_equal_the_trainers_in_what_is_learnt(model: Path) -> None:
+    own, trainers = here(followed(model, 1, "at the update"), 4), here(followed(model, 1, ""), 4)
+    assert [step["gap"] > 1e-3 for step in own] == [False, True, True, True]
+    for a, b in zip(own, trainers, strict=True):
+        assert a["digest/tokens"] == b["digest/tokens"]
+        assert abs(a["actor/ppo_kl"]) < 1e-6
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-5)
+
+
+def test_old_log_probs_that_follow_the_rollouts_edge_are_those_it_sampled_with(model: Path) -> None:
+    steps = here(followed(model, 2, "rollout's"), 4)
+    assert all(step["gap"] < 1e-4 for step in steps)
+    assert [abs(step["actor/ppo_kl"]) > 1e-4 for step in steps] == [False, True, True, True]
+    assert [step["staleness/max"] for step in steps] == [0, 1, 2, 2]
+
+
+def test_following_on_ray_equals_the_oracle_in_every_bit(model: Path) -> None:
+    graph = followed(model, 1, "at the update", DigestPolicy)
+    assert on_ray(graph, 4) == here(graph, 4)
+
+
 def test_two_engines_and_two_ranks_of_policy_and_critic_do_what_one_of_each_does(model: Path) -> None:
     one, two = here(ppo(model, depth=1), 2), on_ray(ppo(model, depth=1, generator=TwoEngines, ranks=2), 2)
     for a, b in zip(one, two, strict=True):
