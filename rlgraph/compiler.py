@@ -17,6 +17,7 @@ from rlgraph.views.mermaid import mermaid
 from rlgraph.views.text import text
 
 if TYPE_CHECKING:
+    from rlgraph.runtime.checkpoint import Recovery
     from rlgraph.runtime.job import Job
     from rlgraph.runtime.local import LocalJob
 
@@ -61,12 +62,27 @@ class Plan(values.Plan):
         """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
         return _dressed(values.Plan.from_json(text), None)
 
-    def launch(self, *, dispatch: Literal["compiled_graph", "calls"] = "compiled_graph", deadline_s: float = DEADLINE_S) -> "Job":
+    def launch(
+        self,
+        *,
+        dispatch: Literal["compiled_graph", "calls"] = "compiled_graph",
+        deadline_s: float = DEADLINE_S,
+        checkpoint: str | Path | None = None,
+        every: int = 10,
+        keep: int = 2,
+        restarts: int = 0,
+        fresh: bool = False,
+    ) -> "Job":
         """Return the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
 
         `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers.
+
+        `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
+        folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
+        a further checkpoint, the job starts again by itself when a worker dies or a node fails.
+
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
-        cannot be used: before anything starts.
+        cannot be used: before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
         """
         from rlgraph.runtime.job import Job
         from rlgraph.runtime.machine import local_cluster
@@ -81,7 +97,8 @@ class Plan(values.Plan):
             raise PlanError(f"dispatch={dispatch!r}: steps are sent by 'compiled_graph' or by 'calls'")
         if not 0 < deadline_s < float("inf"):
             raise PlanError(f"deadline_s={deadline_s!r}: a deadline is a number of seconds above 0")
-        return Job(graph, self, dispatch_name=dispatch, deadline_s=deadline_s)
+        recovery = _recovery(checkpoint, every, keep, restarts, fresh)
+        return Job(graph, self, dispatch_name=dispatch, deadline_s=deadline_s, recovery=recovery)
 
     def run_here(self) -> "LocalJob":
         """Return a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""
@@ -96,6 +113,19 @@ class Plan(values.Plan):
             if hasattr(node.operation, "check"):
                 node.operation.check(node)
         return self.source
+
+
+def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool) -> "Recovery | None":
+    from rlgraph.runtime.checkpoint import Recovery
+
+    for name, count, least in (("every", every, 1), ("keep", keep, 1), ("restarts", restarts, 0)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise PlanError(f"launch({name}={count!r}): {name} is a whole number of at least {least}")
+    if checkpoint is None:
+        if (every, keep, restarts, fresh) != (10, 2, 0, False):
+            raise PlanError("launch(every=, keep=, restarts=, fresh=) are about checkpoints; say where: launch(checkpoint='folder', ...)")
+        return None
+    return Recovery(Path(checkpoint), every, keep, restarts, fresh)
 
 
 def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:

@@ -30,6 +30,12 @@ class Vector:
     def weights(self) -> dict[str, torch.Tensor]:
         return {"vector": self.vector}
 
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"vector": self.vector}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.vector.copy_(state["vector"])
+
     def close(self) -> None:
         pass
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
+from rlgraph.engines import stored
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.fsdp import FsdpEngine
 from rlgraph.engines.heads import PolicyHead, ValueHead
@@ -43,10 +45,13 @@ def main(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     )
     scores = engine.scores(batch)
     metrics = [engine.update(batch, loss) for _ in range(2)]
-    saved = {"scores": scores, "metrics": metrics, "weights": engine.weights(), "state": engine.state()}
+    stored.write(out / "stored", stored.Staging().take(engine.state()), rank, stored.writing_group(world, timedelta(seconds=60)))
+    saved = {"scores": scores, "metrics": metrics, "weights": engine.weights()}
     torch.save(saved, out / f"{rank}.pt")
     engine.update(batch, loss)
-    engine.load_state(torch.load(out / f"{rank}.pt")["state"])
+    state = engine.state()
+    stored.read(out / "stored", state, world)
+    engine.load_state(state)
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
     engine.close()
     dist.destroy_process_group()

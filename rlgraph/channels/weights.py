@@ -29,12 +29,15 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """A generator's end. With `buffers=2` a thread receives the next version into a second buffer while the engine decodes."""
+    """A generator's end, from version `first` on.
 
-    def __init__(self, readers: Sequence[Reader], buffers: int) -> None:
+    With `buffers=2` a thread receives the next version into a second buffer while the engine decodes.
+    """
+
+    def __init__(self, readers: Sequence[Reader], buffers: int, first: int = 1) -> None:
         self.readers = readers
         self._parts: list[dict[str, torch.Tensor]] = []  # of the version that is arriving, by rank
-        self._ahead = _Ahead(self) if buffers == 2 else None
+        self._ahead = _Ahead(self, first) if buffers == 2 else None
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
         """Return version `version` of all parameters, valid until `done`. Versions are received one after another.
@@ -74,6 +77,7 @@ class _Ahead:
     """Receives one version ahead into its own buffer. The thread ends with the channel."""
 
     weights: WeightsReader
+    first: int
     staging: Staging = field(default_factory=Staging)
 
     def __post_init__(self) -> None:
@@ -83,7 +87,7 @@ class _Ahead:
         threading.Thread(target=self._run, name="receive weights", daemon=True).start()
 
     def _run(self) -> None:
-        version = 1
+        version = self.first
         while True:
             self.empty.acquire()
             try:

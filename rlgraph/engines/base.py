@@ -233,11 +233,11 @@ class TrainEngine(Protocol):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's rows (along dim 0) of every parameter under its Hugging Face name, without a copy."""
 
-    def state(self) -> dict[str, Any]:
-        """Return what is needed to go on from here: weights and optimizer state of this rank."""
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that is needed to go on from here, live, by name; DTensors where each rank has rows of its own."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned on the same rank of a world of the same size."""
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `state` of the same names and shapes, whose tensors may be the live ones, filled."""
 
     def close(self) -> None:
         """Free the model."""

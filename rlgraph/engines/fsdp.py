@@ -15,8 +15,8 @@ from rlgraph.engines.base import Loss, check_count, check_weights
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
-from rlgraph.engines.sharding import full, join, like, local, prepare_layers, shard
-from rlgraph.errors import DataError
+from rlgraph.engines.sharding import full, join, local, prepare_layers, shard
+from rlgraph.engines.stored import training_state
 
 
 class FsdpEngine:
@@ -136,32 +136,18 @@ class FsdpEngine:
             rows = weights[name].chunk(self._world)
             local(parameter.detach()).copy_(rows[self._rank] if self._rank < len(rows) else weights[name][:0])
 
-    def state(self) -> dict[str, Any]:
-        """Return this rank's weights, moments and step count; the tensors are the live ones, so write before you go on."""
-        names = list(self._named())
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return weights, moments and the count of optimizer steps by name: the live tensors, sharded as they are."""
         self._offloaded.put_back()
-        moments = self._optimizer.state_dict()["state"]
-        return {
-            "rank": self._rank,
-            "world": self._world,
-            "steps": self._steps,
-            "weights": self.weights(),
-            "moments": {names[i]: {key: local(value) for key, value in moment.items()} for i, moment in moments.items()},
-        }
+        return training_state(self._named().items(), self._optimizer) | {"optimizer_steps": torch.tensor(self._steps)}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state` of this rank. Raises DataError for one of another rank or world."""
-        if (state["rank"], state["world"]) != (self._rank, self._world):
-            raise DataError(
-                f"load_state: the state is of rank {state['rank']} of {state['world']}, this is rank {self._rank} of {self._world}; "
-                "go on with as many trainer ranks as before"
-            )
-        self._steps = state["steps"]
-        for name, parameter in self._named().items():
-            local(parameter.detach()).copy_(state["weights"][name])
-            if name in state["moments"]:
-                moments = state["moments"][name]  # the step count is a plain scalar, the others are sharded like their parameter
-                self._optimizer.state[parameter] = {k: v.clone() if k == "step" else like(v, parameter) for k, v in moments.items()}
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `state`; tensors that are this engine's own have been filled already."""
+        own = self.state()
+        for name, tensor in own.items():
+            if local(tensor).data_ptr() != local(state[name]).data_ptr():
+                local(tensor).copy_(local(state[name]))
+        self._steps = int(state["optimizer_steps"])
 
     def sleep(self) -> None:
         """Give back the device memory of the moments until the next optimizer step, and what no tensor is in."""

@@ -64,12 +64,3 @@ def full(value: torch.Tensor) -> torch.Tensor:
 def local(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, without a copy."""
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of this rank's rows, sharded as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return value.clone()
-    return DTensor.from_local(
-        value.clone(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
-    )

@@ -46,6 +46,10 @@ class Prompts:
             columns[plural(name)] = _column(name, [item[name] for item in items])
         return columns
 
+    def cursor(self, step: int) -> dict[str, int]:
+        """Return where the order stands after `step` steps, and what the order is made from."""
+        return {"items": len(self.data), "seed": self.seed, "next": step * self.count}
+
     def item(self, position: int) -> Mapping[str, Any]:
         """Return the item at a place of the endless order: one seeded permutation of the data set after another."""
         epoch, place = divmod(position, len(self.data))

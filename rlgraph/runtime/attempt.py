@@ -3,9 +3,9 @@
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Listener
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from rich.console import Console
@@ -16,8 +16,9 @@ from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime import dispatch, messages
 from rlgraph.runtime.crew import Crew
-from rlgraph.runtime.tasks import setups
+from rlgraph.runtime.tasks import Start, setups
 
+T = TypeVar("T")
 GOODBYE_S = 5.0  # for workers that have nothing left to do
 ABANDON_S = 0.5  # for workers of an attempt that failed
 
@@ -25,15 +26,18 @@ ABANDON_S = 0.5  # for workers of an attempt that failed
 class Attempt:
     """The workers of a plan: start them, tick them, hear their reports, end them. A failed attempt is of no further use."""
 
-    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float) -> None:
-        self.plan = plan
+    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, start: Start | None = None) -> None:
+        self.plan, self.first = plan, start.resume.step if start and start.resume else 0
+        self._start_at = start
+        # Whatever is in flight is finished before a graceful end, so that no more of it is than overlaps.
+        self._window = min(plan.window, plan.certificate.open_batches + 1) if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
         self._dispatch = dispatch.DISPATCHES[dispatch_name]()
         self._actors: list[Any] = []
         self._crew = Crew(plan, deadline_s)
         self.folder = ""
         self._owns_ray = self._dispatching = self.ended = self.failed = False
-        self._ticked = self._reported = 0
+        self.ticked = self.reported = self.first
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -55,7 +59,7 @@ class Attempt:
         address = f"{self.folder}/driver"
         with Listener(address, family="AF_UNIX", backlog=len(self.plan.workers), authkey=authkey) as listener:
             welcoming = self._crew.welcome(listener, self.folder)
-            crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s)
+            crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at)
             self._actors = [dispatch.create(setup, address) for setup in crew]
             ray.get([actor.open.remote() for actor in self._actors])
             welcoming.join()
@@ -71,8 +75,11 @@ class Attempt:
 
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
         """
+        return self._guarded(lambda: self._step(last))
+
+    def _guarded(self, ask: Callable[[], T]) -> T:
         try:
-            return self._step(last)
+            return ask()
         except RlgraphError:
             self.abandon()
             raise
@@ -82,16 +89,29 @@ class Attempt:
             raise (explanation or error) from error
 
     def _step(self, last: int) -> Sequence[messages.Report]:
-        step = self._reported
-        while self._ticked < min(last, step + self.plan.window):
-            self._dispatch.tick(self._ticked)
-            self._crew.tell(messages.Go(self._ticked))
-            self._ticked += 1
+        step = self.reported
+        while self.ticked < min(last, step + self._window):
+            self._dispatch.tick(self.ticked)
+            self._crew.tell(messages.Go(self.ticked))
+            self.ticked += 1
         reports = self._crew.reports(step)
-        if step:  # every worker has gone on to this step, so Ray has what they returned for the one before
+        if step > self.first:  # every worker has gone on to this step, so Ray has what they returned for the one before
             self._dispatch.report(step - 1)
-        self._reported = step + 1
+        self.reported = step + 1
         return reports
+
+    def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
+        """Return what the workers have said of checkpoints since it was asked last."""
+        news, self._crew.saved = self._crew.saved, []
+        return news
+
+    def save(self, step: int) -> None:
+        """Have every worker complete the checkpoint after `step` steps, all of which are done; its news tell when it has."""
+        self._crew.tell(messages.Save(step))
+
+    def listen(self) -> None:
+        """Wait until a worker says something. Raises as `step` does."""
+        self._guarded(self._crew.listen)
 
     def abandon(self) -> None:
         """End the workers of an attempt that failed: soon, and without asking long."""

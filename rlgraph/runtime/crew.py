@@ -30,6 +30,7 @@ class Crew:
         self._ready: set[str] = set()
         self._reports: dict[int, dict[str, messages.Report]] = {}
         self._used: dict[str, int] = {}
+        self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
         self._failures: list[messages.Failure] = []
         self._dead: list[str] = []
 
@@ -78,6 +79,10 @@ class Crew:
         found = self._reports.pop(step)
         return [found[worker.name] for worker in self.plan.workers]
 
+    def listen(self) -> None:
+        """Wait until a worker says something. Raises as `reports` does."""
+        self._listen()
+
     def until_gone(self, timeout_s: float) -> bool:
         """Wait until every worker has closed its end; return whether they did in time."""
         end = time.monotonic() + timeout_s
@@ -119,6 +124,8 @@ class Crew:
             case messages.Report():
                 self._reports.setdefault(message.step, {})[message.worker] = message
                 self._used.update(message.used)
+            case messages.Saved() | messages.NotSaved():
+                self.saved.append(message)
             case messages.Failure():
                 self._failures.append(message)
             case _:

@@ -1,34 +1,59 @@
-"""A job: a plan at work on Ray. Gives its steps as they finish, and leaves nothing behind."""
+"""A job: a plan at work on Ray. Gives its steps as they finish, starts again from the last checkpoint, leaves nothing behind."""
 
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
-from rlgraph.errors import RlgraphError
+import ray
+from rich.console import Console
+
+from rlgraph.errors import CheckpointError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.fit import measured_costs
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.runtime.attempt import Attempt
+from rlgraph.runtime.checkpoint import Checkpoints, Recovery
 from rlgraph.runtime.measure import Step, averaged, timings
+from rlgraph.runtime.messages import Report
+from rlgraph.runtime.restarts import Restarts
+from rlgraph.runtime.signals import Signals
+from rlgraph.runtime.tasks import Start
 
 KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
 KEPT_SAMPLED = 2_000
 
 
 class Job:
-    """A running plan; a context manager that ends the workers when it is left, whatever the reason."""
+    """A running plan; a context manager that ends the workers when it is left, whatever the reason.
 
-    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float) -> None:
+    With a `recovery` it goes on from the newest checkpoint of the folder, writes further ones, and starts its workers again
+    when one of them fails.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None) -> None:
         self.plan = plan
+        self._graph, self._dispatch_name, self._deadline_s = graph, dispatch_name, deadline_s
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self._attempt = Attempt(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s)
-        self._finished = 0
+        self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
+        self._restarts = Restarts(recovery.restarts if recovery else 0)
+        self._signals = Signals(lambda: not self._attempt.ended and self._attempt.ticked > self._attempt.first)
+        self._console = Console(stderr=True, highlight=False)
+        self._attempt = self._new_attempt()
+        self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
         self._last_s = self._start_s = 0.0
+
+    def _new_attempt(self, start: Start | None = None) -> Attempt:
+        return Attempt(self._graph, self.plan, dispatch_name=self._dispatch_name, deadline_s=self._deadline_s, start=start)
+
+    @property
+    def finished(self) -> int:
+        """How many steps of the run are done: those given so far, and those that the checkpoint held which it went on from."""
+        return self._finished
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -36,31 +61,97 @@ class Job:
         return self._attempt.pids
 
     def __enter__(self) -> "Job":
-        self._attempt.start()
+        self._signals.install()
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.open()
+                self._finished = self._checkpoints.newest
+                if self._finished:
+                    self._say(f"going on from the checkpoint after {self._finished} steps in '{self._checkpoints.recovery.folder}'")
+                self._attempt = self._new_attempt(self._checkpoints.start())
+            self._start()
+        except BaseException:
+            self._release()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self._attempt.abandon()
         self.close()
+        if kind is None and self._signals.asked is not None:
+            Signals.stop(self._signals.asked)
 
     def steps(self, count: int) -> Iterator[Step]:
-        """Run `count` more steps and give each as it finishes; the steps after it are already at work.
+        """Run the next `count` steps of the run and give each as it finishes; the steps after it are already at work.
+
+        In a job that went on from a checkpoint, the steps that it holds count but are not given again: the same program run
+        again does what was left to do. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
 
         Raises NodeError for a node that failed, WorkerDied for a process that ended, ChannelTimeout for a deadline that
-        expired; the job is closed by then.
+        expired, when the job has been started again as often as `restarts` allows; it is closed by then.
         """
-        last = self._finished + count
-        while self._finished < last:
+        self._asked += count
+        while self._finished < (last := self._last()):
             if self._attempt.ended:
                 raise RlgraphError("the job is closed; launch the plan again")
-            yield self._step(last)
+            yield self._next(last)
+            self._settle()
+        if self._signals.asked is not None:
+            self.close()
+            Signals.stop(self._signals.asked)
 
-    def _step(self, last: int) -> Step:
+    def _last(self) -> int:
+        return self._asked if self._signals.asked is None else min(self._asked, self._attempt.ticked)
+
+    def _next(self, last: int) -> Step:
+        """Return the first step that was not handed over yet; those that an attempt repeats are not handed over again."""
         self._start_s = self._start_s or time.monotonic()
         self._last_s = self._last_s or self._start_s
-        reports = self._attempt.step(last)
-        now, index = time.monotonic(), self._finished
+        while True:
+            step = self._attempt.reported
+            reports = self._reports(last)
+            self._hear()
+            if step == self._finished and reports is not None:
+                return self._step(step, reports)
+
+    def _reports(self, last: int) -> Sequence[Report] | None:
+        """Return what the workers report, or None if one of them failed and all were started again."""
+        try:
+            return self._attempt.step(last)
+        except (RlgraphError, ray.exceptions.RayError) as error:
+            self._start_again(error)
+            return None
+
+    def _start(self) -> None:
+        """Start the workers; one that dies on the way counts as one that dies later."""
+        try:
+            self._attempt.start()
+        except (RlgraphError, ray.exceptions.RayError) as error:
+            self._start_again(error)
+
+    def _start_again(self, error: Exception) -> None:
+        """Start the workers again from the newest checkpoint. Raises the error where that is not allowed, or not any more."""
+        self._settle()
+        while True:
+            newest = self._checkpoints.newest if self._checkpoints else 0
+            if not self._restarts.allows(error, newest):
+                raise error
+            first = str(error).splitlines()[0]
+            self._say(
+                f"{first}\nstarting again after step {newest}, {self._restarts.used} of {self._restarts.allowed} restarts without progress"
+            )
+            assert self._checkpoints is not None
+            self._attempt = self._new_attempt(self._checkpoints.start())
+            try:
+                self._attempt.start()
+            except (RlgraphError, ray.exceptions.RayError) as again:
+                error = again
+            else:
+                return
+
+    def _step(self, index: int, reports: Sequence[Report]) -> Step:
+        now = time.monotonic()
         seconds, self._last_s, self._finished = now - self._last_s, now, index + 1
         spans = [span for report in reports for span in report.spans]
         self._spans += spans
@@ -69,6 +160,35 @@ class Job:
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
         return Step(index, metrics, int(metrics.get("staleness/max", 0)), seconds)
+
+    def _hear(self) -> None:
+        for news in self._attempt.news() if self._checkpoints else ():
+            self._checkpoints.hear(news)  # type: ignore[union-attr]
+
+    def _settle(self) -> None:
+        """Make whole the checkpoints whose steps have all been handed over, and say which could not be written."""
+        if self._checkpoints is None:
+            return
+        self._hear()
+        self._checkpoints.commit(self._finished)
+        for trouble in self._checkpoints.troubles:
+            self._say(f"[bold red]{trouble}[/]\nthe run goes on; the newest checkpoint is that after step {self._checkpoints.newest}")
+        self._checkpoints.troubles.clear()
+
+    def _save(self) -> None:
+        """Make a last checkpoint of all that was done, where the workers stand at the step handed over last."""
+        checkpoints, attempt = self._checkpoints, self._attempt
+        if checkpoints is None or attempt.ended or attempt.ticked != self._finished or attempt.reported != self._finished:
+            return
+        self._settle()
+        if checkpoints.newest < self._finished:
+            attempt.save(self._finished)
+            while not checkpoints.settled(self._finished):
+                attempt.listen()
+                self._hear()
+            checkpoints.commit(self._finished)
+        if checkpoints.newest < self._finished:
+            raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
 
     def spans(self) -> Sequence[Span]:
         """Return what each worker did so far, in seconds from the first tick."""
@@ -82,5 +202,20 @@ class Job:
         return measured_costs(self.plan, list(self._spans), list(self._sampled), self._published_bytes)
 
     def close(self) -> None:
-        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""
+        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.
+
+        Raises CheckpointError where the steps since the newest checkpoint could not be saved.
+        """
+        try:
+            self._save()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         self._attempt.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._signals.restore()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text)

@@ -9,13 +9,15 @@ import torch
 from rlgraph.channels.base import Reader, Writer
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
-from rlgraph.errors import PlanError
+from rlgraph.errors import CheckpointError, PlanError
 from rlgraph.graph import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
+from rlgraph.runtime.checkpoint import Checkpoints
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
 from rlgraph.runtime.measure import Step, timings
+from rlgraph.runtime.progress import Progress
 from rlgraph.runtime.tasks import Post, WorkerSetup, setups
 from rlgraph.runtime.worker import Loop, Worker
 
@@ -26,26 +28,39 @@ class LocalJob:
     Raises PlanError for a model with several ranks: they need a process each.
     """
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
+    def __init__(self, graph: Graph, plan: Plan, checkpoints: Checkpoints | None = None) -> None:
         for worker in plan.workers:
             if worker.world > 1:
                 raise PlanError(f"worker '{worker.name}' is one of {worker.world} ranks, which need a process each; launch the plan on Ray")
         self.plan = plan
         self._ends: dict[str, tuple[Writer, dict[str, Reader]]] = {}
-        made = setups(graph, plan, "", b"", 0.0)
-        self.workers = {setup.worker.name: self._worker(setup) for setup in made}
-        self._finished = 0
+        self.checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.open()
+        start = checkpoints.start() if checkpoints is not None else None
+        self.progress = {s.worker.name: self._progress(s) for s in setups(graph, plan, "", b"", 0.0, start)}
+        self._homes = {node: progress for progress in self.progress.values() for node in progress.worker.setup.worker.nodes}
+        self._asked, self._finished = 0, checkpoints.newest if checkpoints is not None else 0
+
+    @property
+    def finished(self) -> int:
+        """How many steps of the run are done."""
+        return self._finished
 
     def __enter__(self) -> "LocalJob":
-        for worker in self.workers.values():
-            worker.load()
+        for progress in self.progress.values():
+            progress.load()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for worker in self.workers.values():
-            worker.close()
+        if kind is None and self.checkpoints is not None and self._finished > self.checkpoints.newest:
+            self._save(self._finished)
+        for progress in self.progress.values():
+            progress.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
 
-    def _worker(self, setup: WorkerSetup) -> Worker:
+    def _progress(self, setup: WorkerSetup) -> Progress:
         name, mailbox = setup.worker.name, Mailbox()
         for channel, posts in setup.channels:
             if posts[0].writer == name:
@@ -61,7 +76,8 @@ class LocalJob:
             if any(task.name in plan.readers for task in setup.tasks):
                 loop.reader = WeightsReader([self._reader(posts[0], name)], buffers=1)
             loops.append(loop)
-        return Worker(setup, mailbox, loops, Context(threads=setup.worker.threads))
+        worker = Worker(setup, mailbox, loops, Context(threads=setup.worker.threads))
+        return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 
     def _channel(self, post: Post) -> tuple[Writer, dict[str, Reader]]:
         if post.address not in self._ends:
@@ -76,22 +92,44 @@ class LocalJob:
         return self._channel(post)[1][worker]
 
     def steps(self, count: int) -> Iterator[Step]:
-        """Run `count` more steps and give each as it finishes."""
-        homes = {task.name: worker for worker in self.workers.values() for task in worker.setup.tasks}
-        for step in range(self._finished, self._finished + count):
-            for event in self.plan.schedule.events:
-                if event.kind == "fire":
-                    worker = homes[event.node]
-                    torch.set_num_threads(worker.setup.worker.threads)
-                    worker.fire(worker.setup.task(event.node), step, event.part)
+        """Run the next `count` steps and give each as it finishes; those that a checkpoint holds are not given again."""
+        self._asked += count
+        while self._finished < self._asked:
+            step = self._finished
+            self._fire(step, step + 1)
             self._finished = step + 1
+            if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
+                self._save(self._finished)
             yield self._report(step)
+
+    def _fire(self, step: int, until: int) -> None:
+        """Fire every node for `step` that has not, of the workers that are to get as far as `until`."""
+        for event in self.plan.schedule.events:
+            progress = self._homes[event.node]
+            if event.kind == "fire" and progress.fired <= step < until + progress.lead:
+                torch.set_num_threads(progress.worker.setup.worker.threads)
+                progress.worker.fire(progress.worker.setup.task(event.node), step, event.part)
+        for progress in self.progress.values():
+            if progress.fired <= step < until + progress.lead:
+                progress.finish(step)
+
+    def _save(self, step: int) -> None:
+        """Fire ahead what the checkpoint needs, one step after another, and make it whole."""
+        assert self.checkpoints is not None
+        for ahead in range(max(progress.lead for progress in self.progress.values())):
+            self._fire(step + ahead, step)
+        for progress in self.progress.values():
+            progress.save(step)
+            progress.wait()
+        self.checkpoints.commit(step)
+        for trouble in self.checkpoints.troubles:
+            raise CheckpointError(trouble)
 
     def _report(self, step: int) -> Step:
         metrics: dict[str, float] = {}
         spans: list[Span] = []
-        for worker in self.workers.values():
-            found, times = worker.report()
+        for progress in self.progress.values():
+            found, times = progress.step(step)
             metrics |= found
             spans += times
         seconds = sum(s.end_s - s.start_s for s in spans)

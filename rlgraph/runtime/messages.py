@@ -45,8 +45,48 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
+class Written(msgspec.Struct, frozen=True):
+    """A file of a checkpoint, by its path in the checkpoint's folder."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one worker puts into a checkpoint: `file` holds its nodes, the others the model it trains."""
+
+    worker: str
+    nodes: tuple[str, ...]
+    rank: int
+    world: int
+    file: str
+    written: tuple[Written, ...]
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True):
+    """A worker's part of the checkpoint after `step` steps is on the disk."""
+
+    step: int
+    part: Part
+
+
+class NotSaved(msgspec.Struct, tag=True, frozen=True):
+    """A worker could not write its part of a checkpoint."""
+
+    step: int
+    worker: str
+    message: str
+
+
 class Go(msgspec.Struct, tag=True, frozen=True):
     """The tick of `step` has been sent: fetch it. Until then a worker sleeps here rather than poll for it."""
+
+    step: int
+
+
+class Save(msgspec.Struct, tag=True, frozen=True):
+    """Complete the checkpoint after `step` steps; no further tick comes before that is done."""
 
     step: int
 
@@ -55,7 +95,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Close everything and end."""
 
 
-Message: TypeAlias = Hello | Ready | Report | Failure | Go | Stop
+Message: TypeAlias = Hello | Ready | Report | Failure | Saved | NotSaved | Go | Save | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -1,6 +1,7 @@
 """A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
 
 import os
+import threading
 import traceback
 from multiprocessing.connection import Client, Connection
 
@@ -11,6 +12,7 @@ from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
+from rlgraph.runtime.progress import Progress
 from rlgraph.runtime.status import BETWEEN, StatusWriter
 from rlgraph.runtime.tasks import Post, WorkerSetup
 from rlgraph.runtime.worker import Loop, Worker
@@ -26,7 +28,8 @@ class Process:
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
         self.status = StatusWriter(setup.status)
         self.mailbox = Mailbox()
-        self.worker: Worker | None = None
+        self.progress: Progress | None = None
+        self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
         self.stopped = False
 
     def open(self) -> None:
@@ -57,13 +60,13 @@ class Process:
         context = Context(
             rank=worker.rank, world=worker.world, threads=worker.threads, rendezvous=rendezvous, device=device, shared=self.setup.shared
         )
-        self.worker = Worker(self.setup, self.mailbox, loops, context, self.status.enter)
+        self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
         try:
-            self.worker.load()
+            self.progress.load()
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(-1, "start", error)
             return
-        messages.send(self.control, messages.Ready(self.name))
+        self._tell(messages.Ready(self.name))
 
     def _loop(self, plan: PlannedLoop, posts: tuple[Post, ...], dtype: str) -> Loop:
         import torch
@@ -72,28 +75,39 @@ class Process:
         if plan.name in self.weights:
             loop.writer = WeightsWriter(self.weights[plan.name], getattr(torch, dtype))
         if any(task.name in plan.readers for task in self.setup.tasks):
-            loop.reader = WeightsReader([self._connect(post) for post in posts], plan.buffers)
+            loop.reader = WeightsReader(
+                [self._connect(post) for post in posts], plan.buffers, self.setup.resume.step if self.setup.resume else 1
+            )
         return loop
 
     def step(self, step: int) -> int:
         """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
-        if self.stopped or self.worker is None or step < 0:
+        if self.stopped or self.progress is None or step < 0:
             return step
         try:
-            self.worker.step(step)
+            metrics, spans = self.progress.step(step)
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
-            self._fail(step, self.worker.doing, error)
+            self._fail(step, self.progress.worker.doing, error)
         else:
-            metrics, spans = self.worker.report()
             ends = self.mailbox.statistics()
             used, peaks = ({name: getattr(end, what) for name, end in ends.items()} for what in ("used", "peak_used"))
             self.status.enter(step, BETWEEN)
-            messages.send(
-                self.control,
-                messages.Report(self.name, step, metrics, spans, used, peaks, self.worker.taken_sampled(), self.worker.published_bytes()),
-            )
+            worker = self.progress.worker
+            sampled, published = worker.taken_sampled(), worker.published_bytes()
+            self._tell(messages.Report(self.name, step, dict(metrics), spans, used, peaks, sampled, published))
         self._sleep(step)
         return step
+
+    def _save(self, step: int) -> None:
+        assert self.progress is not None
+        try:
+            self.progress.save(step)
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
+            self._fail(step, self.progress.worker.doing, error)
+
+    def _tell(self, message: messages.Message) -> None:
+        with self._speaking:
+            messages.send(self.control, message)
 
     def _fail(self, step: int, node: str, error: Exception) -> None:
         """Tell the peers first, so that none waits for what will not come, then the driver."""
@@ -102,7 +116,7 @@ class Process:
         if not told:
             self.mailbox.fail(reason)
         trace = "" if told else traceback.format_exc()
-        messages.send(self.control, messages.Failure(self.name, step, node, type(error).__name__, str(error), trace))
+        self._tell(messages.Failure(self.name, step, node, type(error).__name__, str(error), trace))
 
     def _sleep(self, step: int) -> None:
         """Wait for the driver's word that a further tick has been sent: polling for the tick itself would cost a core."""
@@ -113,8 +127,10 @@ class Process:
                 os._exit(1)  # the driver is gone, and with it anyone to tell
             if isinstance(message, messages.Go) and message.step > step:
                 return
+            if isinstance(message, messages.Save):
+                self._save(message.step)
             if isinstance(message, messages.Stop):
                 self.stopped = True
-                assert self.worker is not None
-                self.worker.close()
+                assert self.progress is not None
+                self.progress.close()
                 self.control.close()

@@ -1,11 +1,12 @@
 """What a worker needs to know: its part of the plan, as values that can be sent to another process."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlgraph.columns import Column
 from rlgraph.graph import Graph, Model, Operation
+from rlgraph.planning.cut import leads, open_nodes
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 
 
@@ -53,6 +54,39 @@ class Post:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from."""
+
+    folder: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a worker does for checkpoints: it is `lead` firings ahead of the trained weights at each.
+
+    `token` is the attempt's own. `trained` says that its model's state is saved, `open` whose batches lie open then.
+    """
+
+    folder: str
+    token: str
+    every: int
+    lead: int
+    trained: bool
+    open: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt starts, and which checkpoints it writes: every `every` steps into `folder`, under a token of its own."""
+
+    resume: Resume | None = None
+    folder: str = ""
+    token: str = ""
+    every: int = 0
+
+
+@dataclass(frozen=True)
 class WorkerSetup:
     """All that one worker is started with."""
 
@@ -66,6 +100,14 @@ class WorkerSetup:
     authkey: bytes
     deadline_s: float
     shared: bool  # whether workers of other models have its GPUs in turns
+    saving: Saving | None = None
+    resume: Resume | None = None
+    begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
+
+    @property
+    def first(self) -> int:
+        """The step that this worker fires first."""
+        return self.begin[self.worker.nodes[0]]
 
     @property
     def status(self) -> Path:
@@ -81,8 +123,11 @@ def status_path(folder: str, worker: str) -> Path:
     return Path(folder) / f"{worker}.status"
 
 
-def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float) -> tuple[WorkerSetup, ...]:
+def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None) -> tuple[WorkerSetup, ...]:
     """Return what each worker of the plan is started with."""
+    start = start or Start()
+    lead = leads(plan) if start.folder else {}
+    begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
     channels = tuple((c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}")) for i, c in enumerate(plan.channels))
     loops = tuple((p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", shards=True)) for i, p in enumerate(plan.loops))
     return tuple(
@@ -97,9 +142,17 @@ def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: fl
             authkey=authkey,
             deadline_s=deadline_s,
             shared=any(set(worker.gpus) & set(other.gpus) for other in plan.workers if other.model != worker.model),
+            saving=_saving(plan, start, lead, worker) if start.folder else None,
+            resume=start.resume,
+            begin=begin,
         )
         for worker in plan.workers
     )
+
+
+def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWorker) -> Saving:
+    trained = any(plan.node(name).work == "train" for name in worker.nodes)
+    return Saving(start.folder, start.token, start.every, lead[worker.name], trained, open_nodes(plan, lead, worker))
 
 
 def _dtype(graph: Graph, loop: PlannedLoop) -> str:

@@ -4,7 +4,7 @@ Knows neither Ray nor processes: the local executor runs the same workers side b
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,7 +18,7 @@ from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
-from rlgraph.runtime.mailbox import Mailbox
+from rlgraph.runtime.mailbox import Inbox, Mailbox
 from rlgraph.runtime.parts import joined
 from rlgraph.runtime.tasks import Task, WorkerSetup
 
@@ -49,6 +49,7 @@ class Worker:
     sampled: list[Sampled] = field(default_factory=list)
     parts: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
     streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
+    kept: dict[str, list[Columns]] = field(default_factory=dict)  # parts of a batch that a checkpoint may need, by node
     doing: str = "starting"
 
     def load(self) -> None:
@@ -124,20 +125,46 @@ class Worker:
         columns: dict[str, Column] = {}
         for box in self.mailbox.read_by(task.name):
             wanted = task.messages(box.channel, step, part)
-            if wanted.start < 0:
+            if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.setup.begin[box.channel.writer]):
                 continue
             self.on_enter(step, f"waiting for channel '{box.channel.name}' (written by node '{box.channel.writer}')")
             self.doing = task.name
+            if step == self.setup.first and part == 0 and task.name == box.users[0]:
+                self._drop(box)
             with self._span(box.channel.name, "wait", step):
                 batch = box.take(wanted, self.setup.deadline_s)
             for name in task.columns.get(box.channel.writer, ()) if box.channel.kind == "batch" else ():
                 columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
         return columns
 
+    def _drop(self, box: Inbox) -> None:
+        """Drop what this worker had read before the checkpoint that it goes on from, but another reader of the channel had not."""
+        parts, begin = box.channel.parts, [self.setup.begin[reader] for reader in box.channel.readers]
+        for message in range(min(begin) * parts, self.setup.first * parts) if box.channel.kind == "batch" else ():
+            box.take((message,), self.setup.deadline_s)
+            box.done(box.users[-1], (message,))
+
+    def reopen(self, step: int, opened: Mapping[int, Mapping[str, Sequence[Columns]]]) -> None:
+        """Go on from a checkpoint after `step` steps: put what lies open into the channels again, and publish its weights."""
+        for at in sorted(opened):
+            for task in self.setup.tasks:
+                for part, columns in enumerate(opened[at].get(task.name, ())):
+                    self._put(task, at * task.chunks + part, columns)
+        for loop in self.loops:
+            if loop.writer is not None:
+                loop.writer.publish(step, self.context.engine.weights(), self.setup.deadline_s)
+            if loop.reader is not None:
+                self.context.version = step - 1
+        self.kept = {}
+
     def _put(self, task: Task, message: int, columns: Columns) -> None:
+        if self.setup.saving is not None and task.name in self.setup.saving.open:
+            self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
+        step = message // task.chunks
         for box in self.mailbox.written_by(task.name):
-            room = f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})"
-            self.on_enter(message // task.chunks, room)
+            if step < min(self.setup.begin[reader] for reader in box.channel.readers):
+                continue  # read before the checkpoint that this run goes on from
+            self.on_enter(step, f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
             box.put(message, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
@@ -147,6 +174,14 @@ class Worker:
         self.load_up_to(loop, node, step, step - loop.plan.depth)
         if loop.plan.freshest:
             self.load_published(loop, node, step)
+
+    def _newest(self, step: int) -> float:
+        """Return the newest version that a rollout may take: one that lies open at a checkpoint has nothing that came after it."""
+        saving = self.setup.saving
+        if saving is None:
+            return float("inf")
+        cut = step // saving.every * saving.every
+        return cut if cut and step < cut + saving.lead else float("inf")
 
     def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
         """Load the versions up to `version`, waiting for each."""
@@ -164,11 +199,11 @@ class Worker:
     def load_published(self, loop: Loop, node: str, step: int) -> None:
         """Load every version that is there, without waiting for one."""
         assert loop.reader is not None
-        while True:
+        while self.context.version < self._newest(step):
             try:
                 weights = loop.reader.receive(self.context.version + 1, 0.0)
             except ChannelTimeout:
-                return
+                break
             self._swap(loop, node, step, weights)
 
     def _swap(self, loop: Loop, node: str, step: int, weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,152 @@
+"""The state of a trained model on disk, in shards: every rank writes its own rows and reads those it has now, however many ranks there are.
+
+torch.distributed.checkpoint does the work; nothing that is read back can run code.
+"""
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from rlgraph.errors import CheckpointError
+
+State = Mapping[str, torch.Tensor]  # DTensors where the ranks have rows of their own, else the same tensor on each
+CONTENTS = "torch.distributed.checkpoint.metadata"
+ALLOWED = {  # what a table of contents is made of; a pickle that asks for anything else is refused
+    *((CONTENTS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata")),
+    *((CONTENTS, name) for name in ("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    *(("torch", str(kind).removeprefix("torch.")) for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)),
+    ("torch.serialization", "_get_layout"),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+}
+
+
+def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the live weights and moments by name. Moments that the optimizer would make at its first step are made now."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters:
+        held = optimizer.state[parameter]
+        if not held:
+            held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            held["exp_avg"], held["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        found[f"weights.{name}"] = parameter.detach()
+        found |= {f"moments.{name}.{key}": value for key, value in held.items()}
+    return found
+
+
+class Staging:
+    """A copy of a state on the host, in memory that is kept: the run goes on while the copy is written."""
+
+    def __init__(self) -> None:
+        self.copy: dict[str, torch.Tensor] = {}
+
+    def take(self, state: State) -> Mapping[str, torch.Tensor]:
+        """Copy the state; blocks for as long as that takes."""
+        for name, tensor in state.items():
+            if name not in self.copy:
+                self.copy[name] = _host_like(tensor)
+            _local(self.copy[name]).copy_(_local(tensor.detach()))
+        return self.copy
+
+
+def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
+    """Write this rank's part, to disk and not only to its cache; return the files. `group` is None for a world of one.
+
+    Raises CheckpointError where the folder cannot be written.
+    """
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    try:
+        with _unwarned():
+            save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+    files = sorted(folder.glob(f"__{rank}_*"))
+    return [*files, folder / ".metadata"] if rank == 0 else files
+
+
+def read(folder: Path, state: State, world: int) -> None:
+    """Fill the live tensors of `state` with what was written, whatever the number of ranks that wrote it.
+
+    Raises CheckpointError where a tensor is missing or has another shape.
+    """
+    reader = _Reader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        if name not in known:
+            raise CheckpointError(f"folder '{folder}' holds no '{name}'; it is a checkpoint of another model or optimizer")
+        size = tuple(getattr(known[name], "size", ()))
+        if size != tuple(tensor.shape):
+            raise CheckpointError(
+                f"folder '{folder}': '{name}' has shape {size}, the model's is {tuple(tensor.shape)}; it is another model"
+            )
+    try:
+        with _unwarned():
+            load(dict(state), storage_reader=reader, no_dist=world == 1)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+
+
+def writing_group(world: int, timeout: Any) -> Any:
+    """Return a group for writing beside the run, whose collectives do not mix with those of training; every rank calls it."""
+    return dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+
+
+class _Reader(FileSystemReader):
+    """Reads the table of contents with nothing but the classes that it is made of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(os.path.join(self.path, ".metadata"), "rb") as file:
+            metadata = _Contents(file).load()
+        assert isinstance(metadata, Metadata)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Contents(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return super().find_class(module, name)
+        raise CheckpointError(f"the table of contents of a checkpoint asks for '{module}.{name}', which none that rlgraph wrote does")
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu")
+    # A DTensor of the mesh it came from, over memory of the host: only its rows and their place are looked at.
+    local = torch.empty_like(tensor.to_local(), device="cpu")
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """A world of one has nobody to agree with, of which torch warns at every call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause in a few words; several ranks may have one each."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values())) if failures else error
+    found = first[0] if isinstance(first, tuple) else first
+    return f"{type(found).__name__}: {str(found).splitlines()[0] if str(found) else ''}"

@@ -1,0 +1,43 @@
+"""What makes two graphs the same run: the nodes, what they read and write, the depths. Not learning rates, pools or ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from rlgraph.graph import Graph
+from rlgraph.planning.plan import Plan
+
+SCALARS = (str, int, float, bool, type(None))
+
+
+def identity(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """Return what a checkpoint and the graph that goes on from it must share, as plain values."""
+    nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
+    loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.freshest} for p in plan.loops}
+    return {"name": graph.name, "nodes": nodes, "feedback": loops}
+
+
+def settings(graph: Graph, every: int) -> dict[str, Any]:
+    """Return how the models and losses of a graph are set, for people to read."""
+    models = {node.name: _plain(node.model) for node in graph.nodes if node.model is not None}
+    losses = {n.name: repr(n.operation.loss) for n in graph.nodes if hasattr(n.operation, "loss")}
+    return {"every": every, "models": models, "losses": losses}
+
+
+def _plain(value: Any) -> dict[str, str]:
+    return {f.name: repr(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else {"model": repr(value)}
+
+
+def difference(saved: Any, now: Any, where: str = "") -> str:
+    """Return the first place at which two plain values differ, in words, or an empty text."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*saved, *now)):
+            place = f"{where} '{key}'".strip()
+            if key not in saved or key not in now:
+                return f"{place} is {'new' if key in now else 'missing now'}"
+            if found := difference(saved[key], now[key], place):
+                return found
+        return ""
+    if isinstance(saved, Sequence) and isinstance(now, Sequence) and not isinstance(saved, str):
+        return "" if list(saved) == list(now) else f"{where} was {list(saved)} and is {list(now)}"
+    return "" if saved == now else f"{where} was {saved!r} and is {now!r}"
