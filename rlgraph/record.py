@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 from rich.console import Console
@@ -26,7 +26,8 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
 
     The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, the timelines
     `predicted.json` and `measured.json` for ui.perfetto.dev, and `reward.svg`. Once there are steps to learn from, picture
-    and prediction use the measured seconds of each node. Files of an earlier run in the folder are replaced.
+    and prediction use the measured seconds of each node. Files of an earlier run in the folder are replaced; a job that went on from
+    a checkpoint goes on with `metrics.jsonl`, with one line for each step.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,8 +40,8 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[last]}"), TimeElapsedColumn())
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
     try:
-        with progress, (folder / "metrics.jsonl").open("w") as lines:
-            task = progress.add_task("steps", total=steps, last="starting the first step")
+        with progress, _lines(folder / "metrics.jsonl", job.finished) as lines:
+            task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step")
             for step in job.steps(steps):
                 done.append(step)
                 lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
@@ -52,6 +53,18 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     finally:
         if done:
             _conclude(job, plan, done, folder, console)
+
+
+def _lines(path: Path, finished: int) -> TextIO:
+    """Return the file of metrics open at its end, with the lines of the first `finished` steps and no others."""
+    file = path.open("a+" if finished else "w+")
+    file.seek(0)
+    end = 0
+    while (line := file.readline()).endswith("\n") and json.loads(line)["step"] < finished:
+        end = file.tell()
+    file.seek(end)
+    file.truncate()
+    return file
 
 
 def _summary(step: Step) -> str:

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Listener
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -14,7 +15,7 @@ from rich.status import Status
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
-from rlgraph.runtime import dispatch, messages
+from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.tasks import Start, setups
 
@@ -53,7 +54,9 @@ class Attempt:
             raise
 
     def _start(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="rlgraph-")
+        leftovers.sweep()
+        self.folder = tempfile.mkdtemp(prefix=leftovers.PREFIX)
+        leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
         self._owns_ray = dispatch.start_ray()
         address = f"{self.folder}/driver"
@@ -63,6 +66,7 @@ class Attempt:
             self._actors = [dispatch.create(setup, address) for setup in crew]
             ray.get([actor.open.remote() for actor in self._actors])
             welcoming.join()
+        leftovers.claim(Path(self.folder), self._crew.pids.values(), [dispatch.session_folder()] if self._owns_ray else ())
         started = [actor.start.remote() for actor in self._actors]
         with Status("", console=Console(stderr=True)) as status:
             self._crew.until_ready(lambda missing: status.update(f"starting workers, waiting for {', '.join(missing)}"))

@@ -94,6 +94,12 @@ def start_ray() -> bool:
     return True
 
 
+def session_folder() -> str:
+    """Return where the Ray that `start_ray` started keeps its logs and sockets."""
+    folder: str = ray._private.worker._global_node.get_session_dir_path()
+    return folder
+
+
 def stop_ray() -> None:
     """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
     ray.shutdown()
