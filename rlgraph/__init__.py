@@ -14,6 +14,7 @@ from rlgraph.nodes.advantages import advantages
 from rlgraph.nodes.base import node
 from rlgraph.nodes.correction import filter_groups, rollout_correction
 from rlgraph.nodes.critic import Critic
+from rlgraph.nodes.dynamic_sampling import Refill
 from rlgraph.nodes.policy import Policy
 from rlgraph.nodes.prompts import prompts
 from rlgraph.nodes.reference import Reference
@@ -42,6 +43,7 @@ __all__ = [
     "Policy",
     "Pool",
     "Reference",
+    "Refill",
     "RlgraphError",
     "Sampling",
     "Tools",

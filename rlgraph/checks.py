@@ -147,6 +147,23 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
                 )
 
 
+def drawn_prompts_have_one_reader(graph: "Graph") -> None:
+    takers = {id(n.operation.draws_from): n for n in graph.nodes if hasattr(n.operation, "draws_from")}
+    for node in graph.nodes:
+        drawn = [o.node for o in node.inputs if id(o.node.operation) in takers]
+        if hasattr(node.operation, "draws_from") and takers[id(node.operation.draws_from)] is not node:
+            raise GraphError(
+                f"nodes '{node.name}' and '{takers[id(node.operation.draws_from)].name}' draw from one source of prompts, each as many as "
+                "it needs, so that prompts would be trained twice; declare a source for each"
+            )
+        if drawn:
+            taker = takers[id(drawn[0].operation)].name
+            raise GraphError(
+                f"node '{node.name}' reads from '{drawn[0].name}', but '{taker}' draws these prompts by itself, as many as it needs: "
+                f"the two would speak of different ones; pass '{taker}' in place of '{drawn[0].name}'"
+            )
+
+
 def depth_buys_something(graph: "Graph") -> None:
     pools = {node.pool.name for node in graph.nodes if node.pool is not None}
     for feedback in graph.feedbacks:
@@ -214,6 +231,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     names_are_unique,
     feedbacks_are_closed,
     feedbacks_close_a_cycle,
+    drawn_prompts_have_one_reader,
     depth_buys_something,
     continuous_rollouts_have_their_pool_alone,
     passes_come_before_the_update,

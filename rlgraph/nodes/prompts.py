@@ -1,7 +1,8 @@
 """Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +38,12 @@ class Prompts:
     def batch(self, step: int) -> dict[str, Column]:
         """Return the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field."""
         positions = range(step * self.count, (step + 1) * self.count)
-        items = [self.item(position) for position in positions]
-        columns: dict[str, Column] = {
-            "prompt_texts": [item[self.prompt_field] for item in items],
-            "prompt_ids": torch.tensor(list(positions), dtype=torch.int64),
-        }
+        ids = torch.tensor(list(positions), dtype=torch.int64)
+        return {"prompt_ids": ids, **self.columns([self.item(position) for position in positions])}
+
+    def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+        """Return `prompt_texts` and one column for each further field, one row an item."""
+        columns: dict[str, Column] = {"prompt_texts": [item[self.prompt_field] for item in items]}
         for name in self.fields:
             columns[plural(name)] = _column(name, [item[name] for item in items])
         return columns
@@ -53,13 +55,17 @@ class Prompts:
     def item(self, position: int) -> Mapping[str, Any]:
         """Return the item at a place of the endless order: one seeded permutation of the data set after another."""
         epoch, place = divmod(position, len(self.data))
-        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
-        item = self.data[int(order[place])]
+        index = int(_order(len(self.data), self.seed, epoch)[place])
+        item = self.data[index]
         if not isinstance(item.get(self.prompt_field), str):
-            raise DataError(
-                f"item {int(order[place])} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text"
-            )
+            raise DataError(f"item {index} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text")
         return item
+
+
+@lru_cache(maxsize=4)  # a batch is of one epoch or two
+def _order(length: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order of an epoch, a permutation of the data set."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def prompts(data: Dataset, count: int, *, seed: int = 0, prompt: str = "prompt", name: str = "prompts") -> Output:

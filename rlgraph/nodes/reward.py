@@ -62,13 +62,14 @@ def reward(
     response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
     column of another kind.
     """
-    _check_column(name, writes)
+    check_column(name, writes)
     where = f"node '{name}'"
     operation = Reward(scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group)
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 
 
-def _check_column(name: str, writes: object) -> None:
+def check_column(name: str, writes: object) -> None:
+    """Raise GraphError unless rewards can go to a column of that name."""
     if not isinstance(writes, str) or not writes:
         raise GraphError(f"node '{name}' has writes={writes!r}; name the column that the rewards go to, as writes='baseline_rewards'")
     spec = COLUMNS.get(writes)

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -15,6 +15,9 @@ from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.decoding import Decoding, Joining, joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.tools import Tools
+
+if TYPE_CHECKING:
+    from rlgraph.nodes.dynamic_sampling import Refill
 
 WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "group_ids")
 
@@ -80,6 +83,7 @@ class Generator(Model):
         chunks: int = 1,
         interrupt: Running | None = None,
         continuous: bool = False,
+        refill: "Refill | None" = None,
         name: str = "rollout",
     ) -> Output:
         """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
@@ -97,31 +101,47 @@ class Generator(Model):
         leave in order all the same. Alone, it waits for exactly that version, and a run depends on its seed and depth alone; with
         `interrupt` when versions arrive depends on the clock. The bound holds for every token.
 
+        `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: groups whose rewards are all equal are replaced, within the
+        step, by the next prompts of the data order. The rollout then walks that order itself: what a prompt comes with (`answers`
+        and so on) and the `rewards` are columns of its own, so pass it to the nodes behind in place of `prompts`.
+
         Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge,
-        chunks that do not divide the prompts of a step, or `interrupt` or `continuous` at depth 0.
+        chunks that do not divide the prompts of a step, `interrupt` or `continuous` at depth 0, or `refill` with what it cannot go with.
         """
-        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-            raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
-        if weights is not None and not isinstance(weights, Feedback):
-            raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
-        if max_turns is not None and tools is None:
-            raise GraphError(
-                f"node '{name}' has max_turns={max_turns} but no tools, so there is one turn; pass tools= or leave max_turns out"
-            )
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise GraphError(f"node '{name}' has chunks={chunks!r}; a batch leaves in a whole number of parts, at least 1")
+        options = {"group_size": group_size, "chunks": chunks, "weights": weights, "sampling": sampling, "refill": refill}
+        _check_options(name, {**options, "tools": tools, "max_turns": max_turns})
         source = getattr(getattr(prompts, "node", None), "operation", None)
         rule = joining(name, weights, interrupt, continuous, source)
         operation = Rollout(
             self, group_size, sampling or self.sampling, tools, max_turns, chunks, f"{name}: ", rule, source if continuous else None
         )
         reads = ("prompt_texts", "prompt_ids")
+        if refill is not None:
+            return refill.declare(name, operation, prompts, weights)
         rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
         return Output(
             declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights, chunks=chunks)
         )
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise GraphError for what no rollout can have."""
+    group_size, chunks = options["group_size"], options["chunks"]
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise GraphError(f"node '{name}' has chunks={chunks!r}; a batch leaves in a whole number of parts, at least 1")
+    weights, sampling, refill = options["weights"], options["sampling"], options["refill"]
+    if weights is not None and not isinstance(weights, Feedback):
+        raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
+    if options["max_turns"] is not None and options["tools"] is None:
+        raise GraphError(
+            f"node '{name}' has max_turns={options['max_turns']} but no tools, so there is one turn; pass tools= or leave max_turns out"
+        )
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
+    if refill is not None and not hasattr(refill, "declare"):
+        raise GraphError(f"node '{name}' has refill={refill!r}; pass what to refill by, as refill=rg.Refill(reward=right)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +177,10 @@ class Rollout:
 
     def check(self, node: Node) -> None:
         """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        self.check_prompts(node, node.source_of("prompt_texts").operation)
+
+    def check_prompts(self, node: Node, source: object) -> None:
+        """Raise DataError for a folder that is no model, or a prompt of the source that does not fit."""
         from transformers import AutoTokenizer
 
         from rlgraph.engines.pretrained import check_model
@@ -167,7 +191,6 @@ class Rollout:
         room = context - self.sampling.max_tokens
         if room < 1:
             raise DataError(f"node '{node.name}' samples {self.sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
-        source = node.source_of("prompt_texts").operation
         if not isinstance(source, Prompts):
             return
         tokenizer = AutoTokenizer.from_pretrained(self.generator.path)
@@ -193,7 +216,7 @@ class Rollout:
         decoding.begin(step, self._all_requests(context, columns))
         for rows, requests in zip(self._shares(context, ids), self._requests(context, columns), strict=True):
             responses = decoding.take(step, requests)
-            yield _columns([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
+            yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
 
     def _shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Return the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
@@ -210,7 +233,9 @@ class Rollout:
         encoded = context.tokenizer(self.generator.path)(list(texts))["input_ids"]
         return [
             [
-                Request(f"{self.prefix}{ids[row]}.{member}", encoded[row], self.sampling, _seed(self.generator.seed, int(ids[row]), member))
+                Request(
+                    f"{self.prefix}{ids[row]}.{member}", encoded[row], self.sampling, seed_of(self.generator.seed, int(ids[row]), member)
+                )
                 for row in rows
                 for member in range(self.group_size)
             ]
@@ -221,11 +246,13 @@ class Rollout:
         return list(itertools.chain(*self._requests(context, columns)))
 
 
-def _seed(seed: int, prompt: int, member: int) -> int:
+def seed_of(seed: int, prompt: int, member: int) -> int:
+    """Return the seed of a response: of the generator's, the place of its prompt in the data order and its own in the group."""
     return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
 
 
-def _columns(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
+def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
+    """Return the columns that every rollout writes, one row a response: prompts padded on the left, responses on the right."""
     tokens, mask = _padded(prompts, torch.int64, left=True)
     sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
     log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)

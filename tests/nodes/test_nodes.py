@@ -13,7 +13,7 @@ from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, checked_columns
 from rlgraph.nodes.prompts import Prompts, plural
-from rlgraph.nodes.rollout import _seed
+from rlgraph.nodes.rollout import seed_of
 from rlgraph.nodes.scoring import checked_rewards
 
 
@@ -178,8 +178,8 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 15)), min_size=2, max_size=40, unique=True))
-def test_each_response_of_a_run_is_sampled_with_a_seed_of_its_own(places: list[tuple[int, int, int]]) -> None:
-    assert len({_seed(*place) for place in places}) == len(places)
+def test_each_response_of_a_run_is_sampled_with_aseed_of_of_its_own(places: list[tuple[int, int, int]]) -> None:
+    assert len({seed_of(*place) for place in places}) == len(places)
 
 
 def test_every_column_says_what_it_is() -> None:
