@@ -21,8 +21,8 @@ class Config:
     group_size: int = 4  # responses a prompt; a critic needs no group
     max_tokens: int = 5  # tokens a response
     lr: float = 5e-6
-    critic_lr: float = 2e-5
-    critic_warmup: int = 0  # steps in which only the critic is trained
+    critic_lr: float = 1e-4
+    critic_warmup: int = 2  # steps in which only the critic is trained
     epochs: int = 1  # walks over a batch
     mini_batches: int = 2  # optimizer steps in a walk
     gamma: float = 1.0

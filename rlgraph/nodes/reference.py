@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlgraph.engines.adamw import AdamW
 from rlgraph.errors import GraphError
-from rlgraph.graph import Feedback, Output, declare
+from rlgraph.graph import Feedback, Node, Output, declare
 from rlgraph.nodes.policy import TOKENS, LogProbs, TrainedModel, sampling_temperature
 
 
@@ -31,7 +31,8 @@ class Reference(TrainedModel):
         both rollout and update. With an edge of `depth=0` they are those at the start of the update, as `policy.log_probs` gives,
         and the update waits for them.
 
-        Raises GraphError for an edge that takes the newest version, or what is no feedback edge.
+        Raises GraphError for what is no feedback edge, for one that takes the newest version, and for the own edge of a rollout
+        whose responses run through several versions.
         """
         if not isinstance(weights, Feedback):
             raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
@@ -40,5 +41,17 @@ class Reference(TrainedModel):
                 f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "
                 "use different ones; use an edge without freshest=True"
             )
+        mixed = next((o.node.name for o in inputs if _mixes_versions(o, weights)), None)
+        if mixed is not None:
+            raise GraphError(
+                f"node '{name}' follows the edge '{weights.name}' of '{mixed}', whose responses run through several versions (interrupt or "
+                "continuous): no one version wrote them; use an edge of its own with depth=0, or policy.log_probs(rollout)"
+            )
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("old_log_probs",), model=self, feedback=weights))
+
+
+def _mixes_versions(output: Output, weights: Feedback) -> bool:
+    node = getattr(output, "node", None)
+    rule = getattr(getattr(node, "operation", None), "joining", None)
+    return isinstance(node, Node) and node.feedback is weights and rule is not None and bool(rule.interrupt or rule.continuous)

@@ -41,6 +41,7 @@ def ppo(
     epochs: int = 1,
     mini_batches: int = 1,
     critic_warmup: int = 0,
+    chunks: int = 1,
 ) -> rg.Graph:
     path, train_pool, score_pool = str(model), rg.Pool("train"), rg.Pool("score")
     sampling = rg.Sampling(max_tokens=6, temperature=0.9)
@@ -51,7 +52,7 @@ def ppo(
     weights = rg.feedback("weights", depth=depth)
 
     prompts = rg.prompts(ITEMS, count=8, seed=3)
-    rollout = writer.rollout(prompts, weights, group_size=2)
+    rollout = writer.rollout(prompts, weights, group_size=2, chunks=chunks)
     old, ref, values = trained.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
     shaped = rg.kl_shaped_rewards(rollout, odd_tokens(rollout), old, ref, coef=0.01)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=1.0, lam=0.95))
@@ -146,6 +147,14 @@ def test_old_log_probs_are_those_of_the_weights_at_the_start_of_the_update(model
     assert [step["same"] for step in steps] == [1] * 4
     assert len({step["seen"] for step in steps}) == 4
     assert [abs(step["actor/ppo_kl"]) < 1e-6 for step in steps] == [True] * 4
+
+
+def test_a_rollout_in_parts_changes_neither_values_nor_what_is_learnt(model: Path) -> None:
+    whole, parts = here(ppo(model, depth=1), 3), here(ppo(model, depth=1, chunks=4), 3)
+    for a, b in zip(whole, parts, strict=True):
+        assert a["digest/tokens"] == b["digest/tokens"]
+        for name in ("critic/values/mean", "critic/returns/mean", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
 
 
 def followed(model: Path, depth: int, edge: str, policy: type[rg.Policy] = rg.Policy) -> rg.Graph:

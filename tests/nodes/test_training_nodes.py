@@ -1,0 +1,79 @@
+"""Policy, critic and reference where they are declared: settings without a meaning are refused, with the reason."""
+
+from typing import Any
+
+import pytest
+
+import rlgraph as rg
+from rlgraph.errors import GraphError
+
+
+def graph_parts() -> Any:
+    pool = rg.Pool("train")
+    policy, critic = rg.Policy("m", pool=pool), rg.Critic("m", pool=pool)
+    prompts = rg.prompts([{"prompt": "?"}], count=3)
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, group_size=2)
+    return policy, critic, rollout, rg.advantages(rollout, rg.reward(length, rollout), estimator=rg.GRPO())
+
+
+def length(responses: list[str]) -> list[float]:
+    return [float(len(r)) for r in responses]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mini_batches": 4}, "has mini_batches=4 of a batch of 6 rows; the parts are to be equally large"),
+        ({"mini_batches": 0}, "mini_batches is a whole number of at least 1"),
+        ({"epochs": 1.5}, "epochs is a whole number of at least 1"),
+        ({"critic_warmup": -1}, "critic_warmup is a whole number of at least 0"),
+        ({"critic_warmup": 2}, "has critic_warmup=2, but no critic's values lead to it"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused_where_they_are_declared(settings: dict[str, Any], message: str) -> None:
+    policy, _, rollout, advantages = graph_parts()
+    with pytest.raises(GraphError, match=message):
+        policy.update(rollout, advantages, loss=rg.ClippedLoss(), **settings)
+
+
+def test_weights_of_a_critic_close_no_feedback() -> None:
+    _, critic, rollout, _ = graph_parts()
+    values = critic.values(rollout)
+    targets = rg.advantages(rollout, rg.reward(length, rollout), values, estimator=rg.GAE())
+    step = critic.update(rollout, values, targets, loss=rg.ValueLoss())
+    with pytest.raises(GraphError, match="closed with the weights of 'critic_update', a critic"):
+        rg.feedback("weights", depth=0).close(step.weights)
+
+
+def test_a_reference_follows_no_edge_whose_version_nobody_knows() -> None:
+    _, _, rollout, _ = graph_parts()
+    reference = rg.Reference("m", pool=rg.Pool("logp"))
+    with pytest.raises(GraphError, match="takes the newest version there is: rollout and log-probs would use different ones"):
+        reference.old_log_probs(rollout, weights=rg.feedback("weights", depth=1, freshest=True))
+    with pytest.raises(GraphError, match="as weights; pass what rlgraph"):
+        reference.old_log_probs(rollout, weights="weights")
+
+
+def test_a_reference_follows_no_rollout_whose_responses_run_through_several_versions() -> None:
+    weights, prompts = rg.feedback("weights", depth=1), rg.prompts([{"prompt": "?"}], count=3)
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, weights, group_size=2, interrupt="keep")
+    reference = rg.Reference("m", pool=rg.Pool("logp"))
+    with pytest.raises(GraphError, match="of 'rollout', whose responses run through several versions"):
+        reference.old_log_probs(rollout, weights=weights)
+    assert reference.old_log_probs(rollout, weights=rg.feedback("old", depth=0)).columns == ("old_log_probs",)
+
+
+def test_a_reference_takes_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="optimizer"):
+        rg.Reference("m", pool=rg.Pool("logp"), optimizer=rg.AdamW())
+
+
+def test_old_log_probs_declared_after_the_update_are_refused() -> None:
+    pool, weights = rg.Pool("train"), rg.feedback("weights", depth=0)
+    policy, prompts = rg.Policy("m", pool=pool), rg.prompts([{"prompt": "?"}], count=3)
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, weights, group_size=2)
+    advantages = rg.advantages(rollout, rg.reward(length, rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    with pytest.raises(GraphError, match="'old_log_probs' is declared after 'update' and would see the weights that it leaves"):
+        rg.Graph("late", step.metrics, policy.log_probs(rollout))
