@@ -1,0 +1,161 @@
+"""Every order of firing of a schedule: its state space, walked to the end, with the promises checked in each state.
+
+A firing starts (takes its tokens) and ends (gives them on) as two moves, so that work in service counts. What is checked is
+counted apart from the tokens: how often each event has started and ended, as differences. A state is one integer with a
+field of four bits for each count, so that a move is an addition and a test for zeros is one mask.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rlgraph.planning.events import load_event, publish_event
+from rlgraph.planning.schedule import Dependency, Event, Schedule
+
+FIELD, TOP, MOST = 4, 8, 7
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A count of starts and ends of events that must stay within 0 and `most` in every state."""
+
+    what: str
+    most: int
+    up: tuple[str, ...]  # moves that add one, as "start rollout"
+    down: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a walk found: how many states, and what went wrong, or "" if nothing did."""
+
+    states: int
+    fault: str
+
+
+@dataclass(frozen=True)
+class Gives:
+    """A dependency as the moves see it: `at` is the move that gives its token on, `times` how many it gives."""
+
+    dependency: Dependency
+    at: str
+    times: int = 1
+
+
+def promises(schedule: Schedule, depth: int, rollout: str, slots: Callable[[str], int]) -> list[Promise]:
+    """Return what must hold: open batches, messages of each channel in order and within its slots, one event of a pool at a time."""
+    first = load_event("weights", rollout)
+    last = publish_event("weights")
+    found = [Promise(f"at most {depth + 1} batches open", depth + 1, (f"start {first}",), (f"end {last}",))]
+    for d in schedule.dependencies:
+        if d.reason == "data":
+            found.append(
+                Promise(f"'{d.after}' reads what '{d.before}' wrote", slots(d.before), (f"end {d.before}",), (f"start {d.after}",))
+            )
+    for pool in {event.pool for event in schedule.events if event.pool}:
+        names = [event.name for event in schedule.events if event.pool == pool]
+        starts, ends = tuple(f"start {name}" for name in names), tuple(f"end {name}" for name in names)
+        found.append(Promise(f"one event of pool '{pool}' at a time", 1, starts, ends))
+    return found
+
+
+def admits(d: Dependency) -> bool:
+    """Return whether a dependency is the one that admits a batch: a published version frees a slot of the loop."""
+    return d.reason == "loop" and d.before == publish_event("weights")
+
+
+def harmless(schedule: Schedule, promised: Sequence[Promise]) -> bool:
+    """Return whether the turns in the pools keep every promise even if the loop admits batches without end."""
+    kept = replace(schedule, dependencies=tuple(d for d in schedule.dependencies if not admits(d)))
+    return not walk(kept, given(kept), promised).fault
+
+
+def given(schedule: Schedule) -> list[Gives]:
+    return [Gives(d, f"end {d.before}") for d in schedule.dependencies]
+
+
+def walk(schedule: Schedule, dependencies: Sequence[Gives], promised: Sequence[Promise]) -> Walk:
+    """Visit every state that any order of moves reaches; stop at the first in which a promise is broken or nothing can move."""
+    state, moves, checked = _encoded(schedule.events, dependencies, promised)
+    fields = len(dependencies) + len(promised) + len(schedule.events)
+    ones = sum(1 << (FIELD * i) for i in range(fields))
+    sevens, tops = MOST * ones, TOP * ones
+    low = sum(TOP << shift for shift, _ in checked)
+    room = sum((MOST - most - 1) << shift for shift, most in checked)  # a count is kept one higher, so that -1 is 0
+    seen, open_states = {state}, [state]
+    while open_states:
+        state = open_states.pop()
+        full = (state + sevens) & tops
+        stuck = True
+        for need, delta in moves:
+            if full & need == need:
+                stuck = False
+                reached = state + delta
+                if reached in seen:
+                    continue
+                if (reached + sevens) & low != low or (reached + room) & low:
+                    return Walk(len(seen), _broken(reached, checked, promised))
+                if len(seen) > 2_000_000:
+                    return Walk(len(seen), "without end")
+                seen.add(reached)
+                open_states.append(reached)
+        if stuck:
+            return Walk(len(seen), "deadlock")
+    return Walk(len(seen), "")
+
+
+def _encoded(
+    events: Sequence[Event], dependencies: Sequence[Gives], promised: Sequence[Promise]
+) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the first state, the moves as (fields that must not be zero, change), and the fields that are checked."""
+    token_at = [FIELD * i for i in range(len(dependencies))]
+    running_at = {event.name: FIELD * (len(dependencies) + i) for i, event in enumerate(events)}
+    promise_at = [FIELD * (len(dependencies) + len(events) + i) for i in range(len(promised))]
+    state = sum(g.dependency.tokens << at for g, at in zip(dependencies, token_at, strict=True)) + sum(1 << at for at in promise_at)
+    moves = []
+    for event in events:
+        for kind in ("start", "end"):
+            move, need, delta = f"{kind} {event.name}", 0, 0
+            for gives, at in zip(dependencies, token_at, strict=True):
+                if kind == "start" and gives.dependency.after == event.name:
+                    need |= TOP << at
+                    delta -= 1 << at
+                if gives.at == move:
+                    delta += gives.times << at
+            if kind == "end":
+                need |= TOP << running_at[event.name]
+            delta += (1 if kind == "start" else -1) << running_at[event.name]
+            delta += sum(((move in p.up) - (move in p.down)) << at for p, at in zip(promised, promise_at, strict=True))
+            moves.append((need, delta))
+    return state, moves, [(at, p.most) for at, p in zip(promise_at, promised, strict=True)]
+
+
+def _broken(state: int, checked: Sequence[tuple[int, int]], promised: Sequence[Promise]) -> str:
+    counts = [((state >> at) & 15) - 1 for at, _ in checked]
+    return next(p.what for p, count in zip(promised, counts, strict=True) if not 0 <= count <= p.most)
+
+
+def faults(schedule: Schedule, update: str) -> dict[str, tuple[Schedule, list[Gives]]]:
+    """Return the schedule with each seeded fault: a defect that an implementation could have."""
+    sound = given(schedule)
+
+    def changed(which: Callable[[Dependency], bool], change: Callable[[Gives], Gives]) -> tuple[Schedule, list[Gives]]:
+        index = next(i for i, gives in enumerate(sound) if which(gives.dependency))
+        return schedule, [change(gives) if i == index else gives for i, gives in enumerate(sound)]
+
+    def doubled(gives: Gives) -> Gives:
+        return replace(gives, dependency=replace(gives.dependency, tokens=gives.dependency.tokens + 1))
+
+    return {
+        "slot freed early": changed(admits, lambda gives: replace(gives, at=f"start {update}")),
+        "token lost": changed(lambda d: d.reason == "data" and d.after == update, lambda gives: replace(gives, times=0)),
+        "token doubled": changed(admits, doubled),
+        "order swapped": _swapped(schedule, update),
+    }
+
+
+def _swapped(schedule: Schedule, update: str) -> tuple[Schedule, list[Gives]]:
+    """Let the publish of a version take its turn before the update that makes it."""
+    last = publish_event("weights")
+    kept = [d for d in schedule.dependencies if d.reason != "order" or {d.before, d.after} != {update, last}]
+    turned = replace(schedule, dependencies=(*kept, Dependency(last, update, 0, "order"), Dependency(update, last, 1, "order")))
+    return turned, given(turned)
