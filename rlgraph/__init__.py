@@ -26,6 +26,7 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
 from rlgraph.record import record
 from rlgraph.runtime.machine import local_cluster
+from rlgraph.tuning import tune
 
 __all__ = [
     "GAE",
@@ -66,4 +67,5 @@ __all__ = [
     "scorers",
     "shaped_rewards",
     "tools",
+    "tune",
 ]

@@ -60,7 +60,7 @@ class Plan(values.Plan):
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
-        return _dressed(values.Plan.from_json(text), None)
+        return dressed(values.Plan.from_json(text), None)
 
     def launch(
         self,
@@ -136,7 +136,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """
     if not isinstance(graph, Graph):
         raise PlanError(f"compile was given {type(graph).__name__}; pass a Graph, as compile(rg.Graph('name', step.metrics), cluster)")
-    return _dressed(compile_plan(graph, cluster, costs), graph)
+    return dressed(compile_plan(graph, cluster, costs), graph)
 
 
 def profile(graph: Graph, cluster: Cluster, steps: int = 3) -> Costs:
@@ -157,5 +157,6 @@ def _bare(plan: values.Plan) -> values.Plan:
     return values.Plan(**{f.name: getattr(plan, f.name) for f in fields(values.Plan)})
 
 
-def _dressed(plan: values.Plan, graph: Graph | None) -> Plan:
+def dressed(plan: values.Plan, graph: Graph | None) -> Plan:
+    """Return the plan of a graph as one that prints, draws and launches."""
     return Plan(**{f.name: getattr(plan, f.name) for f in fields(values.Plan)}, source=graph)

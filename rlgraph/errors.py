@@ -44,6 +44,10 @@ class StalenessError(RlgraphError):
     """A batch is older than the bound of its graph: a defect of rlgraph, never of its user."""
 
 
+class CertificateError(RlgraphError):
+    """A run did what its plan's certificate rules out: a defect of rlgraph, never of its user."""
+
+
 class NodeError(RlgraphError):
     """A node raised; the message names node, step and worker and holds the original traceback."""
 

@@ -1,7 +1,8 @@
 """What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from rlgraph.errors import PlanError
@@ -56,8 +57,8 @@ class Costs:
 
     def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
         """Return the mean seconds of one firing of `node`."""
-        steps = self.steps_drawn(rows_drawn or setting.rows) if self.varies(node) else 1
-        return float(self.seconds(node, setting, steps, rows_drawn).mean())
+        rows = rows_drawn or setting.rows
+        return _mean(self.law(node), setting, self.lengths, self.steps_drawn(rows) if self.varies(node) else 1, rows)
 
     def varies(self, node: str) -> bool:
         """Return whether single firings of `node` differ."""
@@ -73,6 +74,11 @@ class Costs:
         elsewhere = self.law(node).measured not in (None, setting)
         return "scaled" if elsewhere else self.source
 
+    def only(self, names: Iterable[str]) -> "Costs":
+        """Return the costs without nodes of other names."""
+        kept = set(names)
+        return replace(self, nodes={name: cost for name, cost in self.nodes.items() if name in kept})
+
     def to_file(self, path: str | Path) -> None:
         """Write the costs as YAML; `Costs.from_file` reads them again."""
         from rlgraph.planning.costs_file import written
@@ -85,6 +91,11 @@ class Costs:
         from rlgraph.planning.costs_file import read
 
         return read(path)
+
+
+@lru_cache(maxsize=4096)
+def _mean(law: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows: int) -> float:
+    return float(law.seconds(setting, lengths, steps, rows).mean())
 
 
 # Device-seconds of equally large models, by kind of work: a training token costs three forward ones (Kaplan et al., 2020,

@@ -14,6 +14,7 @@ from rlgraph.planning.costs import Costs
 from rlgraph.planning.fit import measured_costs
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Sampled, Span
+from rlgraph.planning.watch import Observed, Watch
 from rlgraph.runtime.attempt import Attempt
 from rlgraph.runtime.checkpoint import Checkpoints, Recovery
 from rlgraph.runtime.measure import Step, averaged, timings
@@ -45,6 +46,7 @@ class Job:
         self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
+        self._watch = Watch(plan)
         self._last_s = self._start_s = 0.0
 
     def _new_attempt(self, start: Start | None = None) -> Attempt:
@@ -90,6 +92,7 @@ class Job:
 
         Raises NodeError for a node that failed, WorkerDied for a process that ended, ChannelTimeout for a deadline that
         expired, when the job has been started again as often as `restarts` allows; it is closed by then.
+        Raises CertificateError for a run that exceeds its plan's certificate.
         """
         self._asked += count
         while self._finished < (last := self._last()):
@@ -159,7 +162,9 @@ class Job:
         self._published_bytes = sum(report.published_bytes for report in reports)
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
-        return Step(index, metrics, int(metrics.get("staleness/max", 0)), seconds)
+        behind = int(metrics.get("staleness/max", 0))
+        self._watch.see(index, spans, behind, {end: peak for report in reports for end, peak in report.peaks.items()})
+        return Step(index, metrics, behind, seconds)
 
     def _hear(self) -> None:
         for news in self._attempt.news() if self._checkpoints else ():
@@ -193,6 +198,11 @@ class Job:
     def spans(self) -> Sequence[Span]:
         """Return what each worker did so far, in seconds from the first tick."""
         return [Span(s.name, s.kind, s.step, s.worker, s.start_s - self._start_s, s.end_s - self._start_s, s.version) for s in self._spans]
+
+    @property
+    def observed(self) -> Observed:
+        """The most staleness, open batches and slots in use so far, each of which the plan's certificate bounds."""
+        return self._watch.observed
 
     def costs(self) -> Costs:
         """Return what each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.

@@ -1,14 +1,10 @@
 """A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows."""
 
-from collections.abc import Iterator, Sequence
-
-from rich.cells import cell_len, set_cell_size
+from collections.abc import Sequence
 
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.views import words
-
-WIDTH = 100
-NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped
+from rlgraph.views.tables import aligned, wrapped
 
 
 def text(plan: Plan) -> str:
@@ -17,14 +13,14 @@ def text(plan: Plan) -> str:
     cycle = " -> ".join(map(words.clean, predicted.critical))
     round_s = words.seconds(predicted.period_s * predicted.critical_tokens, predicted.cost)
     sections = [
-        [*_wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
+        [*wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
         _pools(plan),
         _nodes(plan),
         _workers(plan),
         _channels(plan),
         *(_loop(loop, plan) for loop in plan.loops),
-        [*_wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
-        [line for advice in predicted.advice for line in _wrapped(f"advice: {advice}", indent=2)],
+        [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
+        [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
         _certificate(plan),
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in section) for section in sections if section)
@@ -40,7 +36,7 @@ def _pools(plan: Plan) -> list[str]:
     rows = [[p.name, words.devices(p), f"{p.busy:.0%}", _members(plan, p.name) or "no nodes of its own"] for p in plan.pools]
     if any(node.pool is None for node in plan.nodes):
         rows.append([words.HOST, "", "", _members(plan, None)])
-    return _table(["pool", "devices", ">busy", "nodes"], rows)
+    return aligned(["pool", "devices", ">busy", "nodes"], rows)
 
 
 def _members(plan: Plan, pool: str | None) -> str:
@@ -59,7 +55,7 @@ def _nodes(plan: Plan) -> list[str]:
         ]
         for node in plan.nodes
     ]
-    return _table(["node", "work", ">time", "is", ">rows", "writes"], rows)
+    return aligned(["node", "work", ">time", "is", ">rows", "writes"], rows)
 
 
 def _workers(plan: Plan) -> list[str]:
@@ -73,7 +69,7 @@ def _workers(plan: Plan) -> list[str]:
         gpus = [gpu for worker in crew for gpu in worker.gpus]
         place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(crew) > 1 else "")
         rows.append([name, str(len(crew)), place, ", ".join(map(words.clean, first.nodes))])
-    return _table(["worker", ">processes", "on", "fires in this order"], rows)
+    return aligned(["worker", ">processes", "on", "fires in this order"], rows)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -89,7 +85,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _channels(plan: Plan) -> list[str]:
     rows = [[c.name, c.transport, words.by_parts(c.slots, c.parts), _batch_size(c), _route(c)] for c in plan.channels]
-    return _table(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
+    return aligned(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
 
 
 def _batch_size(channel: PlannedChannel) -> str:
@@ -113,7 +109,7 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
         f"  the firing of step k uses {taken}; expected staleness {loop.staleness:.2f}",
         f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
     ]
-    return [part for line in lines for part in _wrapped(line, indent=4)]
+    return [part for line in lines for part in wrapped(line, indent=4)]
 
 
 def _certificate(plan: Plan) -> list[str]:
@@ -126,47 +122,4 @@ def _certificate(plan: Plan) -> list[str]:
         f"at most {words.counted(plan.window, 'step')} in flight",
         f"a step of {words.seconds(proof.period_s, plan.prediction.cost)}",
     ]
-    return [*_wrapped(f"certificate: {'; '.join(claims)}", indent=2)]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table; a head that begins with `>` aligns its column to the right, and the last column is wrapped."""
-    right = [name.startswith(">") for name in head]
-    cells = [[name.removeprefix(">") for name in head], *([words.clean(cell) for cell in row] for row in rows)]
-    widths = [min(max(cell_len(row[i]) for row in cells), NAME_MOST) for i in range(len(head) - 1)]
-    lines = []
-    for row in cells:
-        fixed = "  ".join(_cell(row[i], widths[i], right[i]) for i in range(len(widths)))
-        first, *more = _pieces(row[-1], WIDTH - cell_len(fixed) - 2) or [""]
-        lines += [f"{fixed}  {first}", *(f"{' ' * cell_len(fixed)}  {part}" for part in more)]
-    return lines
-
-
-def _cell(value: str, width: int, right: bool) -> str:
-    if cell_len(value) > width:
-        return set_cell_size(set_cell_size(value, width - 3).rstrip() + "...", width)
-    space = " " * (width - cell_len(value))
-    return space + value if right else value + space
-
-
-def _wrapped(line: str, indent: int = 0) -> Iterator[str]:
-    """Yield a line in parts of at most the page's width; all but the first are indented."""
-    lead = line[: len(line) - len(line.lstrip())]
-    parts = _pieces(line.strip(), WIDTH - max(indent, len(lead)))
-    for index, part in enumerate(parts):
-        yield (lead if index == 0 else " " * indent) + part
-
-
-def _pieces(line: str, room: int) -> list[str]:
-    """Split at spaces into parts of at most `room` cells; a word that is longer is broken."""
-    parts: list[str] = []
-    for word in line.split():
-        if parts and cell_len(f"{parts[-1]} {word}") <= room:
-            parts[-1] += f" {word}"
-            continue
-        while cell_len(word) > room:
-            kept = next(n for n in range(len(word), 0, -1) if cell_len(word[:n]) <= room)
-            parts.append(word[:kept])
-            word = word[kept:]
-        parts.append(word)
-    return parts
+    return [*wrapped(f"certificate: {'; '.join(claims)}", indent=2)]

@@ -1,0 +1,65 @@
+"""A run held against its certificate: what was observed never exceeds what was derived."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlgraph.errors import CertificateError
+from rlgraph.planning.events import load_event, publish_event
+from rlgraph.planning.plan import Plan, PlannedLoop
+from rlgraph.planning.schedule import Span
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The most that a run has shown so far, beside the limits of its certificate."""
+
+    staleness: int = 0
+    open_batches: int = 0
+    channel_slots: Mapping[str, int] | None = None  # in use at once, by channel
+
+
+class Watch:
+    """Takes the records of one step after another and raises at the first that the certificate rules out."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._published: dict[str, list[float]] = {loop.name: [] for loop in plan.loops}
+        self._slots = {channel.name: channel.slots for channel in plan.channels}
+        self.observed = Observed()
+
+    def see(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[str, int]) -> None:
+        """Check one finished step: its spans, its staleness, and the most slots in use at each channel end.
+
+        Raises CertificateError naming what was exceeded.
+        """
+        proof, so_far = self.plan.certificate, self.observed
+        if staleness > proof.staleness_bound:
+            raise self._broken(step, f"its oldest token is {staleness} versions behind", f"staleness at most {proof.staleness_bound}")
+        opened = max((self._open(loop, step, spans) for loop in self.plan.loops), default=0)
+        if opened > proof.open_batches:
+            raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {proof.open_batches} open")
+        used = dict(so_far.channel_slots or {})
+        for end, peak in peaks.items():
+            name = end.split(" ", 1)[1].split("[", 1)[0]
+            if name in self._slots and peak > self._slots[name]:
+                raise self._broken(step, f"channel '{name}' held {peak} messages", f"{self._slots[name]} slots")
+            used[name] = max(peak, used.get(name, 0))
+        self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
+
+    def _open(self, loop: PlannedLoop, step: int, spans: Sequence[Span]) -> int:
+        """Return how many batches of a loop were open when this step's was admitted, itself included.
+
+        A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
+        """
+        names = {event for reader in loop.readers for event in (reader, load_event(loop.name, reader))}
+        began = [span.start_s for span in spans if span.name in names and span.kind in ("fire", "load")]
+        published = self._published[loop.name]
+        opened = step + 1 - sum(at <= min(began) for at in published) if began else 0
+        published += [min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf"))]
+        return opened
+
+    def _broken(self, step: int, what: str, limit: str) -> CertificateError:
+        return CertificateError(
+            f"step {step} of '{self.plan.graph}' broke the plan's certificate ({limit}): {what}; this is a defect of rlgraph: "
+            "please report it with plan.to_json()"
+        )

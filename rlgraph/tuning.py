@@ -1,0 +1,88 @@
+"""`rlgraph.tune`: the best ways to run a graph on a cluster, by prediction; nothing is started."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlgraph.compiler import Plan, dressed
+from rlgraph.errors import PlanError
+from rlgraph.graph import Graph
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.search import Objective, search
+from rlgraph.views.tuning import Row, table
+
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One plan of a tuning, with the settings that gave its graph and what it is predicted to give."""
+
+    settings: Mapping[str, Any]
+    plan: Plan
+    step_s: float
+    samples_per_s: float
+    tokens_per_s: float | None  # prompts and responses; None where the costs hold no lengths
+    gpu_s_per_sample: float
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Plans, the best first; prints as a table. `verdict` says whether stale batches pay, and why."""
+
+    ranked: tuple[Tuned, ...]
+    looked_at: int
+    left_out: Mapping[str, int]
+    verdict: str
+
+    @property
+    def best(self) -> Tuned:
+        return self.ranked[0]
+
+    def __iter__(self) -> Iterator[Tuned]:
+        return iter(self.ranked)
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
+    def __getitem__(self, index: int) -> Tuned:
+        return self.ranked[index]
+
+    def __str__(self) -> str:
+        rows = [Row(t.settings, t.plan, t.step_s, t.samples_per_s, t.tokens_per_s, t.gpu_s_per_sample) for t in self.ranked[:SHOWN]]
+        return table(rows, self.looked_at, self.left_out, self.verdict)
+
+
+def tune(
+    build: Callable[..., Graph],
+    cluster: Cluster,
+    costs: Costs | None = None,
+    *,
+    by: Objective = "tokens_per_s",
+    max_staleness: int | None = None,
+    **choices: Iterable[Any],
+) -> Tuning:
+    """Return plans of the graphs that `build` gives, ranked by predicted tokens a second, or device-seconds a response.
+
+    Each further keyword is a setting of `build` with the values to try, as `depth=range(4), buffers=(1, 2)`; pools with
+    `share=None` are split in every way. What `build` or the cluster refuses, memory included, is left out and counted.
+    `costs` may name more nodes than a graph has; without any, nominal ones only rank.
+
+    Raises PlanError for a setting without values, an unknown objective, or if no plan is left.
+    """
+    if by not in ("tokens_per_s", "gpu_s_per_sample"):
+        raise PlanError(f"tune(by={by!r}): plans are ranked by 'tokens_per_s' or by 'gpu_s_per_sample'")
+    tried = {
+        name: list(values) if isinstance(values, Iterable) and not isinstance(values, str) else None for name, values in choices.items()
+    }
+    for name, values in tried.items():
+        if not values:
+            raise PlanError(f"tune({name}={choices[name]!r}): give the values to try, as {name}=(1, 2)")
+    found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness)
+    ranked = tuple(
+        Tuned(c.settings, dressed(c.plan, c.graph), c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness)
+        for c in found.ranked
+    )
+    return Tuning(ranked, found.looked_at, found.left_out, found.verdict)
