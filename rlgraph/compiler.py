@@ -1,7 +1,9 @@
 """`rlgraph.compile` and the plan it returns: the planning layer's values, with pictures and a way to run them."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +14,7 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.period import simulate
+from rlgraph.planning.shapes import ModelShape
 from rlgraph.views import draw, timeline
 from rlgraph.views.mermaid import mermaid
 from rlgraph.views.text import text
@@ -131,12 +134,26 @@ def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: in
 def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Return the plan of a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
-    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` nominal ones are used, and said so beside every number.
-    Raises PlanError where the graph does not fit the cluster, or the costs do not fit the graph.
+    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` they are estimated from the models' config.json and the
+    cluster's kind of GPU, or nominal ones are used, and said so beside every number.
+    Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     if not isinstance(graph, Graph):
         raise PlanError(f"compile was given {type(graph).__name__}; pass a Graph, as compile(rg.Graph('name', step.metrics), cluster)")
-    return dressed(compile_plan(graph, cluster, costs), graph)
+    return dressed(compile_plan(graph, cluster, costs, shapes_of(graph)), graph)
+
+
+def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
+    """Return the shapes of the graph's models whose config.json is at hand; no other file of a model is read."""
+    paths = {node.model.path for node in graph.nodes if node.model is not None}
+    found = {path: _shape(path) for path in paths}
+    return {path: shape for path, shape in found.items() if shape is not None}
+
+
+@lru_cache(maxsize=64)
+def _shape(path: str) -> ModelShape | None:
+    file = Path(path) / "config.json"
+    return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def profile(graph: Graph, cluster: Cluster, steps: int = 3) -> Costs:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlgraph.compiler import Plan, dressed
+from rlgraph.compiler import Plan, dressed, shapes_of
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
@@ -80,7 +80,7 @@ def tune(
     for name, values in tried.items():
         if not values:
             raise PlanError(f"tune({name}={choices[name]!r}): give the values to try, as {name}=(1, 2)")
-    found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness)
+    found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness, shapes_of)
     ranked = tuple(
         Tuned(c.settings, dressed(c.plan, c.graph), c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness)
         for c in found.ranked

@@ -9,17 +9,26 @@ from rlgraph.errors import PlanError
 class Cluster:
     """GPUs and host cores. Without GPUs the pools run on the cores.
 
-    Raises PlanError for counts below zero, or a cluster with neither.
+    `gpu` names the kind of GPU, as "H100": then times are estimated where none were measured. What is known of the memory of
+    a GPU and of the host lets a plan that cannot fit be refused.
+
+    Raises PlanError for counts below zero.
     """
 
     gpus: int = 0
     cpus: int = 2
     gpus_per_node: int = 8
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, count, least in (("gpus", self.gpus, 0), ("cpus", self.cpus, 1), ("gpus_per_node", self.gpus_per_node, 1)):
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
                 raise PlanError(f"Cluster({name}={count!r}): {name} is a whole number of at least {least}")
+        for name, size in (("gpu_memory_bytes", self.gpu_memory_bytes), ("host_memory_bytes", self.host_memory_bytes)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise PlanError(f"Cluster({name}={size!r}): {name} is a whole number of bytes above 0, or None where it is not known")
 
     @property
     def device(self) -> str:

@@ -14,27 +14,43 @@ from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs, checked
 from rlgraph.planning.laws import Setting
+from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
 from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
+from rlgraph.planning.roofline import device_of, roofline
 from rlgraph.planning.schedule import Schedule
+from rlgraph.planning.shapes import Shapes, known
 
+NOTHING_KNOWN: Shapes = {}
 HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
 
 
-def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
+def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
     """Return the plan with the least predicted period among the splits that the graph's shares leave open.
 
-    Raises PlanError where the graph does not fit the cluster, or the costs do not fit the graph.
+    `shapes` are those of the models whose configuration is at hand: they give estimates of memory and, without costs, of time.
+
+    Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
-    priced = checked(graph, costs)
-    return planned(graph, cluster, priced, _best_split(graph, cluster, priced))
+    priced = priced_for(graph, cluster, costs, shapes)
+    return planned(graph, cluster, priced, _best_split(graph, cluster, priced), shapes)
 
 
-def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts) -> Plan:
+def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
+    """Return the costs given, or an estimate: by the roofline where devices and shapes are known, else nominal."""
+    device = device_of(cluster.gpu) if cluster.gpu else None
+    if costs is None and device is not None and known(graph, shapes):
+        return roofline(graph, device, shapes)
+    return checked(graph, costs)
+
+
+def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes) -> Plan:
     """Return the plan of a graph whose pools have that many devices."""
     crew, settings, schedule = scheduled(graph, cluster, counts, priced)
+    memory = needs(graph, cluster, settings, shapes, priced.lengths)
+    check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
     expected = outlook(schedule, graph.nodes, settings, priced)
     step_s = max(cycle.period_s, expected.step_s) if any(map(priced.varies, priced.nodes)) else cycle.period_s
@@ -63,6 +79,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts) -> Pl
             waits=expected.waits(),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
+        memory=memory,
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
 

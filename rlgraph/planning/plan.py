@@ -93,6 +93,17 @@ class PlannedLoop:
 
 
 @dataclass(frozen=True)
+class PlannedMemory:
+    """Estimated bytes at one place: its parts, the peak, the `least_bytes` that must fit, and what there is, where known."""
+
+    place: str
+    parts: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    least_bytes: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
 class PlannedWait:
     """Seconds a step that a pool, or a worker on the host, stands still for `on`: a channel or a feedback edge.
 
@@ -152,6 +163,7 @@ class Plan:
     hosts: int  # machines that the GPU pools take
     prediction: Prediction
     certificate: Certificate
+    memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
 
     def to_json(self) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""

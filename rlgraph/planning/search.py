@@ -9,11 +9,13 @@ from typing import Any, Literal, TypeAlias
 from rlgraph.errors import GraphError, PlanError
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import planned, scheduled
-from rlgraph.planning.costs import Costs, checked
+from rlgraph.planning.compile import planned, priced_for, scheduled
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.period import critical_cycle
 from rlgraph.planning.placement import Counts, splits
 from rlgraph.planning.plan import Plan
+from rlgraph.planning.shapes import Shapes
 
 Objective: TypeAlias = Literal["tokens_per_s", "gpu_s_per_sample"]
 Settings: TypeAlias = Mapping[str, Any]
@@ -48,6 +50,7 @@ class Candidate:
 class _Draft:
     settings: Settings
     graph: Graph
+    shapes: Shapes
     costs: Costs
     counts: Counts
     period_s: float
@@ -79,10 +82,11 @@ def search(
     choices: Mapping[str, Sequence[Any]],
     by: Objective,
     max_staleness: int | None,
+    shapes_of: Callable[[Graph], Shapes],
 ) -> Search:
     """Return the candidates ranked. Raises PlanError if none is left."""
     left_out: Counter[str] = Counter()
-    drafts = list(_drafts(build, cluster, costs, choices, max_staleness, left_out))
+    drafts = list(_drafts(build, cluster, costs, choices, max_staleness, shapes_of, left_out))
     if not drafts:
         reasons = "; ".join(f"{reason} ({count} times)" for reason, count in left_out.items())
         raise PlanError(f"tune found no plan: {reasons or 'there is nothing to choose from'}")
@@ -103,26 +107,33 @@ def _drafts(
     costs: Costs | None,
     choices: Mapping[str, Sequence[Any]],
     max_staleness: int | None,
+    shapes_of: Callable[[Graph], Shapes],
     left_out: Counter[str],
 ) -> Iterator[_Draft]:
     for values in product(*choices.values()):
         settings = dict(zip(choices, values, strict=True))
         try:
             graph = build(**settings)
-            priced = checked(graph, None if costs is None else costs.only(node.name for node in graph.nodes))
+            shapes = shapes_of(graph)
+            priced = priced_for(graph, cluster, None if costs is None else costs.only(node.name for node in graph.nodes), shapes)
             depth = max((feedback.depth for feedback in graph.feedbacks), default=0)
             if max_staleness is not None and depth > max_staleness:
                 left_out[f"staleness {depth} is above max_staleness={max_staleness}"] += 1
                 continue
             for counts in splits(graph, cluster):
-                schedule = scheduled(graph, cluster, counts, priced)[2]
-                yield _Draft(settings, graph, priced, counts, critical_cycle(schedule).period_s)
+                _, placed, schedule = scheduled(graph, cluster, counts, priced)
+                try:
+                    check_memory(graph.name, needs(graph, cluster, placed, shapes, priced.lengths))
+                except PlanError as refused:
+                    left_out[str(refused)] += 1
+                    continue
+                yield _Draft(settings, graph, shapes, priced, counts, critical_cycle(schedule).period_s)
         except (GraphError, PlanError) as refused:
             left_out[str(refused)] += 1
 
 
 def _candidate(draft: _Draft, cluster: Cluster) -> Candidate:
-    plan = planned(draft.graph, cluster, draft.costs, draft.counts)
+    plan = planned(draft.graph, cluster, draft.costs, draft.counts, draft.shapes)
     samples = draft.rows / plan.prediction.step_s if plan.prediction.step_s else float("inf")
     lengths = draft.costs.lengths
     tokens = samples * (lengths.mean + lengths.prompt_tokens) if lengths else None

@@ -21,6 +21,7 @@ def text(plan: Plan) -> str:
         *(_loop(loop, plan) for loop in plan.loops),
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
         [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
+        _memory(plan),
         _certificate(plan),
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in section) for section in sections if section)
@@ -110,6 +111,15 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
         f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
     ]
     return [part for line in lines for part in wrapped(line, indent=4)]
+
+
+def _memory(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    for need in plan.memory:
+        parts = ", ".join(f"{what} {words.size(size)}" for what, size in need.parts)
+        limit = f" of {words.size(need.limit)}" if need.limit is not None else ""
+        lines += wrapped(f"memory of {words.clean(need.place)}: {words.size(need.peak_bytes)}{limit} at its peak ({parts})", indent=2)
+    return lines
 
 
 def _certificate(plan: Plan) -> list[str]:

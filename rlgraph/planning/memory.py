@@ -1,0 +1,129 @@
+"""Peak memory of each device and of the host, from model shapes, and the refusal of a plan that cannot fit."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlgraph.errors import PlanError
+from rlgraph.graph import Graph, Model, Pool
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.events import readers
+from rlgraph.planning.laws import Setting
+from rlgraph.planning.lengths import Lengths
+from rlgraph.planning.plan import PlannedMemory
+from rlgraph.planning.shapes import ModelShape, Shapes
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
+ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
+SEQUENCES = 256  # that an engine decodes at once, at most
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes of one model on one device: what stays, and what is there while its own nodes run. `least` of it cannot be given up."""
+
+    stays: Mapping[str, int]
+    turn: Mapping[str, int]
+    least: int
+
+
+def needs(
+    graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], shapes: Shapes, lengths: Lengths | None
+) -> tuple[PlannedMemory, ...]:
+    """Return the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
+    found, host = [], dict[str, int]()
+    for pool in (pool for pool in graph.pools if pool.cpus is None):
+        models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
+        if not models or any(model.path not in shapes for model in models):
+            continue
+        each = [_need(graph, model, shapes[model.path], settings, lengths) for model in models]
+        if cluster.gpus:
+            found.append(_on_gpu(pool, each, cluster.gpu_memory_bytes))
+            continue
+        for model, need in zip(models, each, strict=True):
+            ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
+            for what, size in [*need.stays.items(), *need.turn.items()]:
+                host[what] = host.get(what, 0) + size * ranks
+    staged = sum(_staged(graph, shapes))
+    if staged:
+        host["weights in staging"] = staged
+    if host:
+        total = sum(host.values())
+        found.append(PlannedMemory("host", tuple(host.items()), total, total - host.get("keys and values", 0), cluster.host_memory_bytes))
+    return tuple(found)
+
+
+def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemory:
+    """Models of one pool take turns: what stays adds up, of what a turn needs the largest counts."""
+    parts: dict[str, int] = {}
+    for need in each:
+        for what, size in need.stays.items():
+            parts[what] = parts.get(what, 0) + size
+    turn = max((need.turn for need in each), key=lambda parts: sum(parts.values()))
+    for what, size in turn.items():
+        parts[what] = parts.get(what, 0) + size
+    stays = sum(size for need in each for size in need.stays.values())
+    return PlannedMemory(f"a GPU of '{pool.name}'", tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
+
+
+def _need(graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None) -> _Need:
+    nodes = [node for node in graph.nodes if node.model is model]
+    setting = settings[nodes[0].name]
+    itemsize = ITEMSIZE.get(str(getattr(model, "dtype", "bfloat16")), 2)
+    if any(node.operation.work == "generate" for node in nodes):
+        return _generating(graph, model, shape, setting, itemsize, lengths)
+    trained = any(node.operation.work == "train" for node in nodes)
+    per_parameter = {"weights": MASTER, **({"optimizer": OPTIMIZER, "gradients": GRADIENT} if trained else {})}
+    stays = {what: size * shape.parameters // setting.engines for what, size in per_parameter.items()}
+    tokens = getattr(model, "micro_batch_tokens", 0)
+    kept = 2 if not trained or getattr(model, "recompute", False) else ACTIVATION  # of a layer: its input, or all
+    layers = shape.layers if trained else 1
+    gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * itemsize
+    turn = {"activations": tokens * shape.hidden * layers * kept * itemsize // 2, "gathered layers": gathered}
+    return _Need(stays, turn, sum(turn.values()))
+
+
+def _generating(graph: Graph, model: Model, shape: ModelShape, setting: Setting, itemsize: int, lengths: Lengths | None) -> _Need:
+    width = max(setting.width, 1.0)
+    copies = max((f.buffers for n in graph.nodes if n.model is model and (f := n.feedback) is not None), default=1)
+    weights = int(copies * shape.parameters * itemsize / width)
+    sampling = getattr(model, "sampling", None)
+    longest = getattr(model, "max_context", None) or getattr(sampling, "max_tokens", 1024) + (lengths.prompt_tokens if lengths else 0)
+    usual = min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest
+    sequences = min(-(-setting.rows // setting.engines), SEQUENCES)
+    per_token = shape.kv_bytes_per_token(itemsize) / width
+    cache = int(max(sequences * usual, longest) * per_token)
+    return _Need({}, {"engine's weights": weights, "keys and values": cache}, weights + int(longest * per_token))
+
+
+def _staged(graph: Graph, shapes: Shapes) -> Iterator[int]:
+    """Yield the bytes of shared memory that hold the versions of each feedback edge."""
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        source = feedback.source.node.model
+        if source is not None and source.path in shapes:
+            reader = readers(graph, feedback)[0].model
+            itemsize = ITEMSIZE.get(str(getattr(reader, "dtype", "bfloat16")), 2)
+            yield (feedback.depth + 1) * shapes[source.path].parameters * itemsize
+
+
+def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
+    """Raise PlanError for a device that cannot hold even what can't be given up, with the largest parts and a way out."""
+    for need in memory:
+        if need.limit is not None and need.least_bytes > need.limit:
+            largest = sorted(need.parts, key=lambda part: -part[1])[:3]
+            parts = ", ".join(f"{what} {size / GIB:.1f} GiB" for what, size in largest)
+            raise PlanError(
+                f"graph '{graph}' needs at least {need.least_bytes / GIB:.1f} GiB on {need.place}, which has {need.limit / GIB:.1f} GiB: "
+                f"{parts}; {FIXES.get(largest[0][0], FIXES['weights'])}"
+            )
+
+
+FIXES = {
+    "weights": "give that pool more devices, or use a smaller model",
+    "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
+    "activations": "lower micro_batch_tokens, or set recompute=True",
+    "keys and values": "lower max_context or max_tokens",
+    "weights in staging": "lower depth, or use a smaller model",
+}

@@ -1,0 +1,86 @@
+"""What nodes would cost by the roofline of the device, from model shapes alone: nothing is measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlgraph.graph import Graph, Node
+from rlgraph.planning.costs import NOMINAL, Costs
+from rlgraph.planning.laws import Decode, NodeCost, Setting
+from rlgraph.planning.lengths import Lengths
+from rlgraph.planning.shapes import ModelShape, Shapes
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak bfloat16 operations and bytes of memory traffic a second, and bytes of memory, as the vendor gives them."""
+
+    flops: float
+    bandwidth: float
+    memory_bytes: int
+
+
+GB = 10**9
+DEVICES: Mapping[str, Device] = {
+    "A100": Device(312e12, 2.039e12, 80 * GB),
+    "H100": Device(989e12, 3.35e12, 80 * GB),
+    "H200": Device(989e12, 4.8e12, 141 * GB),
+    "H20": Device(148e12, 4.0e12, 96 * GB),
+    "L40S": Device(362e12, 0.864e12, 48 * GB),
+    "B200": Device(2250e12, 8.0e12, 180 * GB),
+}
+# What well-kept engines reach of these peaks; assumptions, which a profile replaces.
+TRAINING, PREFILL, DECODING = 0.4, 0.5, 0.6
+LINK = 25e9  # bytes a second of one version's way to a generator
+# Lengths nobody has seen: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
+SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
+PROMPT_TOKENS = 256.0
+
+
+def device_of(name: str) -> Device | None:
+    """Return the device whose name is a word of `name`, as "H100" of "NVIDIA H100 80GB HBM3"."""
+    return next((device for key, device in DEVICES.items() if key in name.upper().replace("-", " ").split()), None)
+
+
+def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
+    """Return costs of a graph whose models' shapes are all known.
+
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); a decode step reads
+    the weights once, and the keys and values of each sequence (Pope et al., 2022, section 2).
+    """
+    lengths = _lengths(graph)
+    nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
+    moved = max(
+        (2.0 * shapes[f.source.node.model.path].parameters for f in graph.feedbacks if f.source and f.source.node.model), default=0.0
+    )
+    return Costs(
+        nodes,
+        publish_s=moved / device.bandwidth * 2,
+        receive_s=moved / LINK,
+        swap_s=moved / device.bandwidth * 2,
+        source="roofline",
+        lengths=lengths,
+        publish_bytes=int(moved),
+        on=f"the roofline of {device.flops / 1e12:.0f} TFLOP/s and {device.bandwidth / 1e12:.2f} TB/s",
+    )
+
+
+def _lengths(graph: Graph) -> Lengths:
+    samplings = (getattr(node.model, "sampling", None) for node in graph.nodes if node.operation.work == "generate")
+    most = max((s.max_tokens for s in samplings if s is not None), default=1024)
+    return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), PROMPT_TOKENS)
+
+
+def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float | NodeCost:
+    if node.model is None:
+        return NOMINAL["host"].serial_s
+    shape: ModelShape = shapes[node.model.path]
+    if node.operation.work == "generate":
+        context = lengths.prompt_tokens + lengths.mean / 2
+        decode = Decode(
+            step_s=2 * shape.active_parameters / (device.bandwidth * DECODING),
+            sequence_s=shape.kv_bytes_per_token() * context / (device.bandwidth * DECODING),
+            prefill_s=2 * shape.active_parameters / (device.flops * PREFILL),
+        )
+        return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
+    passes = 6 if node.operation.work == "train" else 2
+    return NodeCost(token_s=passes * shape.active_parameters / (device.flops * TRAINING))
