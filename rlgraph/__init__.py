@@ -26,7 +26,7 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
 from rlgraph.record import record
 from rlgraph.runtime.machine import local_cluster
-from rlgraph.tuning import tune
+from rlgraph.tuning import replay, tune
 
 __all__ = [
     "GAE",
@@ -62,6 +62,7 @@ __all__ = [
     "profile",
     "prompts",
     "record",
+    "replay",
     "reward",
     "rollout_correction",
     "scorers",

@@ -58,7 +58,7 @@ class Plan(values.Plan):
 
     def to_json(self) -> str:
         """Return the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""
-        return _bare(self).to_json()
+        return values.bare(self).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -168,10 +168,6 @@ def profile(graph: Graph, cluster: Cluster, steps: int = 3) -> Costs:
         for _ in job.steps(steps + 1):
             pass
         return job.costs()
-
-
-def _bare(plan: values.Plan) -> values.Plan:
-    return values.Plan(**{f.name: getattr(plan, f.name) for f in fields(values.Plan)})
 
 
 def dressed(plan: values.Plan, graph: Graph | None) -> Plan:

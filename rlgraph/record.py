@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -87,8 +86,10 @@ def _conclude(job: "Job", plan: Plan, done: list[Step], folder: Path, console: C
         priced.timeline(folder / "predicted.json", steps=TIMELINE_STEPS)
         files["predicted.json"] = "timeline as predicted from the measured seconds of each node"
         took = median(step.seconds for step in done[1:])
-        console.print(f"a step took {took:.2f} s (median), {priced.prediction.period_s:.2f} s predicted from its nodes", highlight=False)
-    (folder / "costs.json").write_bytes(msgspec.json.encode(job.costs()))
-    files["costs.json"] = "measured seconds of each node"
+        console.print(f"a step took {took:.2f} s (median), {priced.prediction.step_s:.2f} s predicted from its nodes", highlight=False)
+    job.costs().to_file(folder / "costs.yaml")
+    files["costs.yaml"] = "what each node costs, for compile and tune"
+    job.trace().to_file(folder / "trace.json")
+    files["trace.json"] = "every firing, for replay"
     for name, what in files.items():
         console.print(f"  {folder / name}: {what}", highlight=False)

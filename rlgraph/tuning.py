@@ -1,16 +1,21 @@
-"""`rlgraph.tune`: the best ways to run a graph on a cluster, by prediction; nothing is started."""
+"""`rlgraph.tune` and `rlgraph.replay`: other ways to run a graph, by prediction and from a record; nothing is started."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlgraph.compiler import Plan, dressed, shapes_of
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.replay import Replayed, Trace, replayed
 from rlgraph.planning.search import Objective, search
 from rlgraph.views.tuning import Row, table
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.job import Job
 
 SHOWN = 12
 
@@ -53,6 +58,23 @@ class Tuning:
     def __str__(self) -> str:
         rows = [Row(t.settings, t.plan, t.step_s, t.samples_per_s, t.tokens_per_s, t.gpu_s_per_sample) for t in self.ranked[:SHOWN]]
         return table(rows, self.looked_at, self.left_out, self.verdict)
+
+
+def replay(trace: "Job | str | Path", *, shares: Mapping[str, float] | None = None, depth: int | None = None) -> Replayed:
+    """Return what a recorded run would have taken with other shares of the devices or another depth; prints as a line.
+
+    `trace` is a job, the folder that `rlgraph.record` left, or a trace file. The recorded firings are played again, one by
+    one; on other numbers of devices each is scaled by the laws that the run showed. `shares` divide the devices of the pools
+    named, as `shares={"rollout": 3, "train": 1}`.
+
+    Raises PlanError for a record that is missing or too short, and for a change that the plan does not allow.
+    """
+    if isinstance(trace, str | Path):
+        path = Path(trace)
+        record = Trace.from_file(path / "trace.json" if path.is_dir() else path)
+    else:
+        record = trace.trace()
+    return replayed(record, shares, depth)
 
 
 def tune(

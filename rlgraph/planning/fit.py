@@ -97,6 +97,20 @@ def _cost(plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, 
     return NodeCost(parallel_s=float(seconds.mean()) * setting.devices, spread=_spread(seconds, seconds.mean()), measured=setting)
 
 
+def _whole(sampled: Iterable[Sampled]) -> Tokens:
+    """Return what each worker sampled in each step, the parts of a batch together."""
+    found: dict[tuple[str, int], Sampled] = {}
+    for part in sampled:
+        before = found.get((part.worker, part.step))
+        found[part.worker, part.step] = part if before is None else _joined(before, part)
+    return found
+
+
+def _joined(one: Sampled, other: Sampled) -> Sampled:
+    prompts = one.prompt_tokens + other.prompt_tokens
+    return replace(one, prompt_tokens=prompts, response_tokens=one.response_tokens + other.response_tokens)
+
+
 def _total(sampled: Sampled) -> int:
     return sampled.prompt_tokens + sum(sampled.response_tokens)
 

@@ -101,15 +101,19 @@ class NodeCost:
 
         Lengths are the same for every node of a step; the spread is the same for every engine.
         """
+        by_length = lengths is not None and bool(self.token_s or self.decode)
+        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows] if lengths is not None and by_length else None
+        return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
+
+    def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
+        """Return the seconds `[steps, engines]` for response lengths `[steps, rows]`, or without what follows lengths."""
         shared = np.full(steps, self.parallel_s * self._rows_scale(setting))
-        found = np.full(steps, self.serial_s)
         decoding = np.zeros((steps, 1))
-        if lengths is not None and (self.token_s or self.decode):
-            batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
-            shared = shared + self.token_s * (batch.sum(axis=1) + lengths.prompt_tokens * setting.rows)
+        if batch is not None:
+            shared = shared + self.token_s * (batch.sum(axis=1) + prompt_tokens * setting.rows)
             if self.decode is not None:
-                decoding = self._decode(self.decode, batch, lengths.prompt_tokens, setting)
-        each: Array = (found + shared / max(setting.devices, 1))[:, None] + decoding
+                decoding = self._decode(self.decode, batch, prompt_tokens, setting)
+        each: Array = (self.serial_s + shared / max(setting.devices, 1))[:, None] + decoding
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
     def _rows_scale(self, setting: Setting) -> float:

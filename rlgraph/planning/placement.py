@@ -70,6 +70,11 @@ def _choices(groups: list[int], total: int, exact: bool) -> Iterator[tuple[int, 
             yield (count, *others)
 
 
+def divided(shares: Mapping[str, float], groups: Mapping[str, int], total: int) -> dict[str, int]:
+    """Return `total` devices divided by share, in whole groups."""
+    return _largest_remainder([_Request(name, share, groups[name]) for name, share in shares.items()], total)
+
+
 def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
     """Divide `total` devices by share, in whole groups, at least one group each; what is left goes to the largest remainders."""
     if not requests:

@@ -1,6 +1,6 @@
 """The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -179,3 +179,8 @@ class Plan:
 
     def worker(self, name: str) -> PlannedWorker:
         return next(worker for worker in self.workers if worker.name == name)
+
+
+def bare(plan: Plan) -> Plan:
+    """Return the plan's values alone, without what a subclass adds."""
+    return Plan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlgraph.errors import CertificateError
-from rlgraph.planning.events import load_event, publish_event
+from rlgraph.planning.events import publish_event
 from rlgraph.planning.plan import Plan, PlannedLoop
 from rlgraph.planning.schedule import Span
 
@@ -51,8 +51,8 @@ class Watch:
 
         A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
         """
-        names = {event for reader in loop.readers for event in (reader, load_event(loop.name, reader))}
-        began = [span.start_s for span in spans if span.name in names and span.kind in ("fire", "load")]
+        names = {event.name for event in self.plan.schedule.events if event.node in loop.readers and event.kind in ("fire", "load")}
+        began = [span.start_s for span in spans if span.name in names]
         published = self._published[loop.name]
         opened = step + 1 - sum(at <= min(began) for at in published) if began else 0
         published += [min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf"))]

@@ -12,7 +12,8 @@ from rlgraph.errors import CheckpointError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.fit import measured_costs
-from rlgraph.planning.plan import Plan
+from rlgraph.planning.plan import Plan, bare
+from rlgraph.planning.replay import Trace
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.planning.watch import Observed, Watch
 from rlgraph.runtime.attempt import Attempt
@@ -198,6 +199,10 @@ class Job:
     def spans(self) -> Sequence[Span]:
         """Return what each worker did so far, in seconds from the first tick."""
         return [Span(s.name, s.kind, s.step, s.worker, s.start_s - self._start_s, s.end_s - self._start_s, s.version) for s in self._spans]
+
+    def trace(self) -> Trace:
+        """Return the record of the run so far, for `rlgraph.replay`."""
+        return Trace(bare(self.plan), tuple(self.spans()), tuple(self._sampled))
 
     @property
     def observed(self) -> Observed:
