@@ -1,6 +1,6 @@
 """Predicted against measured step time, over stages that wait as long as a law says and over real tiny engines, on Ray.
 
-    python benchmarks/prediction.py [--json PATH] [--only simulated|real] [--steps N]
+    python benchmarks/prediction.py [--json PATH] [--family NAME] [--steps N]
 
 A profile of one configuration (depth 1, one engine each) gives the costs; they predict all other configurations of its
 kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, a reference pass here and there, uniform
@@ -21,12 +21,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from simulated import LONG_TAIL, UNIFORM, Loop
+from simulated import LONG_TAIL, UNIFORM, Loop, Times
 from tiny import WeightedLikelihood, tiny
 
 import rlgraph as rg
 from rlgraph.runtime.dispatch import start_ray, stop_ray
 
+SLOW_REWARD = Times(reward_s=0.06)
 WARM_UP = 6  # steps that fill the pipeline and warm the engines
 PROFILED = 60  # a tail of lengths must have been seen to be foreseen
 
@@ -68,19 +69,27 @@ def simulated() -> Iterator[Case]:
             "depth 2": replace(base, depth=2),
             "depth 3, 2 buffers": replace(base, depth=3, buffers=2),
             "depth 1, batch 32": replace(base, rows=32),
+            "sync on 2, split 1:1": replace(base, depth=0, shared=True, generators=2, trainers=2),
             "depth 1, split 2:1": replace(base, generators=2),
             "depth 2, split 3:2": replace(base, depth=2, generators=3, trainers=2),
             "sync, colocated on 3": replace(base, depth=0, shared=True, generators=3, trainers=3),
+            "depth 0, 4 chunks, slow reward": replace(base, depth=0, chunks=4, times=SLOW_REWARD),
+            "depth 0, slow reward": replace(base, depth=0, times=SLOW_REWARD),
             "depth 1, reference with training": replace(base, reference="train"),
             "depth 1, reference on its own": replace(base, reference="own"),
         }
         for name, loop in loops.items():
-            yield Case(family, name, loop.graph, loop.devices, loop.depth > 0)
+            slow = ", slow reward" if loop.times == SLOW_REWARD else ""
+            yield Case(family + slow, name.removesuffix(slow), loop.graph, loop.devices, loop.depth > 0)
 
 
 def profiled_loop(family: str) -> Loop:
     """The configuration that is profiled: with a reference, so that its cost is known to those that have one."""
-    return Loop(lengths=UNIFORM if family == "uniform" else LONG_TAIL, reference="own")
+    return Loop(lengths=UNIFORM if family.startswith("uniform") else LONG_TAIL, reference="own", times=times_of(family))
+
+
+def times_of(family: str) -> Times:
+    return SLOW_REWARD if family.endswith("slow reward") else Times()
 
 
 def real_graph(folder: str, depth: int, prompts: int, max_tokens: int, shared: bool = False) -> rg.Graph:
@@ -135,14 +144,14 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
 
 def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -> list[Found]:
     found, profiles = [], dict[str, rg.Costs]()
-    print(f"{'family':13} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
+    print(f"{'family':22} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
     for case in cases:
         if case.family not in profiles:
             profiles[case.family] = profile(case.family)
         one = measured(case, profiles[case.family], steps)
         found.append(one)
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
-        print(f"{one.family:13} {one.name:33} {times} {one.error:+7.1%}  {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {os.getloadavg()[0]:.1f}", flush=True)
     return found
 
 
@@ -159,28 +168,36 @@ def signs(found: list[Found]) -> tuple[int, int]:
 
 
 def comparable(sync: str, asynchronous: str) -> bool:
-    """Whether two configurations do the same work: the reference and larger batches have no synchronous twin here."""
-    return "batch" not in asynchronous and "reference" not in asynchronous
+    """Whether two configurations do the same work on equally many devices."""
+    return not any(word in sync + asynchronous for word in ("batch", "reference", "split", "on 3"))
+
+
+def earlier(path: Path | None, family: str | None) -> list[Found]:
+    """Return what the file holds of other families, where only one is measured."""
+    if path is None or family is None or not path.exists():
+        return []
+    kept = [one for one in json.loads(path.read_text())["configurations"] if not one["family"].startswith(family)]
+    return [Found(**{key: value for key, value in one.items() if key != "error"}) for one in kept]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
-    arguments.add_argument("--only", choices=["simulated", "real"])
+    arguments.add_argument("--family", choices=["uniform", "long tail", "real engines"], help="only this one; the file keeps the others")
     arguments.add_argument("--steps", type=int, default=100)
     given = arguments.parse_args()
     ours, began, load = start_ray(), time.time(), os.getloadavg()
-    found: list[Found] = []
+    found = earlier(given.json, given.family)
     with tempfile.TemporaryDirectory() as folder:
         model = str(tiny(Path(folder)))
-        if given.only != "real":
-            found += measure(
-                list(simulated()),
-                lambda family: rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED),
-                given.steps,
-            )
-        if given.only != "simulated":
-            found += measure(list(real(model)), lambda _: rg.profile(real_graph(model, 1, 8, 48), rg.Cluster(cpus=2), 20), given.steps // 2)
+
+        def profile(family: str) -> rg.Costs:
+            if family == "real engines":
+                return rg.profile(real_graph(model, 1, 8, 48), rg.Cluster(cpus=2), PROFILED // 2)
+            return rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED)
+
+        cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "")]
+        found += measure(cases, profile, given.steps)
     if ours:
         stop_ray()
     errors = [abs(one.error) for one in found]

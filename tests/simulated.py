@@ -4,6 +4,7 @@ Response lengths are drawn by (step, row), so they are the same however the rows
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -75,29 +76,36 @@ class Times:
 
 @dataclass(frozen=True)
 class Generate:
+    """Waits as an engine would decode, and gives the batch whole, or in parts as each is done."""
+
     lengths: Lengths
     times: Times
+    chunks: int = 1
     work: Work = "generate"
 
-    def start(self, context: Context) -> Stage:
-        def fire(step: int, columns: Columns) -> Fired:
+    def start(self, context: Context) -> Any:
+        def parts(step: int, columns: Columns) -> Iterator[Fired]:
             ids = columns["prompt_ids"]
             rows = len(ids)
             drawn = np.random.default_rng([7, step]).random(rows)
             every = np.ceil(np.interp(drawn, self.lengths.at, self.lengths.tokens)).astype(int)
             mine = slice(rows * context.rank // context.world, rows * (context.rank + 1) // context.world)
-            tokens = every[mine]
-            longest = int(tokens.max())
-            time.sleep(self.times.start_s + self.times.step_s * longest + self.times.sequence_s * int(tokens.sum()))
-            mask = torch.arange(longest)[None] < torch.tensor(tokens)[:, None]
-            return {
-                "prompt_mask": torch.ones(len(tokens), PROMPT_TOKENS, dtype=torch.bool),
-                "response_mask": mask,
-                "weight_version": torch.full(mask.shape, context.version, dtype=torch.int32),
-                "group_ids": ids[mine].clone(),
-            }
+            done_s, longest = 0.0, 0
+            for part, part_ids in zip(np.array_split(every[mine], self.chunks), ids[mine].chunk(self.chunks), strict=True):
+                longest = max(longest, int(part.max()))
+                active = int(np.minimum(every[mine], longest).sum())
+                at_s = self.times.start_s + self.times.step_s * longest + self.times.sequence_s * active
+                time.sleep(at_s - done_s)
+                done_s = at_s
+                mask = torch.arange(int(part.max()))[None] < torch.tensor(part)[:, None]
+                yield {
+                    "prompt_mask": torch.ones(len(part), PROMPT_TOKENS, dtype=torch.bool),
+                    "response_mask": mask,
+                    "weight_version": torch.full(mask.shape, context.version, dtype=torch.int32),
+                    "group_ids": part_ids.clone(),
+                }
 
-        return fire
+        return parts if self.chunks > 1 else lambda step, columns: next(parts(step, columns))
 
 
 @dataclass(frozen=True)
@@ -122,12 +130,14 @@ class ByTokens:
 
 @dataclass(frozen=True)
 class Reward:
-    seconds: float
+    seconds: float  # of a whole batch of `rows`
+    rows: int
+    by_group: bool = True
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
-            time.sleep(self.seconds)
+            time.sleep(self.seconds * len(columns["group_ids"]) / self.rows)
             return {"rewards": torch.zeros(len(columns["group_ids"]))}
 
         return fire
@@ -142,6 +152,7 @@ class Loop:
     rows: int = 16
     generators: int = 1
     trainers: int = 1
+    chunks: int = 1
     shared: bool = False  # one pool for all
     reference: str | None = None  # the pool of a reference pass: "train", "rollout", or one of its own
     lengths: Lengths = UNIFORM
@@ -164,9 +175,20 @@ class Loop:
         source = prompts(ITEMS, self.rows, seed=1)
         sampled = ("prompt_mask", "response_mask", "weight_version", "group_ids")
         generator = SimulatedGenerator("vector", pool=pools["rollout"], count=self.generators)
-        operation = Generate(self.lengths, self.times)
-        rollout = Output(declare("rollout", operation, (source,), reads=("prompt_ids",), writes=sampled, model=generator, feedback=weights))
-        rewards = Output(declare("reward", Reward(self.times.reward_s), (rollout,), reads=("group_ids",), writes=("rewards",)))
+        operation = Generate(self.lengths, self.times, self.chunks)
+        rollout = Output(
+            declare(
+                "rollout",
+                operation,
+                (source,),
+                reads=("prompt_ids",),
+                writes=sampled,
+                model=generator,
+                feedback=weights,
+                chunks=self.chunks,
+            )
+        )
+        rewards = Output(declare("reward", Reward(self.times.reward_s, self.rows), (rollout,), reads=("group_ids",), writes=("rewards",)))
         inputs, reads = [rollout, rewards], ["prompt_mask", "response_mask", "weight_version", "rewards"]
         if self.reference is not None:
             model = SimulatedReference("vector", pool=pools[self.reference])

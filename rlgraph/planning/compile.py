@@ -20,7 +20,7 @@ from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
 from rlgraph.planning.roofline import device_of, roofline
-from rlgraph.planning.schedule import Schedule
+from rlgraph.planning.schedule import Event, Schedule
 from rlgraph.planning.shapes import Shapes, known
 
 NOTHING_KNOWN: Shapes = {}
@@ -121,7 +121,25 @@ def scheduled(
     hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
     rows = max(node.rows for node in graph.nodes)
     seconds = {name: costs.mean(name, setting, rows) for name, setting in settings.items()}
-    return crew, settings, events.schedule(graph, hosts, seconds, costs)
+    schedule = events.schedule(graph, hosts, seconds, costs)
+    return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
+
+
+def _with_parts(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
+    """Return the schedule in which each part of a batch takes its own time: the first of a rollout takes most."""
+    shares: dict[str, list[float]] = {}
+    for node in (node for node in graph.nodes if node.chunks > 1):
+        law = costs.law(node.name)
+        shares[node.name] = law.parts(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+    if not shares:
+        return schedule
+
+    def timed(event: Event) -> Event:
+        if event.kind != "fire" or event.node not in shares:
+            return event
+        return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.part])
+
+    return replace(schedule, events=tuple(map(timed, schedule.events)))
 
 
 def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, step_s: float) -> list[PlannedPool]:

@@ -58,6 +58,19 @@ class Decode:
         each: Array = self.start_s + self.prefill_s * prompt_tokens * counts + self.step_s * steps + self.sequence_s * active
         return each
 
+    def parts(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
+        """Return the shares `[steps, chunks]` of a firing after which each part of its batch `[steps, rows]` has left.
+
+        Parts leave in order, so a part leaves with the longest response of it and of those before it; until a response of L
+        tokens ends, the decode steps are L and each sequence has taken part in those it needed.
+        """
+        longest = np.stack([part.max(axis=1) for part in np.array_split(lengths, chunks, axis=1)], axis=1)
+        until = np.maximum.accumulate(longest, axis=1)
+        active = np.minimum(lengths[:, None, :], until[:, :, None]).sum(axis=2)
+        at = self.start_s + self.prefill_s * prompt_tokens * lengths.shape[1] + self.step_s * until + self.sequence_s * active
+        shares: Array = np.diff(at, axis=1, prepend=0.0) / np.maximum(at[:, -1:], 1e-12)
+        return shares
+
 
 def _steps_in_slots(lengths: Array, firsts: Sequence[int], slots: int) -> Array:
     """Return the decode steps of each engine when a waiting sequence takes the slot of the first that ends."""
@@ -115,6 +128,13 @@ class NodeCost:
                 decoding = self._decode(self.decode, batch, prompt_tokens, setting)
         each: Array = (self.serial_s + shared / max(setting.devices, 1))[:, None] + decoding
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
+
+    def parts(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
+        """Return the shares `[steps, chunks]` of a firing that its parts take: equal ones, but for decoding."""
+        if self.decode is None or lengths is None or chunks == 1:
+            return np.full((steps, chunks), 1 / chunks)
+        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
+        return self.decode.parts(batch, lengths.prompt_tokens, chunks)
 
     def _rows_scale(self, setting: Setting) -> float:
         return setting.rows / self.measured.rows if self.measured else 1.0

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.engines import by_engine, engine_event
@@ -69,18 +71,24 @@ def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs
     if not varying:
         return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
+    chunks = {node.name: node.chunks for node in nodes}
     steps = costs.steps_drawn(rows)
     relative: dict[tuple[str, int], list[float]] = {}
+    parts: dict[str, list[list[float]]] = {}
     engines: dict[str, int] = {}
     for name in varying:
         drawn = costs.law(name).each(settings[name], costs.lengths, steps, rows)
         mean = max(float(drawn.max(axis=1).mean()), 1e-12)
         engines[name] = drawn.shape[1]
+        shares = costs.law(name).parts(settings[name], costs.lengths, steps, rows, chunks[name])
+        parts[name] = (shares / np.maximum(shares.mean(axis=0), 1e-12)).tolist()
         relative |= {(name, engine): (drawn[:, engine] / mean).tolist() for engine in range(drawn.shape[1])}
     apart, engine_of = by_engine(schedule, engines)
 
     def seconds(event: Event, step: int) -> float:
         key = event.node, engine_of[event.name]
-        return event.seconds * relative[key][step] if event.kind == "fire" and key in relative else event.seconds
+        if event.kind != "fire" or key not in relative:
+            return event.seconds
+        return event.seconds * relative[key][step] * parts[event.node][step][event.part]
 
     return Outlook(apart, play(apart, steps, seconds), steps, steps // 8)

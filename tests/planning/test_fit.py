@@ -80,6 +80,16 @@ def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(de
     assert {node.cost for node in again.nodes} == {"measured"}
 
 
+def test_parts_of_a_batch_are_measured_together_and_predicted_apart() -> None:
+    costs = measured_costs(*run_of(Loop(depth=1), by_length))
+    whole, parts = (rg.compile(Loop(depth=0, chunks=chunks).graph(), rg.Cluster(cpus=2), costs) for chunks in (1, 4))
+    seconds = [event.seconds for event in parts.schedule.events if event.node == "rollout" and event.kind == "fire"]
+    assert sum(seconds) == pytest.approx(whole.node("rollout").seconds)
+    assert seconds[0] > 0.5 * sum(seconds)  # a quarter of the responses holds a long one already
+    saved = whole.prediction.step_s - parts.prediction.step_s
+    assert saved == pytest.approx(0.75 * whole.node("reward").seconds, rel=0.1)
+
+
 def test_costs_are_scaled_to_other_rows_and_devices_and_say_so() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length))
     larger = rg.compile(Loop(depth=1, rows=32, trainers=2).graph(), rg.Cluster(cpus=3), costs)
