@@ -32,9 +32,10 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
         found = [span.end_s - span.start_s for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
         return float(np.mean(found)) + late[event] if found else 0.0
 
-    kept = [span for span in spans if span.step >= WARM_UP]
+    first = min((span.step for span in spans), default=0) + WARM_UP
+    kept = [span for span in spans if span.step >= first]
     tokens = {node.name: _by_firing(s for s in sampled if s.node == node.name and s.response_tokens) for node in plan.nodes}
-    late = handovers(plan.schedule, spans, WARM_UP)
+    late = handovers(plan.schedule, spans, first)
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         firings: dict[tuple[str, int], float] = {}

@@ -99,7 +99,7 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
     """Return the seconds of each event in each step, its hand-over included; of several workers the longest counts."""
-    late = handovers(plan.schedule, trace.spans, WARM_UP)
+    late = handovers(plan.schedule, trace.spans, steps[0])
     longest: dict[tuple[str, int], float] = {}
     for span in trace.spans:
         if span.kind in ("fire", "publish", "receive", "load"):

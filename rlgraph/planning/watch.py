@@ -1,5 +1,6 @@
 """A run held against its certificate: what was observed never exceeds what was derived."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ class Watch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._published: dict[str, list[float]] = {loop.name: [] for loop in plan.loops}
+        kept = plan.certificate.open_batches + 1  # as many as can matter
+        self._published: dict[str, deque[float]] = {loop.name: deque(maxlen=kept) for loop in plan.loops}
         self._slots = {channel.name: channel.slots for channel in plan.channels}
         self.observed = Observed()
 
@@ -35,7 +37,7 @@ class Watch:
         proof, so_far = self.plan.certificate, self.observed
         if staleness > proof.staleness_bound:
             raise self._broken(step, f"its oldest token is {staleness} versions behind", f"staleness at most {proof.staleness_bound}")
-        opened = max((self._open(loop, step, spans) for loop in self.plan.loops), default=0)
+        opened = max((self._open(loop, spans) for loop in self.plan.loops), default=0)
         if opened > proof.open_batches:
             raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {proof.open_batches} open")
         used = dict(so_far.channel_slots or {})
@@ -46,16 +48,16 @@ class Watch:
             used[name] = max(peak, used.get(name, 0))
         self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
 
-    def _open(self, loop: PlannedLoop, step: int, spans: Sequence[Span]) -> int:
-        """Return how many batches of a loop were open when this step's was admitted, itself included.
+    def _open(self, loop: PlannedLoop, spans: Sequence[Span]) -> int:
+        """Return how many batches of a loop were open when this step's was admitted, itself included. A run may begin at any step.
 
         A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
         """
         names = {event.name for event in self.plan.schedule.events if event.node in loop.readers and event.kind in ("fire", "load")}
         began = [span.start_s for span in spans if span.name in names]
         published = self._published[loop.name]
-        opened = step + 1 - sum(at <= min(began) for at in published) if began else 0
-        published += [min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf"))]
+        opened = 1 + sum(at > min(began) for at in published) if began else 0
+        published.append(min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf")))
         return opened
 
     def _broken(self, step: int, what: str, limit: str) -> CertificateError:

@@ -42,6 +42,14 @@ def test_a_batch_admitted_too_early_is_named() -> None:
         run()
 
 
+def test_a_run_may_go_on_from_any_step() -> None:
+    plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
+    watch = Watch(plan)
+    for step, spans in enumerate(played(plan)[7:], start=7):
+        watch.see(step, spans, 1, {})
+    assert watch.observed.open_batches == 2
+
+
 def test_a_batch_too_far_behind_and_a_channel_too_full_are_named() -> None:
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
     with pytest.raises(CertificateError, match=r"staleness at most 1\): its oldest token is 2 versions behind"):
