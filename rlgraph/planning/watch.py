@@ -42,7 +42,8 @@ class Watch:
             raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {proof.open_batches} open")
         used = dict(so_far.channel_slots or {})
         for end, peak in peaks.items():
-            name = end.split(" ", 1)[1].split("[", 1)[0]
+            name = end.split(" ", 1)[1]  # "take rollout[1]" is the end that reads what rank 1 wrote
+            name = name if name in self._slots else name.rsplit("[", 1)[0]
             if name in self._slots and peak > self._slots[name]:
                 raise self._broken(step, f"channel '{name}' held {peak} messages", f"{self._slots[name]} slots")
             used[name] = max(peak, used.get(name, 0))
