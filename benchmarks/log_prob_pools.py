@@ -32,7 +32,13 @@ from rlgraph.runtime.dispatch import start_ray
 STEPS, WARM_UP = 24, 4
 REAL_STEPS, REAL_WARM_UP = 10, 2
 CLUSTER = rg.Cluster(cpus=2)
-SECONDS = [(0.3, 0.15, 0.15), (0.2, 0.2, 0.2), (0.1, 0.2, 0.3), (0.2, 0.3, 0.1)]  # of rollout, reference and update
+WAITS = [  # depth, and the seconds of rollout, reference and update
+    (1, (0.3, 0.15, 0.15)),  # rollout is the longest: nothing to win
+    (1, (0.2, 0.2, 0.2)),  # one batch after another on their way round sets the step
+    (2, (0.2, 0.2, 0.2)),  # the pools set it
+    (2, (0.1, 0.2, 0.3)),
+    (2, (0.2, 0.3, 0.1)),
+]
 
 
 @dataclass(frozen=True)
@@ -124,13 +130,12 @@ def main() -> None:
     figures: dict[str, Any] = {"machine": machine, "versions": {"torch": torch.__version__}}
     ours = start_ray()
     cases: dict[str, tuple[Callable[[bool], rg.Graph], int, int]] = {
-        f"depth {depth}, rollout {g} s, reference {r} s, update {u} s": (
-            lambda own, depth=depth, seconds=(g, r, u): waiting(depth, seconds, own),
+        f"depth {depth}, rollout {seconds[0]} s, reference {seconds[1]} s, update {seconds[2]} s": (
+            lambda own, depth=depth, seconds=seconds: waiting(depth, seconds, own),
             STEPS,
             WARM_UP,
         )
-        for depth in (1, 2)
-        for g, r, u in SECONDS
+        for depth, seconds in WAITS
     }
     if options.model:
         folder = rg.model_folder(options.model)
@@ -140,12 +145,12 @@ def main() -> None:
         found = figures[name] = compare(build, steps, warm_up)
         times = " ".join(f"{found[pool]['median_s']:8.3f} s" for pool in ("train_pool", "own_pool"))
         print(f"{name:58} {times} {found['ratio']:7.3f} {found['foretold_ratio']:9.3f} {found['error']:+7.1%}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if ours:
         import ray
 
         ray.shutdown()
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
