@@ -15,6 +15,7 @@ from rlgraph.nodes.base import node
 from rlgraph.nodes.correction import filter_groups, rollout_correction
 from rlgraph.nodes.critic import Critic
 from rlgraph.nodes.dynamic_sampling import Refill
+from rlgraph.nodes.guards import Guards
 from rlgraph.nodes.policy import Policy
 from rlgraph.nodes.prompts import prompts
 from rlgraph.nodes.reference import Reference
@@ -40,6 +41,7 @@ __all__ = [
     "Critic",
     "Generator",
     "Graph",
+    "Guards",
     "Plan",
     "Policy",
     "Pool",

@@ -52,6 +52,10 @@ class NodeError(RlgraphError):
     """A node raised; the message names node, step and worker and holds the original traceback."""
 
 
+class GuardError(RlgraphError):
+    """An update was kept from learning what its guards refuse; the weights are those of before."""
+
+
 class WorkerDied(RlgraphError):
     """A worker process ended without a word."""
 

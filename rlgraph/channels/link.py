@@ -7,6 +7,7 @@ is read. What a peer sends is bytes of a known length; what they mean is for `to
 import contextlib
 import hmac
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -80,6 +81,12 @@ class Link:
     def send(self, frame: bytes) -> None:
         """Send one frame. Raises OSError if the peer is gone or takes nothing for some seconds."""
         self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def wait(self) -> None:
+        """Block until there is something to receive, or the peer is gone."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
 
     def receive(self, most: int = MAX_FRAME) -> bytes:
         """Return the next frame. Raises EOFError at the end, Garbled for one of more than `most` bytes, OSError for half a one."""

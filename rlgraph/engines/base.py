@@ -1,7 +1,7 @@
 """What an engine is: what generators and trainers can do, and the values that pass through them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -216,6 +216,9 @@ class ValueLoss(Protocol):
 
 
 Loss: TypeAlias = PolicyLoss | ValueLoss
+
+
+Judge: TypeAlias = Callable[[Mapping[str, float]], bool]
 
 
 class TrainEngine(Protocol):

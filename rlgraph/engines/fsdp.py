@@ -1,8 +1,8 @@
 """Train with PyTorch: FSDP2 over a Hugging Face model, float32 master weights, one optimizer step an update."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +11,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import packed_attention
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Loss, check_count, check_weights
+from rlgraph.engines.base import Judge, Loss, check_count, check_weights
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
@@ -59,6 +59,7 @@ class FsdpEngine:
             head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
         )
         self._offloaded = OffloadedMoments(self._optimizer)
+        self.judge: Judge = lambda metrics: True
 
     def scores(self, batch: Columns) -> torch.Tensor:
         """Return `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
@@ -82,7 +83,7 @@ class FsdpEngine:
         return result.cpu()
 
     def update(self, batch: Columns, loss: Loss) -> dict[str, float]:
-        """Take one optimizer step over the batch.
+        """Take one optimizer step over the batch, unless `judge`, which is shown the metrics, says no.
 
         Metrics of a policy: `actor/pg_loss` (all of the loss, unless the loss names a part of it so), `actor/grad_norm` before
         clipping, `actor/lr` and those of the loss; of a critic the same with `critic/vf_loss`.
@@ -99,19 +100,22 @@ class FsdpEngine:
             value, metrics = self._head.loss(loss, placed, _rows(batch, part.rows, self._device), totals)
             value.backward()
             parts.append({self._head.loss_name: value.item()} | metrics)
-        summed = {self._head.loss_name: 0.0} | _summed(parts, self._world)
-        return summed | self._step()
+        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device))
 
-    def _step(self) -> dict[str, float]:
+    def _step(self, metrics: dict[str, float]) -> dict[str, float]:
         norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
         lr = self._settings.lr_at(self._steps)
+        metrics = metrics | {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
+        if not self.judge(metrics):
+            self._optimizer.zero_grad()
+            return metrics
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._offloaded.put_back()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
-        return {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
+        return metrics
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         arrange = pack_flat if self._flat else pack
@@ -176,17 +180,27 @@ def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
     return {name: pick(column) for name, column in batch.items()}
 
 
-def _summed(parts: list[dict[str, float]], world: int) -> dict[str, float]:
+def _summed(parts: list[dict[str, float]], world: int, device: torch.device) -> dict[str, float]:
     """Return the sum of the metrics over micro-batches and ranks, in the order of the ranks, the same on every rank."""
-    gathered: list[Any] = [parts]
-    if world > 1:
-        gathered = [None] * world
-        dist.all_gather_object(gathered, parts)
+    gathered = _gathered(parts, world, device) if world > 1 else [parts]
     total: dict[str, float] = {}
     for part in (part for parts in gathered for part in parts):
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + value
     return total
+
+
+def _gathered(parts: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
+    """Return the parts of all ranks, as bytes that are no pickle: nothing of a peer is run."""
+    mine = torch.frombuffer(bytearray(msgspec.msgpack.encode([[*part.items()] for part in parts])), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    rows = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, len(rows[0]) - len(mine))))
+    return [
+        [dict(part) for part in msgspec.msgpack.decode(bytes(row[: int(size)].cpu().numpy()), type=list[list[tuple[str, float]]])]
+        for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def _tensor(batch: Columns, name: str) -> torch.Tensor:

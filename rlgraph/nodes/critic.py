@@ -9,8 +9,9 @@ from rlgraph.columns import Columns
 from rlgraph.engines.base import ValueLoss
 from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.guards import Guards, Judge, checked_guards
 from rlgraph.nodes.mini_batches import Walks, checked_walks
-from rlgraph.nodes.policy import TOKENS, TrainedModel, Update, check_folder, check_loss
+from rlgraph.nodes.policy import DEFAULT_GUARDS, TOKENS, TrainedModel, Update, check_folder, check_loss
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,10 +32,19 @@ class Critic(TrainedModel):
         """Declare `values` [B, T]: the return that the critic expects before each response token, under its weights before the update."""
         return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
 
-    def update(self, *inputs: Output, loss: ValueLoss, epochs: int = 1, mini_batches: int = 1, name: str = "critic_update") -> Update:
+    def update(
+        self,
+        *inputs: Output,
+        loss: ValueLoss,
+        epochs: int = 1,
+        mini_batches: int = 1,
+        guards: Guards = DEFAULT_GUARDS,
+        name: str = "critic_update",
+    ) -> Update:
         """Declare the critic's part of a step: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
 
-        The loss declares what it reads. `values`, where given, are also what `critic/vf_explained_var` is measured by.
+        `guards` say what it refuses to learn from. The loss declares what it reads. `values`, where given, are also what
+        `critic/vf_explained_var` is measured by.
 
         Raises GraphError for a column that the loss reads and no input carries, or parts that would not be equally large.
         """
@@ -42,7 +52,7 @@ class Critic(TrainedModel):
         given = carried(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
         reads = tuple(dict.fromkeys((*TOKENS, *loss.reads, *optional)))
-        operation = CriticUpdate(self, loss, checked_walks(name, inputs, epochs, mini_batches))
+        operation = CriticUpdate(self, loss, checked_walks(name, inputs, epochs, mini_batches), checked_guards(name, guards), name)
         node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
@@ -68,17 +78,22 @@ class CriticUpdate:
     critic: Critic
     loss: ValueLoss
     walks: Walks
+    guards: Guards = DEFAULT_GUARDS
+    name: str = "critic_update"
     work: Work = "train"
 
     def check(self, node: Node) -> None:
         check_folder(self.critic.path)
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.fire(context, columns)
+        context.engine.judge = judge = Judge(self.name, self.guards)
+        return lambda step, columns: self.fire(context, judge, columns)
 
-    def fire(self, context: Context, columns: Columns) -> Fired:
+    def fire(self, context: Context, judge: Judge, columns: Columns) -> Fired:
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
-        return {}, {**self.walks.update(context.engine, batch, self.loss), **_foretold(batch)}
+        learnt = self.walks.update(context.engine, batch, self.loss) if judge.batch(batch) else {}
+        counted = {name.replace("guards/", "guards/critic_"): value for name, value in judge.metrics().items()}
+        return {}, {**learnt, **counted, **_foretold(batch)}
 
 
 def _foretold(batch: Columns) -> dict[str, float]:

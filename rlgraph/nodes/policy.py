@@ -13,9 +13,11 @@ from rlgraph.engines.packing import response_lengths
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.guards import Guards, Judge, checked_guards
 from rlgraph.nodes.mini_batches import Walks, checked_walks
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
+DEFAULT_GUARDS = Guards()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,6 +106,7 @@ class Policy(TrainedModel):
         epochs: int = 1,
         mini_batches: int = 1,
         critic_warmup: int = 0,
+        guards: Guards = DEFAULT_GUARDS,
         name: str = "update",
     ) -> Update:
         """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
@@ -111,6 +114,8 @@ class Policy(TrainedModel):
         It walks the batch `epochs` times, in `mini_batches` equal parts of rows side by side, with an optimizer step each; weights
         are published once, at the end. In the first `critic_warmup` steps of the graph the policy stays as it is, so that its
         critic has learnt something before it is listened to.
+
+        `guards` say what it refuses to learn from: NaN, an empty batch, a policy or an engine too far off.
 
         The loss declares what it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
         `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss. `loss_mask`, where given,
@@ -130,9 +135,11 @@ class Policy(TrainedModel):
         if behaviour == "rollout_log_probs":
             check_untruncated(name, inputs)
         wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask") if c in given]
+        if checked_guards(name, guards).stop_mismatch is not None:
+            wanted += ["rollout_log_probs", "old_log_probs"]
         reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
         walks = checked_walks(name, inputs, epochs, mini_batches)
-        operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs), walks, critic_warmup)
+        operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs), walks, critic_warmup, guards, name)
         node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
@@ -147,15 +154,18 @@ class PolicyUpdate:
     temperature: float
     walks: Walks
     critic_warmup: int
+    guards: Guards = DEFAULT_GUARDS
+    name: str = "update"
     work: Work = "train"
 
     def check(self, node: Node) -> None:
         check_folder(self.policy.path)
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.fire(context, step, columns)
+        context.engine.judge = judge = Judge(self.name, self.guards)
+        return lambda step, columns: self.fire(context, judge, step, columns)
 
-    def fire(self, context: Context, step: int, columns: Columns) -> Fired:
+    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
         if step < self.critic_warmup:
             return {}, _sizes(columns)
         mask = columns["response_mask"]
@@ -165,7 +175,8 @@ class PolicyUpdate:
             "response_mask": columns.get("loss_mask", mask),
             "current_version": torch.full((len(mask),), step, dtype=torch.int32),
         }
-        return {}, {**self.walks.update(context.engine, batch, self.loss), **_sizes(columns)}
+        learnt = self.walks.update(context.engine, batch, self.loss) if judge.batch(batch) else {}
+        return {}, {**learnt, **judge.metrics(), **_sizes(columns)}
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:

@@ -10,10 +10,12 @@ from rlgraph.columns import COLUMNS, Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.guards import Outliers
 from rlgraph.nodes.scoring import Scoring, scoring, tokenizer_of
 
 DEADLINE_S = 300.0  # half of a job's own, so that the response is named and not only the node
 AT_ONCE = 16
+OUTLIERS = 20.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +25,22 @@ class Reward:
     scoring: Scoring
     writes: str = "rewards"
     by_group: bool = True
+    outliers: float | None = OUTLIERS
+    name: str = "reward"
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)
-        return lambda step, columns: self.fire(context, columns)
+        outliers = None if self.outliers is None else Outliers(self.name, self.outliers)
+        return lambda step, columns: self.fire(context, outliers, columns)
 
-    def fire(self, context: Context, columns: Columns) -> Fired:
+    def fire(self, context: Context, outliers: Outliers | None, columns: Columns) -> Fired:
         scores = self.scoring.scores(context, columns)
         spread = {"mean": scores.mean(), "max": scores.max(), "min": scores.min()}
-        return {self.writes: scores}, {f"critic/{self.writes}/{name}": value.item() for name, value in spread.items()}
+        metrics = {f"critic/{self.writes}/{name}": value.item() for name, value in spread.items()}
+        if outliers is not None:
+            metrics["guards/reward_outliers"] = float(outliers.look(scores))
+        return {self.writes: scores}, metrics
 
 
 def reward(
@@ -42,6 +50,7 @@ def reward(
     at_once: int = AT_ONCE,
     deadline_s: float = DEADLINE_S,
     by_group: bool = True,
+    outliers: float | None = OUTLIERS,
     name: str = "reward",
 ) -> Output:
     """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
@@ -58,13 +67,20 @@ def reward(
     Of a rollout with `chunks` a reward gets the parts as they come, each of whole groups; `by_group=False` is for a function that
     compares responses to different prompts and so needs all of them.
 
+    A reward farther than `outliers` standard deviations from the mean of those before it is warned about and counted in
+    `guards/reward_outliers`, and used as it is; None looks for none.
+
     A call that raises, takes longer than `deadline_s` or returns no finite number ends the run with an error that names the
     response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
     column of another kind.
     """
     check_column(name, writes)
+    if outliers is not None and not (isinstance(outliers, int | float) and outliers > 0):
+        raise GraphError(f"node '{name}' has outliers={outliers!r}; give a number of standard deviations above 0, or None to look for none")
     where = f"node '{name}'"
-    operation = Reward(scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group)
+    operation = Reward(
+        scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group, outliers, name
+    )
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 
 

@@ -4,24 +4,23 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from rich.console import Console
-from rich.status import Status
 
 from rlgraph.errors import RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
+from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.muster import muster
 from rlgraph.runtime.tasks import Start, setups
 
 T = TypeVar("T")
 GOODBYE_S = 5.0  # for workers that have nothing left to do
-ABANDON_S = 0.5  # for workers of an attempt that failed
+ABANDON_S = 0.25  # for workers of an attempt that failed
 
 
 class Attempt:
@@ -37,7 +36,7 @@ class Attempt:
         self._actors: list[Any] = []
         self._crew = Crew(plan, deadline_s)
         self.folder = ""
-        self._owns_ray = self._dispatching = self.ended = self.failed = False
+        self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
 
     @property
@@ -58,19 +57,10 @@ class Attempt:
         self.folder = tempfile.mkdtemp(prefix=leftovers.PREFIX)
         leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
-        self._owns_ray = dispatch.start_ray()
-        address = f"{self.folder}/driver"
-        with Listener(address, family="AF_UNIX", backlog=len(self.plan.workers), authkey=authkey) as listener:
-            welcoming = self._crew.welcome(listener, self.folder)
-            crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at)
-            self._actors = [dispatch.create(setup, address) for setup in crew]
-            ray.get([actor.open.remote() for actor in self._actors])
-            welcoming.join()
-        leftovers.claim(Path(self.folder), self._crew.pids.values(), [dispatch.session_folder()] if self._owns_ray else ())
-        started = [actor.start.remote() for actor in self._actors]
-        with Status("", console=Console(stderr=True)) as status:
-            self._crew.until_ready(lambda missing: status.update(f"starting workers, waiting for {', '.join(missing)}"))
-        ray.get(started)
+        self._dispatch.begin()
+        crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at)
+        muster(self._dispatch, self._crew, crew, self._actors, Host(self.folder))
+        leftovers.claim(Path(self.folder), self._crew.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)
         self._dispatching = True
 
@@ -131,13 +121,12 @@ class Attempt:
         gone = self._crew.until_gone(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:
-                ray.kill(actor)
+                self._dispatch.kill(actor)
         if self._dispatching:
             self._dispatch.stop()
         for actor in self._actors:
-            ray.kill(actor)
+            self._dispatch.kill(actor)
         self._crew.until_ended(GOODBYE_S)
-        if self._owns_ray:
-            dispatch.stop_ray()
+        self._dispatch.end()
         if self.folder:
             shutil.rmtree(self.folder)

@@ -1,87 +1,120 @@
-"""The driver's side of the workers' sockets: who is ready, who has reported, who does what, and who is to blame."""
+"""The driver's side of the workers' connections: who is ready, who has reported, and who is to blame."""
 
+import contextlib
 import os
 import select
 import selectors
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Listener
+from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import AuthenticationError
 
+from rlgraph.channels.link import Link
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied
-from rlgraph.planning.plan import Plan
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
-from rlgraph.runtime.status import read_status
-from rlgraph.runtime.tasks import status_path
+from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.status import Doing
+from rlgraph.runtime.watchdog import LOOK_S, Watchdog
 
 CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
+START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
 SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
+HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
 
 
 class Crew:
-    """All workers of a job, as the driver hears them. It sleeps while none speaks."""
+    """All workers of a job, as the driver hears them. It sleeps while none speaks, and looks at them when none has for a while."""
 
     def __init__(self, plan: Plan, deadline_s: float) -> None:
-        self.plan, self.deadline_s, self.folder = plan, deadline_s, ""
+        self.plan, self.deadline_s = plan, deadline_s
+        self.start_s = max(deadline_s, START_LEAST_S)
         self.pids: dict[str, int] = {}
+        self.connections: dict[str, Link] = {}
+        self.watchdog = Watchdog(plan, deadline_s, self.states, self.stacks)
+        self._names = {worker.name for worker in plan.workers}
+        self._host: Host | None = None
         self._processes: list[int] = []
-        self.connections: dict[str, Connection] = {}
         self._selector = selectors.DefaultSelector()
+        self._opened: dict[str, Mapping[str, str]] = {}
         self._ready: set[str] = set()
         self._reports: dict[int, dict[str, messages.Report]] = {}
-        self._used: dict[str, int] = {}
         self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
         self._failures: list[messages.Failure] = []
-        self._dead: list[str] = []
+        self._dead: dict[str, str] = {}  # why, where the connection tells
 
-    def welcome(self, listener: Listener, folder: str) -> threading.Thread:
-        """Take the workers' connections as they come, on a thread that ends with the last of them; `folder` is the job's."""
-        self.folder = folder
-        thread = threading.Thread(target=self._accept, args=(listener,), name="welcome workers", daemon=True)
+    def welcome(self, listener: socket.socket, authkey: bytes, host: Host) -> threading.Thread:
+        """Take the workers' connections as they come, on a thread that ends with the last of them, or with the listener."""
+        self._host = host
+        thread = threading.Thread(target=self._accept, args=(listener, authkey), name="welcome workers", daemon=True)
         thread.start()
         return thread
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: socket.socket, authkey: bytes) -> None:
         while len(self.connections) < len(self.plan.workers):
-            connection = listener.accept()
-            assert isinstance(connection, Connection)
-            hello = messages.receive(connection)
-            assert isinstance(hello, messages.Hello)
-            self.pids[hello.worker] = hello.pid
-            self._processes.append(os.pidfd_open(hello.pid))
-            self.connections[hello.worker] = connection
-            self._selector.register(connection, selectors.EVENT_READ, hello.worker)
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # the listener was closed, and with it the attempt to start
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, who is not let in
+                self._enter(Link(sock, authkey, HANDSHAKE_S, server=True))
+
+    def _enter(self, link: Link) -> None:
+        hello = messages.receive(link)
+        if not isinstance(hello, messages.Hello) or hello.worker not in self._names or hello.worker in self.connections:
+            link.close()
+            return
+        if link.local:
+            self._processes.append(os.pidfd_open(link.pid))
+        self.pids[hello.worker] = hello.pid
+        self.connections[hello.worker] = link
+        self._selector.register(link, selectors.EVENT_READ, hello.worker)
 
     def tell(self, message: messages.Message) -> None:
         """Send a message to every worker that is still there."""
-        for connection in self.connections.values():
-            try:
-                messages.send(connection, message)
-            except OSError:
-                continue  # it is dead, which the next `_listen` finds out and says
+        for link in self.connections.values():
+            with contextlib.suppress(OSError):  # it is dead, which the next `_listen` finds out and says
+                messages.send(link, message)
+
+    def until_open(self, on_wait: Callable[[list[str]], None]) -> dict[str, str]:
+        """Wait until every worker listens, and return where; `on_wait` is told again and again who is missing.
+
+        Raises what `on_wait` does, else what went wrong with the first that could not.
+        """
+        since_s = time.monotonic()
+        while missing := [worker.name for worker in self.plan.workers if worker.name not in self._opened]:
+            on_wait(missing)
+            self._listen([name for name in missing if name in self.connections], since_s, self.start_s)
+        return {planned: address for addresses in self._opened.values() for planned, address in addresses.items()}
 
     def until_ready(self, on_wait: Callable[[list[str]], None]) -> None:
-        """Wait until every worker has loaded its engine, telling `on_wait` whose is missing.
+        """Wait until every worker has loaded its engine; `on_wait` is told again and again who is missing.
 
         Raises what went wrong with the first that could not.
         """
+        since_s = time.monotonic()
         while missing := [worker.name for worker in self.plan.workers if worker.name not in self._ready]:
             on_wait(missing)
-            self._listen()
+            self._listen(missing, since_s, self.start_s)
 
     def reports(self, step: int) -> Sequence[messages.Report]:
         """Return the reports of all workers on `step`, in the plan's order.
 
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever explains best what happened.
         """
-        while len(self._reports.get(step, {})) < len(self.plan.workers):
-            self._listen()
+        since_s = time.monotonic()
+        while missing := self._names - self._reports.get(step, {}).keys():
+            self._listen(missing, since_s, self.deadline_s)
         found = self._reports.pop(step)
         return [found[worker.name] for worker in self.plan.workers]
 
     def listen(self) -> None:
         """Wait until a worker says something. Raises as `reports` does."""
-        self._listen()
+        since_s = time.monotonic()
+        while not self._listen(self._names, since_s, self.deadline_s):
+            if (silent_s := time.monotonic() - since_s) > 2 * self.deadline_s:
+                raise ChannelTimeout(f"no worker has said anything for {silent_s:.1f} s{self.watchdog.account([])}")
 
     def until_gone(self, timeout_s: float) -> bool:
         """Wait until every worker has closed its end; return whether they did in time."""
@@ -91,19 +124,24 @@ class Crew:
         return not self.connections
 
     def until_ended(self, timeout_s: float) -> None:
-        """Wait until every worker's process has ended, at most `timeout_s` for each."""
+        """Wait until every worker's process of this host has ended, at most `timeout_s` for each, and let go of all of them."""
         for process in self._processes:
             select.select([process], [], [], timeout_s)
             os.close(process)
         self._processes.clear()
+        for link in self.connections.values():
+            link.close()
+        self.connections.clear()
+        self._selector.close()
 
-    def _listen(self) -> None:
-        # A channel reports its own deadline first; this one is for a wait that no channel sees, such as the last node's.
-        heard = self._hear(2 * self.deadline_s)
+    def _listen(self, missing: Collection[str], since_s: float, deadline_s: float) -> bool:
+        """Hear the next word, or look at who is missing; return whether there was one."""
+        heard = self._hear(LOOK_S)
         if not heard:
-            raise ChannelTimeout(f"no worker has said anything for {2 * self.deadline_s:g} s{self._states()}")
+            self.watchdog.look(missing, since_s, deadline_s)
         if self._failures or self._dead:
             raise self.explanation() or self._consequence()
+        return heard
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in what the workers say; return whether any spoke within the time."""
@@ -111,29 +149,34 @@ class Crew:
         for key, _ in speaking:
             name = key.data
             try:
-                self._take(messages.receive(self.connections[name]))
-            except (EOFError, OSError):
-                self._selector.unregister(self.connections.pop(name))
-                self._dead.append(name)
+                self._take(name, messages.receive(self.connections[name]))
+            except (EOFError, OSError) as error:
+                link = self.connections.pop(name)
+                self._selector.unregister(link)
+                link.close()
+                self._dead[name] = "" if isinstance(error, EOFError | ConnectionError) else f"; its connection carried {error}"
         return bool(speaking)
 
-    def _take(self, message: messages.Message) -> None:
+    def _take(self, name: str, message: messages.Message) -> None:
         match message:
+            case messages.Opened():
+                self._opened[name] = message.addresses
             case messages.Ready():
-                self._ready.add(message.worker)
+                self._ready.add(name)
             case messages.Report():
-                self._reports.setdefault(message.step, {})[message.worker] = message
-                self._used.update(message.used)
+                self._reports.setdefault(message.step, {})[name] = message
+                self.watchdog.note(message)
             case messages.Saved() | messages.NotSaved():
                 self.saved.append(message)
             case messages.Failure():
                 self._failures.append(message)
             case _:
-                raise AssertionError(f"a worker sent {message!r}")
+                raise OSError(f"a message that no worker sends: {message!r}")
 
     def explanation(self) -> RlgraphError | None:
         """Return the error of the node that failed, else of the worker that died, listening a moment for either."""
-        end = time.monotonic() + SETTLE_S
+        stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
+        end = time.monotonic() + (0 if stalled else SETTLE_S)
         while not self._cause() and (left := end - time.monotonic()) > 0:
             self._hear(left)
         return self._cause()
@@ -143,30 +186,38 @@ class Crew:
             if failure.error not in CONSEQUENCES:
                 where = f"at step {failure.step}" if failure.step >= 0 else "before the first step"
                 return NodeError(
-                    f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n\n"
-                    f"{failure.traceback.rstrip()}"
+                    f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n"
+                    f"  {self._channels_of(failure.worker)}\n\n{failure.traceback.rstrip()}"
                 )
-        for name in self._dead:
-            last = read_status(status_path(self.folder, name))
+        states = self.states() if self._dead else {}
+        for name, why in self._dead.items():
+            last = states.get(name)
             did = f"while {last.what}, step {last.step}" if last else "before its first step"
-            return WorkerDied(f"worker '{name}' (process {self.pids[name]}) died {did}; it was killed or it crashed: look at memory")
+            return WorkerDied(
+                f"worker '{name}' (process {self.pids[name]}) died {did}; it was killed or it crashed: look at memory{why}\n"
+                f"  {self._channels_of(name)}"
+            )
         return None
 
     def _consequence(self) -> RlgraphError:
         timeouts = [f for f in self._failures if f.error == "ChannelTimeout"]
         first = (timeouts or self._failures)[0]
         kind = ChannelTimeout if timeouts else ChannelBroken
-        return kind(f"node '{first.node}' of worker '{first.worker}', step {first.step}: {first.message}{self._states()}")
+        told = f"node '{first.node}' of worker '{first.worker}', step {first.step}: {first.message}"
+        busy = max(((d.for_s, w) for w, d in self.states().items() if w != first.worker and not (d.waiting or d.idle)), default=None)
+        trace = f"\n  worker '{first.worker}' waited here:\n{first.traceback.rstrip()}"
+        return kind(f"{told}{trace}{self.watchdog.account([busy[1]] if busy else [])}")
 
-    def _states(self) -> str:
-        """Return what every worker does and for how long, the longest first, and how full the channels are."""
-        now = time.monotonic()
-        found = [(worker.name, read_status(status_path(self.folder, worker.name))) for worker in self.plan.workers]
-        doing = sorted((d.at_s, name, d) for name, d in found if d is not None)
-        lines = [f"  worker '{name}' has been {d.what}, step {d.step}, for {now - at_s:.1f} s" for at_s, name, d in doing]
-        slots = {channel.name: channel.slots for channel in self.plan.channels}
-        for end, used in sorted(self._used.items()):
-            way, name = end.split(" ", 1)
-            if way == "put" and name in slots:
-                lines.append(f"  channel '{name}': {used} of {slots[name]} slots in use after the last report")
-        return "\n" + "\n".join(lines) if lines else ""
+    def _channels_of(self, worker: str) -> str:
+        nodes = next((planned.nodes for planned in self.plan.workers if planned.name == worker), ())
+        ends: list[PlannedChannel | PlannedLoop] = [*self.plan.channels, *self.plan.loops]
+        reads, writes = [e.name for e in ends if set(e.readers) & set(nodes)], [e.name for e in ends if e.writer in nodes]
+        return f"worker '{worker}' runs nodes {list(nodes)}, reads channels {reads} and writes {writes}"
+
+    def states(self) -> Mapping[str, Doing]:
+        """Return what each worker does now."""
+        return self._host.states(self._names) if self._host else {}
+
+    def stacks(self, workers: Collection[str]) -> Mapping[str, str]:
+        """Return the Python stacks of the workers."""
+        return self._host.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._host else {}

@@ -8,23 +8,42 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 
-from rlgraph.errors import RlgraphError
+from rlgraph.errors import RlgraphError, WorkerDied
 from rlgraph.planning.plan import PlannedWorker
 from rlgraph.runtime.process import Process
 from rlgraph.runtime.tasks import WorkerSetup
 
+log = logging.getLogger("rlgraph.dispatch")
+
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 REHEARSAL = -1  # a tick before the first step, at which no node fires
+RAY_S = 60  # for what Ray does at once, unless it hangs
 
 
 class Dispatch(Protocol):
-    """Ticks a set of actors; execution k is step k."""
+    """Starts workers and ticks them; execution k is step k."""
+
+    def begin(self) -> None:
+        """Start what the workers run on, unless it runs."""
+
+    def folders(self) -> Sequence[str]:
+        """Return the folders of what `begin` started, which a killed driver would leave behind."""
+
+    def end(self) -> None:
+        """End what `begin` started."""
+
+    def create(self, setup: WorkerSetup, driver: str) -> Any:
+        """Start a worker that connects to the driver at its address, and prepares itself."""
+
+    def check(self) -> None:
+        """Raise WorkerDied if a worker is known to have failed before it could connect."""
 
     def start(self, actors: Sequence[Any], window: int) -> None: ...
 
@@ -34,8 +53,46 @@ class Dispatch(Protocol):
 
     def stop(self) -> None: ...
 
+    def kill(self, actor: Any) -> None:
+        """End a worker, whatever it does."""
 
-class CompiledGraph:
+
+class Actors:
+    """Workers as Ray actors."""
+
+    def __init__(self) -> None:
+        self._preparing: dict[Any, str] = {}
+        self._owns_ray = False
+
+    def begin(self) -> None:
+        self._owns_ray = start_ray()
+
+    def folders(self) -> Sequence[str]:
+        return [session_folder()] if self._owns_ray else []
+
+    def end(self) -> None:
+        if self._owns_ray:
+            stop_ray()
+
+    def create(self, setup: WorkerSetup, driver: str) -> Any:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment(setup.worker)}}
+        actor = ray.remote(Process).options(**options).remote(setup, driver)
+        self._preparing[actor.prepare.remote()] = setup.worker.name
+        return actor
+
+    def check(self) -> None:
+        done, _ = ray.wait(list(self._preparing), num_returns=len(self._preparing), timeout=0)
+        for call in done:
+            try:
+                ray.get(call, timeout=RAY_S)
+            except ray.exceptions.RayError as error:
+                raise WorkerDied(f"worker '{self._preparing[call]}' could not be started: {error}") from error
+
+    def kill(self, actor: Any) -> None:
+        ray.kill(actor)
+
+
+class CompiledGraph(Actors):
     """One Compiled Graph over all workers, under one MultiOutputNode."""
 
     def start(self, actors: Sequence[Any], window: int) -> None:
@@ -50,20 +107,20 @@ class CompiledGraph:
         # A worker returns from step k once step k + 1 is ticked, so one execution more than the window can be open.
         self.graph = graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1)
         # A driver that has not yet read from an actor aborts in Ray's own teardown when that actor dies, so read once now.
-        ray.get(self.graph.execute(REHEARSAL), timeout=-1)
+        ray.get(self.graph.execute(REHEARSAL), timeout=RAY_S)
 
     def tick(self, step: int) -> None:
         self.refs[step] = self.graph.execute(step)
 
     def report(self, step: int) -> None:
-        ray.get(self.refs.pop(step), timeout=-1)
+        ray.get(self.refs.pop(step), timeout=RAY_S)
 
     def stop(self) -> None:
-        self.graph.teardown(kill_actors=True)
+        bounded("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True))
         self.refs.clear()  # only now: a reference dropped before would still try to read its result
 
 
-class ActorCalls:
+class ActorCalls(Actors):
     """One actor call for each worker and step: for several hosts, and for Ray versions without Compiled Graphs."""
 
     def start(self, actors: Sequence[Any], window: int) -> None:
@@ -74,13 +131,22 @@ class ActorCalls:
         self.refs[step] = [actor.step.remote(step) for actor in self.actors]
 
     def report(self, step: int) -> None:
-        ray.get(self.refs.pop(step))
+        ray.get(self.refs.pop(step), timeout=RAY_S)
 
     def stop(self) -> None:
         self.refs.clear()
 
 
 DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
+
+
+def bounded(what: str, work: Callable[[], None]) -> None:
+    """Do what Ray has no deadline for, and go on without it where it hangs: whoever is left is killed next."""
+    thread = threading.Thread(target=work, name=what, daemon=True)
+    thread.start()
+    thread.join(RAY_S)
+    if thread.is_alive():
+        log.error("%s did not come within %d s; the job goes on without it", what, RAY_S)
 
 
 def start_ray() -> bool:
@@ -102,21 +168,11 @@ def session_folder() -> str:
 
 def stop_ray() -> None:
     """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
-    ray.shutdown()
+    bounded("the end of Ray", ray.shutdown)
     for path in Path("/dev/shm").glob("sem.*"):
         made_by = RAY_SEMAPHORE.fullmatch(path.name)
         if made_by and not Path(f"/proc/{made_by[1]}").exists():  # of a living process it is in use, perhaps another job's
             path.unlink(missing_ok=True)
-
-
-def create(setup: WorkerSetup, driver: str) -> Any:
-    """Start the actor of one worker."""
-    actor = ray.remote(Process).options(
-        num_cpus=0,
-        max_restarts=0,
-        runtime_env={"env_vars": environment(setup.worker)},
-    )
-    return actor.remote(setup, driver)
 
 
 def environment(worker: PlannedWorker) -> dict[str, str]:

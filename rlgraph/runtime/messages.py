@@ -1,10 +1,10 @@
 """What driver and workers say to each other, beside the payload: small typed messages over an authenticated socket."""
 
-from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 import msgspec
 
+from rlgraph.channels.link import UNREADABLE, Garbled, Link
 from rlgraph.planning.schedule import Sampled, Span
 
 
@@ -13,6 +13,19 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
     worker: str
     pid: int
+
+
+class Opened(msgspec.Struct, tag=True, frozen=True):
+    """A worker listens where it writes: the address of each end, by the one it was planned at."""
+
+    worker: str
+    addresses: dict[str, str]
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Every worker listens at these addresses: connect, and load the engine."""
+
+    addresses: dict[str, str]
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -95,17 +108,23 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Close everything and end."""
 
 
-Message: TypeAlias = Hello | Ready | Report | Failure | Saved | NotSaved | Go | Save | Stop
+MOST_BYTES = 1 << 26  # of a message; a report of many spans has some thousand
+
+Message: TypeAlias = Hello | Opened | Join | Ready | Report | Failure | Saved | NotSaved | Go | Save | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def send(connection: Connection, message: Message) -> None:
+def send(link: Link, message: Message) -> None:
     """Send one message. Raises OSError if the other end is gone."""
-    connection.send_bytes(_encoder.encode(message))
+    link.send(_encoder.encode(message))
 
 
-def receive(connection: Connection) -> Message:
-    """Return the next message, waiting for it. Raises EOFError if the other end is gone."""
-    return _decoder.decode(connection.recv_bytes())
+def receive(link: Link) -> Message:
+    """Return the next message, waiting for it. Raises EOFError if the other end is gone, OSError if it sends nonsense."""
+    link.wait()  # for as long as the peer lives: to have nothing to say is no fault
+    try:
+        return _decoder.decode(link.receive(MOST_BYTES))
+    except UNREADABLE as error:
+        raise Garbled(f"what is no message ({error})") from error

@@ -1,10 +1,12 @@
 """A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
 
+import contextlib
 import os
 import threading
 import traceback
-from multiprocessing.connection import Client, Connection
 
+from rlgraph.channels.address import dial
+from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout
@@ -13,41 +15,61 @@ from rlgraph.planning.plan import PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
 from rlgraph.runtime.progress import Progress
-from rlgraph.runtime.status import BETWEEN, StatusWriter
+from rlgraph.runtime.stacks import offer_stacks
+from rlgraph.runtime.status import BETWEEN, StatusWriter, status_path
 from rlgraph.runtime.tasks import Post, WorkerSetup
 from rlgraph.runtime.worker import Loop, Worker
 
 
 class Process:
-    """The body of an actor. `open`, then `start` once every worker is open, then `step` again and again."""
+    """The body of an actor: `prepare` once, then `step` again and again."""
 
     def __init__(self, setup: WorkerSetup, driver: str) -> None:
         self.setup = setup
         self.name = setup.worker.name
-        self.control: Connection = Client(driver, family="AF_UNIX", authkey=setup.authkey)
+        offer_stacks(setup.folder, self.name)
+        self.status = StatusWriter(status_path(setup.folder, self.name))
+        self.control = Link(dial(f"worker '{self.name}'", driver, setup.deadline_s), setup.authkey, setup.deadline_s, server=False)
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
-        self.status = StatusWriter(setup.status)
         self.mailbox = Mailbox()
+        self.addresses: dict[str, str] = {}
         self.progress: Progress | None = None
         self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
         self.stopped = False
 
-    def open(self) -> None:
-        """Listen where this worker writes."""
+    def prepare(self) -> None:
+        """Listen where this worker writes, and tell the driver where; once it knows of all, connect, load the engine, and tell."""
+        try:
+            self._open()
+            messages.send(self.control, messages.Opened(self.name, self.addresses))
+            joined = messages.receive(self.control)
+            if isinstance(joined, messages.Join):
+                self.addresses = joined.addresses
+                self._start()
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
+            self._fail(-1, "start", error)
+            return
+        self.status.enter(-1, BETWEEN)
+        messages.send(self.control, messages.Ready(self.name))
+
+    def _open(self) -> None:
+        self.status.enter(-1, "opening its channels")
         for channel, posts in self.setup.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> ShmWriter:
-        return ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, post.address)
+        writer = ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, post.address)
+        self.addresses[post.address] = writer.address
+        return writer
 
     def _connect(self, post: Post) -> ShmReader:
-        return ShmReader(post.name, self.setup.authkey, post.address, self.setup.deadline_s)
+        return ShmReader(post.name, self.setup.authkey, self.addresses[post.address], self.setup.deadline_s)
 
-    def start(self) -> None:
-        """Connect to the writers, load the engine, and tell the driver."""
+    def _start(self) -> None:
         import torch
 
+        self.status.enter(-1, "connecting to its channels")
         torch.set_num_threads(self.setup.worker.threads)
         for channel, posts in self.setup.channels:
             users = tuple(task.name for task in self.setup.tasks if task.name in channel.readers)
@@ -61,12 +83,8 @@ class Process:
             rank=worker.rank, world=worker.world, threads=worker.threads, rendezvous=rendezvous, device=device, shared=self.setup.shared
         )
         self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
-        try:
-            self.progress.load()
-        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
-            self._fail(-1, "start", error)
-            return
-        self._tell(messages.Ready(self.name))
+        self.status.enter(-1, "loading its engine")
+        self.progress.load()
 
     def _loop(self, plan: PlannedLoop, posts: tuple[Post, ...], dtype: str) -> Loop:
         import torch
@@ -115,15 +133,15 @@ class Process:
         told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
         if not told:
             self.mailbox.fail(reason)
-        trace = "" if told else traceback.format_exc()
-        self._tell(messages.Failure(self.name, step, node, type(error).__name__, str(error), trace))
+        with contextlib.suppress(OSError):  # the driver is gone, which the wait for its next word finds out
+            self._tell(messages.Failure(self.name, step, node, type(error).__name__, str(error), traceback.format_exc()))
 
     def _sleep(self, step: int) -> None:
         """Wait for the driver's word that a further tick has been sent: polling for the tick itself would cost a core."""
         while not self.stopped:
             try:
                 message = messages.receive(self.control)
-            except EOFError:
+            except (EOFError, OSError):
                 os._exit(1)  # the driver is gone, and with it anyone to tell
             if isinstance(message, messages.Go) and message.step > step:
                 return
@@ -131,6 +149,6 @@ class Process:
                 self._save(message.step)
             if isinstance(message, messages.Stop):
                 self.stopped = True
-                assert self.progress is not None
-                self.progress.close()
+                if self.progress is not None:
+                    self.progress.close()
                 self.control.close()

@@ -1,13 +1,15 @@
 """What each worker does at this moment, in a few bytes of a file that both sides map: writing costs no message.
 
-The driver reads it only when something is wrong, to say who keeps whom waiting.
+The driver reads it only when nothing was heard for a while, to say who keeps whom waiting.
 """
 
 import mmap
+import re
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 BETWEEN = "idle between two steps"
 LAYOUT = struct.Struct("<dq240s")
@@ -15,11 +17,28 @@ LAYOUT = struct.Struct("<dq240s")
 
 @dataclass(frozen=True)
 class Doing:
-    """What a worker began last: at which step, what, and when on the machine's monotonic clock."""
+    """What a worker began last: at which step, what, and how many seconds ago."""
 
     step: int
     what: str
-    at_s: float
+    for_s: float
+
+    @property
+    def idle(self) -> bool:
+        return self.what == BETWEEN
+
+    @property
+    def waiting(self) -> bool:
+        return self.what.startswith("waiting")
+
+    @property
+    def runs(self) -> str | None:
+        """The node at work, if one is."""
+        found = re.match(r"running node '(.*)'", self.what)
+        return found[1] if found else None
+
+    def __str__(self) -> str:
+        return f"{self.what}{f', step {self.step}' if self.step >= 0 else ''}, for {self.for_s:.1f} s"
 
 
 class StatusWriter:
@@ -35,10 +54,16 @@ class StatusWriter:
         LAYOUT.pack_into(self._map, 0, time.monotonic(), step, what.encode()[:240])
 
 
-def read_status(path: Path) -> Doing | None:
-    """Return what the worker began last, or None if it has begun nothing yet."""
+def status_path(folder: str, worker: str) -> Path:
+    """Return the file in which a worker says what it does."""
+    return Path(folder) / f"{quote(worker, safe='[]')}.status"
+
+
+def read_status(folder: str, worker: str) -> Doing | None:
+    """Return what the worker of this host began last, or None if it has begun nothing yet."""
+    path = status_path(folder, worker)
     data = path.read_bytes() if path.exists() else b""
     if len(data) < LAYOUT.size:
         return None
     at_s, step, what = LAYOUT.unpack(data)
-    return Doing(step, what.rstrip(b"\0").decode(errors="replace"), at_s) if at_s else None
+    return Doing(step, what.rstrip(b"\0").decode(errors="replace"), time.monotonic() - at_s) if at_s else None

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rlgraph.columns import Column
 from rlgraph.graph import Graph, Model, Operation
@@ -109,18 +108,8 @@ class WorkerSetup:
         """The step that this worker fires first."""
         return self.begin[self.worker.nodes[0]]
 
-    @property
-    def status(self) -> Path:
-        """Where the worker says what it does."""
-        return status_path(self.folder, self.worker.name)
-
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)
-
-
-def status_path(folder: str, worker: str) -> Path:
-    """Return the file in which a worker says what it does."""
-    return Path(folder) / f"{worker}.status"
 
 
 def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None) -> tuple[WorkerSetup, ...]:

@@ -95,6 +95,7 @@ class Worker:
                 box.done(task.name, messages)
         for loop in self.loops:
             if loop.writer is not None and task.name == loop.plan.writer:
+                self.on_enter(step, f"publishing version {step + 1} of '{loop.plan.name}' (read by {list(loop.plan.readers)})")
                 with self._span(publish_event(loop.plan.name), "publish", step, version=step + 1):
                     loop.writer.publish(step + 1, self.context.engine.weights(), self.setup.deadline_s)
 
@@ -209,6 +210,7 @@ class Worker:
     def _swap(self, loop: Loop, node: str, step: int, weights: Mapping[str, torch.Tensor]) -> None:
         assert loop.reader is not None
         version, engine = self.context.version + 1, self.context.engine
+        self.on_enter(step, f"loading version {version} of '{loop.plan.name}' before node '{node}'")
         with self._span(load_event(loop.plan.name, node), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
                 running: Running = getattr(self.setup.task(node).operation, "running", "recompute")

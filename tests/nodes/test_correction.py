@@ -154,7 +154,12 @@ def test_the_update_reads_the_mask_and_every_loss_gets_it_as_its_response_mask()
     )
     assert "loss_mask" in step.metrics.node.reads
     engine = Recorder()
-    columns = {**BATCH, "loss_mask": BATCH["response_mask"] & False, "advantages": torch.zeros(2, 3)}
+    columns = {
+        **BATCH,
+        "loss_mask": BATCH["response_mask"] & (torch.arange(3) < 1),
+        "advantages": torch.zeros(2, 3),
+        "prompt_mask": torch.ones(2, 1, dtype=torch.bool),
+    }
     step.metrics.node.operation.start(Context(engine=engine))(3, columns)
     assert torch.equal(engine.batch["response_mask"], columns["loss_mask"])
     assert engine.batch["current_version"].tolist() == [3, 3]

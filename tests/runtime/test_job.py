@@ -1,6 +1,7 @@
 """A job on Ray gives the bits of the oracle, for both ways of dispatch; whatever fails is named, and nothing is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,12 +168,17 @@ def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
     with job(fakes.vector_loop(1, middle=hanging), deadline_s=2.0) as running:
         with pytest.raises(ChannelTimeout) as raised:
             list(running.steps(3))
-        pids = running.pids.values()
+        pids = running.pids
     message = str(raised.value)
-    assert "node 'update'" in message
-    assert "channel 'hanging'" in message
     assert "worker 'hanging' has been running node 'hanging', step 0" in message
-    assert not any(alive(pid) for pid in pids)
+    assert "worker 'policy' has been waiting for channel 'hanging' (written by node 'hanging')" in message
+    assert "channel 'hanging' (hanging -> update): " in message
+    assert re.search(r"worker 'hanging', Python stacks:.*in hanging", message, re.DOTALL)
+    assert re.search(r"worker 'policy', Python stacks:.*in take", message, re.DOTALL)
+    file = Path(re.search(r"stacks of all workers are in (\S+)", message)[1])  # type: ignore[index]
+    assert all(f"worker '{worker}'" in file.read_text() for worker in pids)
+    file.unlink()
+    assert not any(alive(pid) for pid in pids.values())
 
 
 @node(reads="values group_ids", writes="rewards")

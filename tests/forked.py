@@ -1,0 +1,92 @@
+"""Workers as forked processes, without Ray: all else is a job's own. Starting one takes milliseconds, so faults can be many."""
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle
+
+from rlgraph.errors import WorkerDied
+from rlgraph.graph import Graph
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.dispatch import DISPATCHES
+from rlgraph.runtime.job import Job
+from rlgraph.runtime.process import Process
+from rlgraph.runtime.tasks import WorkerSetup
+
+server = multiprocessing.get_context("forkserver")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # to preload
+server.set_forkserver_preload(["torch", "rlgraph.runtime.process", "rlgraph.nodes.rollout", "fakes", "forked"])
+
+
+def serve(pickled: bytes, driver: str) -> None:
+    """Be a worker until the driver says stop."""
+    worker = Process(cloudpickle.loads(pickled), driver)
+    worker.prepare()
+    step = worker.setup.resume.step if worker.setup.resume else 0
+    worker._sleep(step - 1)
+    while not worker.stopped:
+        worker.step(step)
+        step += 1
+
+
+class Forked:
+    """A `Dispatch` whose ticks are the driver's word alone."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        pass
+
+    def folders(self) -> Sequence[str]:
+        return ()
+
+    def end(self) -> None:
+        pass
+
+    def create(self, setup: WorkerSetup, driver: str) -> Any:
+        process = server.Process(target=serve, args=(cloudpickle.dumps(setup), driver), daemon=True)
+        process.start()
+        self.processes[setup.worker.name] = process
+        return process
+
+    def check(self) -> None:
+        for name, process in self.processes.items():
+            if process.exitcode is not None:
+                raise WorkerDied(f"worker '{name}' could not be started: exit status {process.exitcode}")
+
+    def start(self, actors: Sequence[Any], window: int) -> None:
+        pass
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def report(self, step: int) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def kill(self, actor: Any) -> None:
+        actor.kill()
+        actor.join()
+
+
+DISPATCHES["forked"] = Forked
+
+
+def job(graph: Graph, deadline_s: float = 60.0) -> Job:
+    """Return a job whose workers are forked."""
+    return Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="forked", deadline_s=deadline_s)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

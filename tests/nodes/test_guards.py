@@ -1,0 +1,140 @@
+"""What an update refuses to learn from, and that its weights are then those of before."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import WeightedLikelihood, batch_of, tiny
+
+import rlgraph as rg
+from rlgraph.engines.fsdp import FsdpEngine
+from rlgraph.engines.heads import PolicyHead
+from rlgraph.errors import GraphError, GuardError
+from rlgraph.nodes.guards import Guards, Judge, Outliers
+
+FINE = {"actor/pg_loss": 0.1, "actor/grad_norm": 1.0, "actor/ppo_kl": 0.01}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+def trained(model: Path, guards: Guards, *batches):
+    """Return the metrics of an update on each batch, and the weights after all of them."""
+    engine = FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)
+    engine.judge = judge = Judge("update", guards)
+    found = []
+    for batch in batches:
+        learnt = engine.update(batch, WeightedLikelihood()) if judge.batch(batch) else {}
+        found.append({**learnt, **judge.metrics()})
+    weights = {name: tensor.clone() for name, tensor in engine.weights().items()}
+    moments = len(engine._optimizer.state)
+    engine.close()
+    return found, weights, moments
+
+
+def poisoned(value: float):
+    batch = batch_of([7, 2, 5, 5])
+    batch["advantages"][1, 0] = value
+    return batch
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_leaves_weights_and_moments_as_they_are_and_is_counted(model: Path, value: float) -> None:
+    [found], weights, moments = trained(model, Guards(), poisoned(value))
+    _, before, _ = trained(model, Guards())
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    assert moments == 0
+    assert (found["guards/skipped"], found["guards/skipped_total"]) == (1, 1)
+
+
+def test_a_run_goes_on_after_a_skipped_step_as_if_that_had_not_been(model: Path) -> None:
+    good = batch_of([7, 2, 5, 5])
+    found, weights, _ = trained(model, Guards(), poisoned(float("nan")), good)
+    _, without, _ = trained(model, Guards(), good)
+    assert all(torch.equal(weights[name], without[name]) for name in without)
+    assert [metrics["guards/skipped"] for metrics in found] == [1, 0]
+    assert found[1]["guards/skipped_total"] == 1
+
+
+def test_stop_raises_before_the_weights_change(model: Path) -> None:
+    with pytest.raises(GuardError, match=r"node 'update': actor/pg_loss is nan, actor/grad_norm is nan; the weights are as they were"):
+        trained(model, Guards(nonfinite="stop"), poisoned(float("nan")))
+
+
+def test_an_empty_batch_is_skipped_and_counted(model: Path) -> None:
+    batch = batch_of([7, 2, 5, 5])
+    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+    [found], _, moments = trained(model, Guards(), batch)
+    assert found["guards/skipped"] == 1
+    assert moments == 0
+    with pytest.raises(GuardError, match="no token to learn from"):
+        trained(model, Guards(empty="stop"), batch)
+
+
+def test_patience_ends_a_run_that_learns_nothing() -> None:
+    judge = Judge("update", Guards(patience=3))
+    bad = {**FINE, "actor/grad_norm": float("inf")}
+    assert [judge(bad), judge(bad), judge(FINE), judge(bad), judge(bad)] == [False, False, True, False, False]
+    with pytest.raises(GuardError, match="3 times in a row"):
+        judge(bad)
+
+
+def test_a_policy_far_from_the_one_that_sampled_is_warned_about_and_then_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    judge = Judge("update", Guards(warn_kl=0.1, stop_kl=0.5))
+    with caplog.at_level(logging.WARNING, "rlgraph.guards"):
+        assert judge({**FINE, "actor/ppo_kl": -0.2})
+    assert "the policy is 0.2 nats a token from the one that sampled, and warn_kl is 0.1" in caplog.text
+    with pytest.raises(GuardError, match=r"0\.6 nats a token .* stop_kl is 0\.5; the weights are as they were"):
+        judge({**FINE, "actor/ppo_kl": 0.6})
+    with pytest.raises(GuardError):
+        judge({**FINE, "actor/ppo_kl": float("nan")})
+
+
+def test_log_probs_of_engine_and_trainer_that_differ_are_measured_over_the_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.tensor([[True, True, False]])
+    batch = {
+        "response_mask": mask,
+        "old_log_probs": torch.tensor([[-1.0, -2.0, 0.0]]),
+        "rollout_log_probs": torch.tensor([[-1.5, -1.0, 9.0]]),
+    }
+    judge = Judge("update", Guards(warn_mismatch=0.7))
+    with caplog.at_level(logging.WARNING, "rlgraph.guards"):
+        assert judge.batch(batch)
+    assert judge.metrics()["guards/mismatch"] == pytest.approx(0.75)
+    assert judge.metrics()["guards/warnings"] == 1
+    assert "differ by 0.75 on average" in caplog.text
+    with pytest.raises(GuardError, match=r"stop_mismatch is 0\.5"):
+        Judge("update", Guards(stop_mismatch=0.5)).batch(batch)
+
+
+def test_a_limit_on_the_mismatch_asks_for_the_columns_it_needs() -> None:
+    generator, policy = rg.Generator("m", pool=rg.Pool("a")), rg.Policy("m", pool=rg.Pool("b"))
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1", "answer": "1"}], count=1), weights, group_size=2)
+    advantages = rg.advantages(rollout, rg.reward(lambda responses: [0.0] * len(responses), rollout), estimator=rg.GRPO())
+    with pytest.raises(GraphError, match="old_log_probs"):
+        policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards=Guards(stop_mismatch=0.5))
+    with pytest.raises(GraphError, match=r"'update' has guards='stop'; pass a value, as guards=rg\.Guards"):
+        policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards="stop")
+    with pytest.raises(GraphError, match="outliers=0"):
+        rg.reward(lambda responses: [0.0], rollout, outliers=0)
+
+
+@pytest.mark.parametrize("setting", [{"nonfinite": "ignore"}, {"patience": 0}, {"stop_kl": -1.0}, {"warn_mismatch": float("nan")}])
+def test_settings_that_cannot_be_are_refused(setting) -> None:
+    with pytest.raises(GraphError, match=r"Guards\(" + next(iter(setting))):
+        Guards(**setting)
+
+
+def test_a_reward_far_outside_of_those_before_is_an_outlier(caplog: pytest.LogCaptureFixture) -> None:
+    outliers = Outliers("reward", 20.0)
+    draw = torch.Generator().manual_seed(0)
+    assert outliers.look(torch.tensor([1e6])) == 0  # nothing is known yet
+    outliers = Outliers("reward", 20.0)
+    assert [outliers.look(torch.rand(50, generator=draw)) for _ in range(4)] == [0, 0, 0, 0]
+    with caplog.at_level(logging.WARNING, "rlgraph.guards"):
+        assert outliers.look(torch.tensor([0.5, 1000.0, 0.2])) == 1
+    assert "node 'reward': 1 of 3 rewards are outliers; response 1 got 1000" in caplog.text

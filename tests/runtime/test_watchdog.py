@@ -1,0 +1,199 @@
+"""A worker that stands still is named with what it does, its channels and its Python stacks; a slow one is warned about before."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import fakes
+import forked
+import pytest
+
+from rlgraph.channels.address import listen
+from rlgraph.channels.link import Link
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import ChannelTimeout, NodeError, WorkerDied
+from rlgraph.nodes.base import node
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime import crew as crew_module
+from rlgraph.runtime import messages
+from rlgraph.runtime.crew import Crew
+from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.stacks import offer_stacks, read_stacks
+
+DEADLINE_S = 3.0
+
+
+@node(reads="values group_ids", writes="rewards")
+def stuck_in_c(batch: Columns) -> dict[str, Column]:
+    _deadlock()
+    return fakes.score.function(batch)
+
+
+def _deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def report_of(error: BaseException) -> str:
+    """Return the file that the error names, and remove it."""
+    named = re.search(r"stacks of all workers are in (\S+)", str(error))
+    assert named, error
+    path = Path(named[1])
+    text = path.read_text()
+    assert path.stat().st_mode & 0o077 == 0
+    path.unlink()
+    return text
+
+
+def test_a_node_stuck_in_c_code_is_named_with_its_peer_its_channel_and_both_stacks() -> None:
+    with forked.job(fakes.vector_loop(1, middle=stuck_in_c), DEADLINE_S) as running:
+        since = time.monotonic()
+        with pytest.raises(ChannelTimeout) as raised:
+            list(running.steps(3))
+        took = time.monotonic() - since
+    message = str(raised.value)
+    assert "'stuck_in_c' has been running node 'stuck_in_c', step 0" in message
+    assert "'policy' has been waiting for channel 'stuck_in_c' (written by node 'stuck_in_c'), step 0" in message
+    assert "channel 'stuck_in_c' (stuck_in_c -> update): " in message
+    assert re.search(r"worker 'stuck_in_c', Python stacks:.*in _deadlock", message, re.DOTALL)
+    assert "in take" in message
+    assert took < DEADLINE_S + 1 + 5  # one second, and what collecting stacks takes on a busy machine
+    report = report_of(raised.value)
+    assert all(f"worker '{worker}'" in report for worker in running.pids)
+
+
+def test_the_last_node_of_a_graph_that_hangs_is_found_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fakes.vector_loop(2, train_s=600)
+    with (
+        forked.job(graph, DEADLINE_S) as running,
+        pytest.raises(ChannelTimeout, match="worker 'policy' has been running node 'update'") as raised,
+    ):
+        list(running.steps(1))
+    report_of(raised.value)
+
+
+def test_a_stopped_process_is_named_though_it_gives_no_stacks() -> None:
+    with forked.job(fakes.vector_loop(1, generate_s=0.05), DEADLINE_S) as running:
+        steps = running.steps(1000)
+        next(steps)
+        os.kill(running.pids["generator"], signal.SIGSTOP)
+        with pytest.raises(ChannelTimeout) as raised:
+            list(steps)
+    assert "worker 'generator'\n(no answer: its process is stopped" in report_of(raised.value)
+
+
+@node(reads="values group_ids", writes="rewards")
+def slow_at_six(batch: Columns) -> dict[str, Column]:
+    slow_at_six.function.fired = getattr(slow_at_six.function, "fired", 0) + 1  # type: ignore[attr-defined]
+    if slow_at_six.function.fired == 6:  # type: ignore[attr-defined]
+        threading.Event().wait(4)
+    return fakes.score.function(batch)
+
+
+def test_a_slow_node_is_warned_about_long_before_the_deadline_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked.job(fakes.vector_loop(1, middle=slow_at_six), 60) as running:
+        assert len(list(running.steps(8))) == 8
+    [warning] = [record.getMessage() for record in caplog.records if record.name == "rlgraph.watchdog"]
+    assert re.match(r"node 'slow_at_six' in worker 'slow_at_six' has been at step 5 for 2\.\d s, its median is 0\.0\d s; at 60 s", warning)
+
+
+def test_stacks_are_those_of_the_process_asked(tmp_path: Path) -> None:
+    offer_stacks(str(tmp_path), "me")
+    found = read_stacks(str(tmp_path), {"me": os.getpid(), "nobody": os.getpid()})
+    assert "test_stacks_are_those_of_the_process_asked" in found["me"]
+    assert found["nobody"] == "(it has not begun)"
+
+
+def unloadable(batch: Columns) -> dict[str, Column]:
+    raise AssertionError
+
+
+class Dies:
+    """A value that ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (9,)
+
+
+def test_a_worker_that_dies_before_it_connects_is_named_at_once() -> None:
+    graph = fakes.vector_loop(0)
+    object.__setattr__(graph.node("score").operation, "function", Dies())
+    since = time.monotonic()
+    with pytest.raises(WorkerDied, match="worker 'score' could not be started"), forked.job(graph, 60):
+        pass
+    assert time.monotonic() - since < 20
+
+
+def test_a_worker_that_does_not_come_up_is_named_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = forked.Forked.create
+    monkeypatch.setattr(crew_module, "START_LEAST_S", 0.0)
+
+    def all_but_one(self, setup, driver):  # type: ignore[no-untyped-def]
+        return create(self, setup, driver if setup.worker.name != "policy" else "/nowhere")
+
+    monkeypatch.setattr(forked.Forked, "create", all_but_one)
+    with pytest.raises((ChannelTimeout, WorkerDied), match="'policy'"), forked.job(fakes.vector_loop(0), DEADLINE_S):
+        pass
+
+
+def crew_of(tmp_path: Path) -> tuple[Crew, socket.socket, str]:
+    crew = Crew(compile_plan(fakes.vector_loop(0), Cluster(cpus=2)), DEADLINE_S)
+    address = str(tmp_path / "driver")
+    listener = listen("driver", address, 8)
+    crew.welcome(listener, b"key", Host(str(tmp_path)))
+    return crew, listener, address
+
+
+def test_strangers_at_the_drivers_door_are_not_let_in_and_do_not_stop_it(tmp_path: Path) -> None:
+    crew, listener, address = crew_of(tmp_path)
+    for noise in (b"", b"x" * 500, b"\0" * 32):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(address)
+            stranger.sendall(noise)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        link = Link(sock, b"key", 20, server=False)
+        messages.send(link, messages.Hello("nobody", 1))  # knows the key, but is no worker of the plan
+        with pytest.raises(EOFError):
+            messages.receive(link)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        link = Link(sock, b"key", 20, server=False)
+        messages.send(link, messages.Hello("policy", os.getpid()))
+        messages.send(link, messages.Opened("policy", {"a": "b"}))
+        with pytest.raises(ChannelTimeout):
+            crew.until_open(lambda missing: crew.watchdog.look(["policy"], 0, 1) if len(missing) == 3 else None)
+        assert list(crew.connections) == ["policy"]
+    listener.close()
+
+
+def test_a_worker_that_sends_nonsense_is_named(tmp_path: Path) -> None:
+    crew, listener, address = crew_of(tmp_path)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        link = Link(sock, b"key", 20, server=False)
+        messages.send(link, messages.Hello("policy", os.getpid()))
+        link.send(b"\x93nonsense")
+        with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried what is no message"):
+            crew.until_open(lambda missing: None)
+    listener.close()
+
+
+@node(reads="values", writes="rewards")
+def raising(batch: Columns) -> dict[str, Column]:
+    raise ValueError("no reward today")
+
+
+def test_the_stacks_and_files_of_a_job_end_with_it() -> None:
+    with forked.job(fakes.vector_loop(1, middle=raising)) as running:
+        folder = running._attempt.folder
+        with pytest.raises(NodeError, match="node 'raising' failed at step 0"):
+            list(running.steps(2))
+    assert not Path(folder).exists()
