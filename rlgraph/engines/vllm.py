@@ -59,7 +59,7 @@ class VllmEngine(GenerateEngine):
         if self._on_cpu and tensor_parallel > 1:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         self._parallel = tensor_parallel > 1
-        if engines > 1 and kv_cache_bytes is None and not self._on_cpu:
+        if (engines > 1 or shared) and kv_cache_bytes is None and not self._on_cpu:
             weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
             total = torch.cuda.get_device_properties(0).total_memory
             kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, weights, engines, vllm_arguments.share_of_memory(memory, shared))

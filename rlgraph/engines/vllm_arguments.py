@@ -55,7 +55,7 @@ def share_of_memory(given: float | None, shared: bool) -> float:
 def kv_cache_of_many(total: int, weights: int, engines: int, share: float) -> int:
     """Return what each of several engines on one GPU has for keys and values, in bytes.
 
-    vLLM measures what is free, which is wrong while others start; so it is told.
+    vLLM measures what is free, which is wrong while other processes start there; so it is told.
     """
     return max(int(total * share) // engines - weights - STEP_BYTES, KV_CACHE_BYTES)
 

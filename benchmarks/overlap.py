@@ -1,0 +1,120 @@
+"""One-step-off on two GPUs against the same work in turns on the same two: step times, the bound of the slower stage, the prediction.
+
+    python benchmarks/overlap.py SHAPE [prompts=64] [group_size=8] [median_tokens=256] [steps=6] [json=PATH]
+
+A model of random weights and the shape of Qwen3 writes responses whose lengths are geometric: p99 is 6.6 times the median. The
+one-step-off graph should take max(generation, training) a step. What it costs in turns is predicted from its costs, then measured.
+"""
+
+import json
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shapes import VOCAB, random_model
+
+import rlgraph as rg
+
+
+@dataclass
+class Config:
+    shape: str = "0.6B"
+    models: str = ".models"
+    prompts: int = 64
+    group_size: int = 8
+    median_tokens: int = 256
+    max_tokens: int = 2048
+    micro_batch_tokens: int = 16384
+    engines_per_gpu: int = 1
+    steps: int = 6
+    warm_up: int = 2
+    json: str = ""
+
+
+def parity(responses: list[str]) -> list[float]:
+    """A reward that differs between the responses of a group."""
+    return [float(len(response) % 2) for response in responses]
+
+
+QUESTIONS = [{"prompt": f"Question {i}: what is {i} times {i + 1}?"} for i in range(512)]
+
+
+def graph(cfg: Config, colocated: bool) -> rg.Graph:
+    rollout_pool = rg.Pool("gpus" if colocated else "rollout")
+    train_pool = rollout_pool if colocated else rg.Pool("train")
+    folder = random_model(cfg.shape, cfg.models)
+    stops = tuple(range(1000, 1000 + round(VOCAB * math.log(2) / cfg.median_tokens)))  # each token is as likely as any other
+    sampling = rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=stops)
+    context = cfg.max_tokens + 128
+    generator = rg.Generator(
+        folder, pool=rollout_pool, sampling=sampling, max_context=context, max_sequences=512, engines_per_gpu=cfg.engines_per_gpu
+    )
+    policy = rg.Policy(folder, pool=train_pool, optimizer=rg.AdamW(lr=1e-7), micro_batch_tokens=cfg.micro_batch_tokens)
+    weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
+
+    prompts = rg.prompts(QUESTIONS, count=cfg.prompts)
+    rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
+    rewards = rg.reward(parity, rollout)
+    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("colocated" if colocated else "one_step_off", step.metrics)
+
+
+def run(cfg: Config, colocated: bool) -> tuple[dict[str, Any], rg.Costs]:
+    plan = rg.compile(graph(cfg, colocated), rg.local_cluster())
+    steps = []
+    with plan.launch() as job:
+        for step in job.steps(cfg.steps):
+            steps.append(step)
+            timings = {k.removeprefix("timing_s/"): round(v, 2) for k, v in step.metrics.items() if k.startswith("timing_s/")}
+            print(plan.graph, step.index, f"{step.seconds:.2f} s", timings, flush=True)
+        costs = job.costs()
+    timed = steps[cfg.warm_up :]
+
+    def median(name: str) -> float:
+        return statistics.median(step.metrics.get(name, 0.0) for step in timed)
+
+    found = {
+        "step_s": statistics.mean(step.seconds for step in timed),
+        "steps_s": [step.seconds for step in timed],
+        "generate_s": statistics.mean(step.metrics["timing_s/gen"] for step in timed),
+        "train_s": statistics.mean(step.metrics["timing_s/update_actor"] for step in timed),
+        "bound_s": statistics.mean(max(step.metrics["timing_s/gen"], step.metrics["timing_s/update_actor"]) for step in timed),
+        "publish_s": median("timing_s/publish"),
+        "update_weights_s": median("timing_s/update_weights"),
+    }
+    return found, costs
+
+
+def main() -> None:
+    shape, *rest = sys.argv[1:]
+    cfg = rg.config(Config, [f"shape={shape}", *rest])
+    ahead, costs = run(cfg, colocated=False)
+    own = rg.compile(graph(cfg, False), rg.local_cluster(), costs).prediction
+    turns = rg.compile(graph(cfg, True), rg.local_cluster(), costs).prediction
+    together, _ = run(cfg, colocated=True)
+    bound = max(ahead["generate_s"], ahead["train_s"])
+    row = {
+        "settings": vars(cfg),
+        "one_step_off": ahead,
+        "colocated": together,
+        "step_over_bound": ahead["step_s"] / bound,
+        "colocated_over_one_step_off": together["step_s"] / ahead["step_s"],
+        "predicted_one_step_off_s": own.period_s,
+        "predicted_colocated_s": turns.period_s,
+    }
+    print(f"{shape}: one-step-off {ahead['step_s']:.2f} s a step, predicted {own.period_s:.2f}; {row['step_over_bound']:.3f} of the bound:")
+    print(f"  max(generate {ahead['generate_s']:.2f} s, train {ahead['train_s']:.2f} s)")
+    print(f"  in turns {together['step_s']:.2f} s, predicted {turns.period_s:.2f}")
+    if cfg.json:
+        from weights import machine
+
+        Path(cfg.json).write_text(json.dumps(row | machine(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

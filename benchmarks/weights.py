@@ -1,0 +1,282 @@
+"""Weights from a trainer on one GPU to an engine that decodes on another: bytes a second, stalls of both, against vLLM's own transfer.
+
+    python benchmarks/weights.py [0.6B 4B 8B] [--json PATH]
+
+Two GPUs of one host. The trainer publishes float32 weights as bfloat16 through an rlgraph channel; the engine receives them into
+its second buffer while it decodes, and swaps between two decode steps. Every version is compared by checksum of each parameter.
+In the same run: a plain copy between the GPUs, and vLLM's NCCL weight transfer (packed) into the same engine.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+VERSIONS, WARM_UP = 6, 2
+SEQUENCES, KEY = 64, b"benchmark"
+
+
+def raw_copy(results: Any) -> None:
+    """Measure a copy of 8 GiB from GPU to GPU by one process that sees both."""
+    import torch
+
+    source = torch.empty(8 << 30, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device="cuda:1")
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        times.append(time.perf_counter() - start)
+    results.put((8 << 30) / statistics.median(times[1:]) / 1e9)
+
+
+def checksums(tensors: Any) -> dict[str, int]:
+    """Return the sum of the bits of each bfloat16 tensor, as 16-bit numbers."""
+    import torch
+
+    return {name: int(t.contiguous().view(torch.int16).sum(dtype=torch.int64)) for name, t in tensors.items()}
+
+
+def trainer(folder: str, address: str, port: int, orders: Any, results: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    import torch
+
+    from rlgraph.channels.shm import ShmWriter
+    from rlgraph.channels.weights import WeightsWriter
+    from rlgraph.engines.pretrained import parameter_shapes
+
+    torch.manual_seed(1)
+    weights = {name: torch.randn(shape, device="cuda").mul_(0.02) for name, shape in parameter_shapes(folder).items()}
+    writer = WeightsWriter(ShmWriter("weights", 1, 1, KEY, address), torch.bfloat16)
+    group = None
+    while (order := orders.get()) is not None:
+        if order == "vllm":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            group = NCCLWeightTransferEngine.trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
+            continue
+        with torch.no_grad():
+            torch._foreach_mul_(list(weights.values()), 1.001)
+        torch.cuda.synchronize()
+        start = time.monotonic()
+        if group is not None:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            casts = ((name, tensor.to(torch.bfloat16)) for name, tensor in weights.items())
+            NCCLWeightTransferEngine.trainer_send_weights(casts, {"group": group, "packed": True})
+            torch.cuda.synchronize()
+        else:
+            writer.publish(order, weights, 60)
+        results.put((start, time.monotonic() - start, checksums({n: t.to(torch.bfloat16) for n, t in weights.items()})))
+    writer.writer.close()
+
+
+class Decoding:
+    """An engine that keeps `SEQUENCES` sequences busy, one timed step after the other."""
+
+    def __init__(self, engine: Any) -> None:
+        from rlgraph.engines.base import Request, Sampling
+
+        self.engine, self.request, self.sampling = engine, Request, Sampling(max_tokens=480, ignore_eos=True)
+        self.number = 0
+        self.steps: list[tuple[float, float]] = []
+
+    def step(self) -> None:
+        while self.engine.unfinished() < SEQUENCES:
+            self.number += 1
+            self.engine.submit(self.request(str(self.number), list(range(1, 33)), self.sampling, self.number))
+        start = time.monotonic()
+        self.engine.step()
+        self.steps.append((start, time.monotonic()))
+
+    def settle(self, steps: int = 60) -> float:
+        """Return the median seconds of a step."""
+        for _ in range(steps):
+            self.step()
+        return statistics.median(end - start for start, end in self.steps[-steps // 2 :])
+
+
+def engine(folder: str, address: str, port: int, memory: float, orders: Any, results: Any, out: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    import vllm
+    from vllm.config import WeightTransferConfig
+
+    arguments = vllm.EngineArgs
+    vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)  # type: ignore[misc]
+    from rlgraph.channels.shm import ShmReader
+    from rlgraph.channels.staging import Staging
+    from rlgraph.channels.weights import WeightsReader
+    from rlgraph.engines.vllm import VllmEngine
+    from rlgraph.errors import ChannelTimeout
+
+    fills: list[tuple[float, float]] = []
+    fill = Staging.fill
+
+    def timed(self: Staging, parts: Any) -> None:
+        start = time.monotonic()
+        fill(self, parts)
+        fills.append((start, time.monotonic()))
+
+    Staging.fill = timed  # type: ignore[method-assign]
+    generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=memory, max_sequences=SEQUENCES)
+    weights = WeightsReader([ShmReader("weights", KEY, address, 120)], buffers=2)
+    decoding = Decoding(generator)
+    rows = []
+    for version in range(1, VERSIONS + WARM_UP + 1):
+        normal = decoding.settle()
+        orders.put(version)
+        first = len(decoding.steps)
+        while True:
+            try:
+                arrived = weights.receive(version, 0.0)
+                break
+            except ChannelTimeout:
+                decoding.step()
+        before = decoding.steps[-1][1]
+        start = time.monotonic()
+        generator.load_weights(arrived, "keep")
+        load = time.monotonic() - start
+        weights.done()
+        decoding.step()
+        gap = decoding.steps[-1][1] - before - normal
+        published, stall, sums = results.get(timeout=120)
+        slowed = sum(end - start - normal for start, end in decoding.steps[first:-1])
+        assert generator._copies is not None
+        loaded: dict[str, int] = {}
+        for copy in generator._copies.copies:
+            loaded[copy.name] = loaded.get(copy.name, 0) + checksums({"": copy.to})[""]
+        row = {
+            "staged_s": fills[-1][1] - published,
+            "copy_s": fills[-1][1] - fills[-1][0],
+            "trainer_stall_s": stall,
+            "load_s": load,
+            "decode_gap_s": gap,
+            "decode_slowed_s": slowed,
+            "decode_step_s": normal,
+            "bit_exact": loaded == sums,
+        }
+        rows.append(row)
+    size = sum(tensor.nbytes for tensor in arrived.values())
+    other = vllm_transfer(generator, decoding, arrived, port, orders, results)
+    orders.put(None)
+    out.put((size, rows[WARM_UP:], other))
+    generator.close()
+
+
+def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orders: Any, results: Any) -> list[dict[str, float]]:
+    """Return how long vLLM's own NCCL transfer stops generation, for some versions."""
+    import torch
+
+    llm = generator._engine
+    orders.put("vllm")
+    init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init})
+    update = {
+        "names": list(like),
+        "dtype_names": ["bfloat16"] * len(like),
+        "shapes": [list(tensor.shape) for tensor in like.values()],
+        "packed": True,
+    }
+    rows = []
+    for version in range(VERSIONS // 2 + 1):
+        normal = decoding.settle()
+        generator._catch_up()
+        before = decoding.steps[-1][1]
+        orders.put(version)
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", kwargs={"update_info": update})
+        llm.collective_rpc("finish_weight_update")
+        torch.cuda.synchronize()
+        decoding.step()
+        rows.append({"decode_gap_s": decoding.steps[-1][1] - before - normal, "trainer_stall_s": results.get(timeout=120)[1]})
+    return rows[1:]
+
+
+def measure(shape: str, models: str) -> dict[str, Any]:
+    from shapes import random_model
+
+    folder = random_model(shape, models, headers_only=True)
+    context = multiprocessing.get_context("spawn")
+    orders, results, out = context.Queue(), context.Queue(), context.Queue()
+    port = 29600 + os.getpid() % 300 + list("064B8").index(shape[0])
+    with tempfile.TemporaryDirectory(prefix="rlgraph-") as job:
+        address = f"{job}/w"
+        processes = [
+            context.Process(target=trainer, args=(folder, address, port, orders, results), daemon=True),
+            context.Process(target=engine, args=(folder, address, port, 0.6, orders, results, out), daemon=True),
+        ]
+        for process in processes:
+            process.start()
+        watch = threading.Thread(target=lambda: processes[1].join(), daemon=True)
+        watch.start()
+        try:
+            size, rows, other = out.get(timeout=240)
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+    medians = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key != "bit_exact"}
+    spread = {key: [min(row[key] for row in rows), max(row[key] for row in rows)] for key in medians}
+    return {
+        "bytes": size,
+        "bit_exact": all(row["bit_exact"] for row in rows),
+        "median": medians,
+        "spread": spread,
+        "gb_per_s": size / medians["copy_s"] / 1e9,
+        "vllm_decode_gap_s": statistics.median(row["decode_gap_s"] for row in other),
+        "vllm_trainer_stall_s": statistics.median(row["trainer_stall_s"] for row in other),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="*", default=["0.6B", "4B", "8B"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", default=".models")
+    given = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    raw = context.Queue()
+    process = context.Process(target=raw_copy, args=(raw,))
+    process.start()
+    peer = raw.get(timeout=120)
+    process.join()
+    print(f"a plain copy between the GPUs: {peer:.0f} GB/s", flush=True)
+    found: dict[str, Any] = {"raw_copy_gb_per_s": peer, "shapes": {}}
+    for shape in given.shapes:
+        row = found["shapes"][shape] = measure(shape, given.models)
+        m = row["median"]
+        print(
+            f"{shape}: {row['bytes'] / 1e9:.2f} GB, bit-exact {row['bit_exact']}; staged after {m['staged_s'] * 1e3:.1f} ms "
+            f"(copy {m['copy_s'] * 1e3:.1f} ms, {row['gb_per_s']:.0f} GB/s, {row['gb_per_s'] / peer:.0%} of a plain copy); "
+            f"trainer stalls {m['trainer_stall_s'] * 1e3:.1f} ms; swap {m['load_s'] * 1e3:.1f} ms, "
+            f"decode gap {m['decode_gap_s'] * 1e3:.1f} ms over a step of {m['decode_step_s'] * 1e3:.1f} ms, "
+            f"steps slowed by {m['decode_slowed_s'] * 1e3:.1f} ms meanwhile; "
+            f"vLLM's transfer: gap {row['vllm_decode_gap_s'] * 1e3:.1f} ms, trainer {row['vllm_trainer_stall_s'] * 1e3:.1f} ms",
+            flush=True,
+        )
+    if given.json:
+        given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were measured on."""
+    from importlib.metadata import version
+
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = ("torch", "vllm", "ray", "transformers")
+    return {"gpus": gpus, "cpus": os.cpu_count(), "python": platform.python_version(), "versions": {n: version(n) for n in names}}
+
+
+if __name__ == "__main__":
+    main()
