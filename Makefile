@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check oracle setup clean
+.PHONY: demo test test-gpu check oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock pyproject.toml
@@ -18,6 +18,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
+test-gpu:
+	$(PYTHON) -m pytest -m "gpu or multi_gpu" tests/gpu
 
 check: $(READY)
 	$(BIN)/ruff check .

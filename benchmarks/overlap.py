@@ -99,7 +99,7 @@ def main() -> None:
     together, _ = run(cfg, colocated=True)
     bound = max(ahead["generate_s"], ahead["train_s"])
     row = {
-        "settings": vars(cfg),
+        "settings": {key: value for key, value in vars(cfg).items() if key != "json"},
         "one_step_off": ahead,
         "colocated": together,
         "step_over_bound": ahead["step_s"] / bound,

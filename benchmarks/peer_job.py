@@ -86,7 +86,7 @@ def main() -> None:
         from weights import machine
 
         row = {
-            "settings": vars(cfg),
+            "settings": {key: value for key, value in vars(cfg).items() if key != "json"},
             "step_s": seconds,
             "spread_s": [min(s.seconds for s in timed), max(s.seconds for s in timed)],
             "timings": parts,

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LENGTH, SEQUENCES, MICRO_BATCH_TOKENS, STEPS = 4096, 32, 16384, 5
+LENGTH, SEQUENCES, MICRO_BATCH_TOKENS, STEPS = 4096, 8, 8192, 4
 
 
 def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any) -> None:
@@ -71,6 +71,8 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
         results.put((seconds, torch.cuda.max_memory_allocated()))
     if world > 1:
         dist.barrier()
+    results.close()
+    results.join_thread()  # what is put is on its way only when the queue's thread has sent it
     os._exit(0)
 
 

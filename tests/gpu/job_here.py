@@ -1,0 +1,31 @@
+"""A job on GPUs: `job_here.py colocated|one_step_off` prints the staleness of its steps."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny import tiny
+
+import rlgraph as rg
+
+SUMS = [{"prompt": f"{a} + {b} ="} for a in range(1, 9) for b in range(1, 9)]
+
+
+def length(responses: list[str]) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+colocated = sys.argv[1] == "colocated"
+folder = str(tiny(Path("model")))
+rollout_pool = rg.Pool("rollout", gpus=1)
+generator = rg.Generator(folder, pool=rollout_pool, sampling=rg.Sampling(max_tokens=8), max_context=48, memory=0.2, max_sequences=16)
+policy = rg.Policy(folder, pool=rollout_pool if colocated else rg.Pool("train", gpus=1))
+weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
+prompts = rg.prompts(SUMS, count=2)
+rollout = generator.rollout(prompts, weights, group_size=2)
+step = policy.update(rollout, rg.advantages(rollout, rg.reward(length, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+weights.close(step.weights)
+plan = rg.compile(rg.Graph("job", step.metrics), rg.local_cluster())
+with plan.launch(deadline_s=200) as job:
+    print("staleness", [step.staleness for step in job.steps(3)])

@@ -1,0 +1,42 @@
+"""What holds on GPUs: the same log-probs and steps as on a CPU, weights that arrive bit for bit, jobs that learn, peers that die."""
+
+from collections.abc import Callable
+
+import pytest
+
+Alone = Callable[..., str]
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_gives_the_log_probs_and_the_step_of_a_cpu(alone: Alone) -> None:
+    assert "equal" in alone("train_here.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_an_engine_repeats_itself_and_takes_weights_as_its_loader_would(alone: Alone) -> None:
+    assert "equal" in alone("generate_here.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_generator_and_policy_share_one_gpu_in_turns(alone: Alone) -> None:
+    assert alone("job_here.py", "colocated").splitlines()[-1] == "staleness [0, 0, 0]"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_one_step_off_runs_on_two_gpus_one_version_behind(alone: Alone) -> None:
+    assert alone("job_here.py", "one_step_off").splitlines()[-1] == "staleness [0, 1, 1]"
+
+
+@pytest.mark.multi_gpu
+def test_memory_of_a_gpu_is_read_by_a_process_that_sees_another_gpu_alone(alone: Alone) -> None:
+    assert "equal" in alone("peer_here.py")
+
+
+@pytest.mark.multi_gpu
+def test_a_writer_on_a_gpu_that_is_killed_breaks_the_channel_at_once(alone: Alone) -> None:
+    assert "ChannelBroken" in alone("peer_here.py", "kill")
