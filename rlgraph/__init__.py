@@ -15,6 +15,7 @@ from rlgraph.nodes.base import node
 from rlgraph.nodes.correction import filter_groups, rollout_correction
 from rlgraph.nodes.critic import Critic
 from rlgraph.nodes.dynamic_sampling import Refill
+from rlgraph.nodes.evaluation import evaluate
 from rlgraph.nodes.guards import Guards
 from rlgraph.nodes.policy import Policy
 from rlgraph.nodes.prompts import prompts
@@ -55,6 +56,7 @@ __all__ = [
     "advantages",
     "compile",
     "config",
+    "evaluate",
     "feedback",
     "filter_groups",
     "kl_shaped_rewards",

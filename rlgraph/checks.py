@@ -139,7 +139,7 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         trained = feedback.source.node
-        for reader in (node for node in graph.nodes if node.feedback is feedback):
+        for reader in (node for node in graph.nodes if node.feedback is feedback and node.due is None):
             if not nx.has_path(graph.forward, reader, trained):
                 raise GraphError(
                     f"feedback '{feedback.name}' closes no cycle: '{trained.name}' does not depend on '{reader.name}', "
@@ -165,7 +165,7 @@ def drawn_prompts_have_one_reader(graph: "Graph") -> None:
 
 
 def depth_buys_something(graph: "Graph") -> None:
-    pools = {node.pool.name for node in graph.nodes if node.pool is not None}
+    pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
         if feedback.depth > 0 and len(pools) == 1:
             raise GraphError(
@@ -227,6 +227,16 @@ def parts_fit_a_channel(graph: "Graph") -> None:
             )
 
 
+def evaluations_delay_nobody(graph: "Graph") -> None:
+    for node in (node for node in graph.nodes if graph.evaluates_apart(node)):
+        others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
+        if others:
+            raise GraphError(
+                f"node '{node.name}' evaluates on a generator of its own in pool '{node.pool.name if node.pool else ''}', where {others} "
+                "would wait for it: give it a pool of its own, or evaluate on the generator of the rollout, which takes turns"
+            )
+
+
 GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     names_are_unique,
     feedbacks_are_closed,
@@ -237,6 +247,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     passes_come_before_the_update,
     parts_are_worked_on,
     parts_fit_a_channel,
+    evaluations_delay_nobody,
 )
 
 

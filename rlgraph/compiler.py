@@ -14,6 +14,7 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.period import simulate
+from rlgraph.planning.schedule import Event
 from rlgraph.planning.shapes import ModelShape
 from rlgraph.views import draw, timeline
 from rlgraph.views.mermaid import mermaid
@@ -52,7 +53,13 @@ class Plan(values.Plan):
     def timeline(self, path: str | Path, steps: int = 6) -> None:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
         nodes = {event.name: event.node for event in self.schedule.events}
-        spans = simulate(self.schedule, steps)
+        due = self.due_events()
+
+        def seconds(event: Event, step: int) -> float:  # an event's own are those of a step on average
+            happens = due.get(event.name)
+            return event.seconds if happens is None else event.seconds * happens.every * happens(step)
+
+        spans = [span for span in simulate(self.schedule, steps, seconds) if span.name not in due or due[span.name](span.step)]
         ranks = [replace(span, worker=worker) for span in spans for worker in self.node(nodes[span.name]).workers]
         timeline.write(path, ranks, self)
 

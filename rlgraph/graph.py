@@ -81,6 +81,23 @@ class Model:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Due:
+    """The steps at which an evaluation happens: the last of every `every`, the last of `steps`, and at the start the first."""
+
+    every: int
+    steps: int | None = None
+    at_start: bool = False
+
+    def __call__(self, step: int) -> bool:
+        """Return whether it happens at this step."""
+        return (step + 1) % self.every == 0 or step + 1 == self.steps or self.begins(step)
+
+    def begins(self, step: int) -> bool:
+        """Return whether it happens at this step on the weights as they came."""
+        return self.at_start and step == 0
+
+
 _serial = itertools.count()
 
 
@@ -90,7 +107,7 @@ class Node:
 
     `rows` is how many rows it writes in a step; `pool` is None for a host node, which runs in a process of its own. `chunks`
     is how many parts of a batch it fires for in a step, in the order of the data: those that it gives itself, or those of the
-    rollout that it `follows`.
+    rollout that it `follows`. A node that is not `due` at a step passes an empty batch on.
     """
 
     name: str
@@ -103,6 +120,7 @@ class Node:
     feedback: "Feedback | None" = None
     chunks: int = 1
     follows: "Node | None" = None
+    due: Due | None = None
     serial: int = field(default_factory=lambda: next(_serial))
 
     @property
@@ -172,6 +190,7 @@ def declare(
     model: Model | None = None,
     feedback: Feedback | None = None,
     chunks: int = 1,
+    due: Due | None = None,
 ) -> Node:
     """Return a checked node. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses.
 
@@ -185,7 +204,7 @@ def declare(
     if rows is None:
         rows = max(output.node.rows for output in outputs)
     follows = None if chunks > 1 else _followed(operation, outputs, model)
-    node = Node(name, operation, outputs, reads, writes, rows, model, feedback, follows.chunks if follows else chunks, follows)
+    node = Node(name, operation, outputs, reads, writes, rows, model, feedback, follows.chunks if follows else chunks, follows, due)
     checks.check_rows(node)
     checks.check_parts(node)
     return node
@@ -227,6 +246,11 @@ class Graph:
                 columns = graph.edges[source, node]["columns"] if graph.has_edge(source, node) else ()
                 graph.add_edge(source, node, columns=(*columns, column))
         return graph
+
+    def evaluates_apart(self, node: Node) -> bool:
+        """Return whether a node evaluates on a generator of its own, and not in turns with the rollouts of another."""
+        users = [other for other in self.nodes if other.model is node.model and other.feedback is node.feedback]
+        return node.due is not None and node.feedback is not None and all(other.due is not None for other in users)
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:

@@ -181,26 +181,9 @@ class Rollout:
 
     def check_prompts(self, node: Node, source: object) -> None:
         """Raise DataError for a folder that is no model, or a prompt of the source that does not fit."""
-        from transformers import AutoTokenizer
-
-        from rlgraph.engines.pretrained import check_model
-
         if self.tools is not None:
             raise GraphError(f"node '{node.name}' uses tools, which this version declares, plans and draws but does not run yet")
-        context = self.generator.max_context or check_model(self.generator.path).context_length
-        room = context - self.sampling.max_tokens
-        if room < 1:
-            raise DataError(f"node '{node.name}' samples {self.sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
-        if not isinstance(source, Prompts):
-            return
-        tokenizer = AutoTokenizer.from_pretrained(self.generator.path)
-        texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
-        for index, tokens in enumerate(tokenizer(texts)["input_ids"]):
-            if not 0 < len(tokens) <= room:
-                raise DataError(
-                    f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "
-                    f"a context of {context} less {context - room} for the response; drop the prompt, or lower max_tokens"
-                )
+        check_prompts(node, self.generator, self.sampling, source)
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
@@ -244,6 +227,28 @@ class Rollout:
 
     def _all_requests(self, context: Context, columns: Columns) -> list[Request]:
         return list(itertools.chain(*self._requests(context, columns)))
+
+
+def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
+    """Raise DataError for a folder that is no model, or a prompt of `source` that leaves no room for a response."""
+    from transformers import AutoTokenizer
+
+    from rlgraph.engines.pretrained import check_model
+
+    context = generator.max_context or check_model(generator.path).context_length
+    room = context - sampling.max_tokens
+    if room < 1:
+        raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
+    if not isinstance(source, Prompts):
+        return
+    tokenizer = AutoTokenizer.from_pretrained(generator.path)
+    texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
+    for index, tokens in enumerate(tokenizer(texts)["input_ids"]):
+        if not 0 < len(tokens) <= room:
+            raise DataError(
+                f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "
+                f"a context of {context} less {context - room} for the response; drop the prompt, or lower max_tokens"
+            )
 
 
 def seed_of(seed: int, prompt: int, member: int) -> int:

@@ -81,9 +81,15 @@ class Scoring:
 
 
 def scoring(
-    where: str, function: Callable[..., Any], carried: Sequence[str], tokenizer: str | None, at_once: int, deadline_s: float
+    where: str,
+    function: Callable[..., Any],
+    carried: Sequence[str],
+    tokenizer: str | None,
+    at_once: int,
+    deadline_s: float,
+    texts: Sequence[str] = (),
 ) -> Scoring:
-    """Return how `function` scores responses, given the columns that there are.
+    """Return how `function` scores responses, given the columns that there are; `texts` are those that are text already.
 
     Raises GraphError for what is no function, for parameters that name no columns, and for limits that are none.
     """
@@ -102,7 +108,8 @@ def scoring(
     single = any(p not in carried and (plural(p) in carried or plural(p) in TOKEN_COLUMNS) for p in parameters)
     columns = tuple((p, plural(p) if single and (p not in carried) else p) for p in parameters)
     as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
-    decoded = tuple(column for p, column in columns if column in TOKEN_COLUMNS and p not in as_tokens) if tokenizer else ()
+    tokens = [column for p, column in columns if column in TOKEN_COLUMNS and column not in texts and p not in as_tokens]
+    decoded = tuple(tokens) if tokenizer else ()
     return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), at_once, deadline_s)
 
 

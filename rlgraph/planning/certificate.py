@@ -37,7 +37,7 @@ def staleness_bound(graph: Graph, schedule: Schedule) -> int:
     worst = 0
     for feedback in graph.feedbacks:
         publish = publish_event(feedback.name)
-        for firing in (firing for node in readers(graph, feedback) for firing in fire_events(node)):
+        for firing in (firing for node in readers(graph, feedback) if node.due is None for firing in fire_events(node)):
             there = nx.shortest_path_length(tokens, publish, firing, weight="tokens")
             back = nx.shortest_path_length(tokens, firing, publish, weight="tokens")
             worst = max(worst, there + back - 1)

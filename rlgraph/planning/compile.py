@@ -65,7 +65,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         channels=channels,
         loops=loops,
         schedule=schedule,
-        window=events.open_batches(graph) + 3,
+        window=events.open_batches(graph) + 3 + events.ahead(graph),
         hosts=nodes_needed({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
         prediction=Prediction(
             period_s=cycle.period_s,
@@ -92,7 +92,7 @@ def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> Counts:
 
     def load(counts: Counts) -> float:
         _, settings = settled(graph, cluster, counts)
-        return max(sum(costs.mean(n.name, settings[n.name], rows) for n in graph.nodes if n.pool is p) for p in graph.pools)
+        return max(sum(costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools)
 
     rows = max(node.rows for node in graph.nodes)
     best, least = candidates[0], float("inf")
@@ -120,9 +120,14 @@ def scheduled(
     crew, settings = settled(graph, cluster, counts)
     hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
     rows = max(node.rows for node in graph.nodes)
-    seconds = {name: costs.mean(name, setting, rows) for name, setting in settings.items()}
+    seconds = {n.name: costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes}
     schedule = events.schedule(graph, hosts, seconds, costs)
     return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
+
+
+def _rate(node: Node) -> float:
+    """Return how often a node does something, in times a step."""
+    return 1.0 if node.due is None else 1 / node.due.every
 
 
 def _with_parts(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
@@ -167,6 +172,7 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
             seconds=costs.mean(node.name, settings[node.name], rows),
             cost=costs.source_at(node.name, settings[node.name]),
             chunks=node.chunks,
+            due=node.due,
         )
         for node in graph.nodes
     ]
@@ -199,7 +205,8 @@ def _stream(writer: Node) -> str | None:
 
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
     """Return the most bytes the tensors of one message can have, or None where a dimension has no known bound. Text is not counted."""
-    sizes = {dim: size for node in graph.nodes for dim, size in getattr(node.operation, "dims", {}).items()}
+    trained = [node for node in graph.nodes if node.due is None]
+    sizes = {dim: size for node in (*trained, writer) for dim, size in getattr(node.operation, "dims", {}).items()}
     total = 0
     for column in columns:
         spec = COLUMNS.get(column)
@@ -230,6 +237,12 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
                 planned[name] = PlannedChannel(
                     name, before.name, (after.name,), (), "shm", held, 0, "order", tokens, before.chunks, _stream(before)
                 )
+    for feedback in graph.feedbacks:
+        for node in events.evaluations(graph, feedback):
+            assert feedback.source is not None
+            writer = feedback.source.node.name
+            name = f"turn {writer} to {node.name}"
+            planned[name] = PlannedChannel(name, writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order")
     return list(planned.values())
 
 
@@ -262,4 +275,7 @@ def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook, *,
                 hidden=hidden,
             )
         )
+        for node in events.evaluations(graph, feedback):
+            loop = replace(planned[-1], name=events.evaluation_loop(feedback.name, node.name), readers=(node.name,), due=node.due)
+            planned.append(replace(loop, depth=0, buffers=1, freshest=False, staleness=0.0, slots=1))
     return planned

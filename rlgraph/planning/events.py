@@ -1,5 +1,6 @@
 """From a graph to its schedule: the events of a step, and what each waits for."""
 
+import sys
 from collections.abc import Mapping
 from itertools import pairwise, product
 
@@ -10,7 +11,8 @@ from rlgraph.planning.costs import Costs
 from rlgraph.planning.schedule import Dependency, Event, EventKind, Schedule
 
 Hosts = Mapping[str, str]  # the worker of each node, by name
-Seconds = Mapping[str, float]  # of one firing of each node
+Seconds = Mapping[str, float]  # of each node in a step, on average
+AHEAD = 60  # steps that training may be ahead of an evaluation beside it, at most
 
 
 def open_batches(graph: Graph) -> int:
@@ -54,9 +56,8 @@ def fire_events(node: Node) -> list[str]:
 
 def _firings(node: Node, host: str, seconds: float) -> list[Event]:
     """Return the firings of one step; parts of a batch are taken to be equally long, and a part to leave when its time is over."""
-    pool = node.pool.name if node.pool else None
     names = fire_events(node)
-    return [Event(name, "fire", node.name, host, pool, seconds / node.chunks, part) for part, name in enumerate(names)]
+    return [Event(name, "fire", node.name, host, pool_of(node), seconds / node.chunks, part) for part, name in enumerate(names)]
 
 
 def publish_event(feedback: str) -> str:
@@ -71,12 +72,27 @@ def receive_event(feedback: str, reader: str) -> str:
 
 def load_event(feedback: str, reader: str) -> str:
     """Return the name of the event that puts a version into the engine of node `reader`."""
-    return f"load {feedback} for {reader}"
+    return f"load {feedback}" if feedback.endswith(f" to {reader}") else f"load {feedback} for {reader}"
 
 
 def readers(graph: Graph, feedback: Feedback) -> list[Node]:
-    """Return the nodes that use the weights of a feedback edge."""
-    return [node for node in graph.nodes if node.feedback is feedback]
+    """Return the nodes that use the weights of a feedback edge, but for evaluations apart, which have an edge of their own."""
+    return [node for node in graph.nodes if node.feedback is feedback and not graph.evaluates_apart(node)]
+
+
+def evaluations(graph: Graph, feedback: Feedback) -> list[Node]:
+    """Return the nodes that evaluate the weights of a feedback edge apart from its rollouts."""
+    return [node for node in graph.nodes if node.feedback is feedback and graph.evaluates_apart(node)]
+
+
+def evaluation_loop(feedback: str, node: str) -> str:
+    """Return the name of the edge that brings the weights of a feedback edge to an evaluation apart."""
+    return f"{feedback} to {node}"
+
+
+def ahead(graph: Graph) -> int:
+    """Return how many steps training may be ahead of an evaluation."""
+    return max((min(node.due.every, AHEAD) for node in graph.nodes if node.due is not None), default=0)
 
 
 def loads(graph: Graph, feedback: Feedback) -> list[tuple[Node, list[Node]]]:
@@ -92,15 +108,24 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         source = feedback.source.node
-        pool = source.pool.name if source.pool else None
-        found.append(Event(publish_event(feedback.name), "publish", source.name, hosts[source.name], pool, costs.publish_s))
+        found.append(Event(publish_event(feedback.name), "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s))
         for node, _ in loads(graph, feedback):
-            pool = node.pool.name if node.pool else None
             load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
-            found.append(Event(load_event(feedback.name, node.name), "load", node.name, hosts[node.name], pool, load_s))
+            found.append(Event(load_event(feedback.name, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s))
             if feedback.buffers == 2:  # received beside decoding, so on no pool's time
                 found.append(Event(receive_event(feedback.name, node.name), "receive", node.name, hosts[node.name], None, costs.receive_s))
+        for node in evaluations(graph, feedback):
+            assert node.due is not None
+            name, share = evaluation_loop(feedback.name, node.name), 1 / node.due.every
+            found.append(Event(publish_event(name), "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s * share))
+            load_s = (costs.receive_s + costs.swap_s) * share
+            found.append(Event(load_event(name, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s))
     return found
+
+
+def pool_of(node: Node) -> str | None:
+    """Return the name of a node's pool."""
+    return node.pool.name if node.pool else None
 
 
 def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
@@ -117,6 +142,8 @@ def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
     """
     if node.stream is not None:
         return node.stream.serial, 0, node.serial
+    if any(graph.evaluates_apart(other) for other in (node, *nx.ancestors(graph.forward, node))):
+        return sys.maxsize, 0, node.serial  # after the update whose weights it evaluates
     waiting = [other.follows.serial for other in nx.descendants(graph.forward, node) if other.follows is not None]
     return min([node.serial, *waiting]), -1, node.serial
 
@@ -152,7 +179,23 @@ def _loops(graph: Graph) -> list[Dependency]:
                 found.append(Dependency(load, arrives, 1, "slots", feedback.name))
             found.append(Dependency(publish, arrives, feedback.depth + 1, "loop", feedback.name))
             found += [Dependency(load, firing, 0, "loop", feedback.name) for user in users for firing in fire_events(user)]
+        for node in evaluations(graph, feedback):
+            found += _evaluation(graph, feedback, node)
     return found
+
+
+def _evaluation(graph: Graph, feedback: Feedback, node: Node) -> list[Dependency]:
+    """An evaluation apart waits for the weights of its step; training waits for one that is too far behind."""
+    assert feedback.source is not None
+    assert node.due is not None
+    update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)
+    publish, load = publish_event(name), load_event(name, node.name)
+    chain = [Dependency(a, b, 0, "loop", name) for a, b in pairwise((update, publish, load, node.name))]
+    return [
+        *chain,
+        Dependency(load, publish, node.due.every, "slots", name),
+        Dependency(node.name, update, ahead(graph) + 1, "slots", name),
+    ]
 
 
 def _turns(ordered: list[Event]) -> list[Dependency]:

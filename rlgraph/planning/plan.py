@@ -1,10 +1,12 @@
 """The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from rlgraph.graph import Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.schedule import Reason, Schedule
 
@@ -38,6 +40,7 @@ class PlannedNode:
     seconds: float
     cost: CostSource
     chunks: int = 1  # parts of a batch that it fires for, one after another
+    due: Due | None = None  # the steps at which it does something, where that is not each
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class PlannedLoop:
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing
+    due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
+
+    def carries(self, step: int) -> bool:
+        """Return whether the weights that `step` publishes go this way."""
+        return self.due is None or (self.due(step) and not self.due.begins(step))
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,12 @@ class Plan:
     def from_json(cls, text: str) -> "Plan":
         """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
         return msgspec.json.decode(text, type=Plan)
+
+    def due_events(self) -> Mapping[str, Due]:
+        """Return the events that do not happen at each step."""
+        found = {name: node.due for node in self.nodes if node.due is not None for name in (node.name,)}
+        ends = {d.via: (d.before, d.after) for d in self.schedule.dependencies if d.reason == "slots"}
+        return found | {name: loop.due for loop in self.loops if loop.due is not None for name in ends[loop.name]}
 
     def node(self, name: str) -> PlannedNode:
         return next(node for node in self.nodes if node.name == name)

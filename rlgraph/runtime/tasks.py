@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlgraph.columns import Column
-from rlgraph.graph import Graph, Model, Operation
+from rlgraph.graph import Due, Graph, Model, Operation
 from rlgraph.planning.cut import leads, open_nodes
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 
@@ -24,6 +24,7 @@ class Task:
     repeat: Mapping[str, int]
     chunks: int = 1
     follows: str | None = None
+    due: Due | None = None
 
     def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
         """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
@@ -160,7 +161,7 @@ def _task(graph: Graph, name: str) -> Task:
         columns[source] = (*columns.get(source, ()), column)
     widest = max((o.node.rows for o in node.inputs), default=0)
     repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
-    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, node.follows.name if node.follows else None)
+    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, node.follows.name if node.follows else None, node.due)
 
 
 def _posts(

@@ -5,6 +5,7 @@ Knows neither Ray nor processes: the local executor runs the same workers side b
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -71,13 +72,15 @@ class Worker:
             if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
                 self._load_weights(loop, task.name, step)
         columns = self._take(task, step, part)
-        publishing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
+        writing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
+        publishing = [loop for loop in writing if loop.due is None]
         if publishing:  # the deepest edge is the rollout's: others lead to nodes that look at the batch on its way
             self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
         self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
         self.context.arrivals = self._arrivals(task, step)
-        with self._span(fire_event(task.name, part, task.chunks), "fire", step):
+        idle = task.due is not None and not task.due(step)
+        with nullcontext() if idle else self._span(fire_event(task.name, part, task.chunks), "fire", step):
             fired = self._run(task, step, part, columns)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
@@ -85,7 +88,7 @@ class Worker:
         self.parts.setdefault(task.name, []).append(metrics)
         if part == task.chunks - 1:
             self.metrics.update(joined(self.parts.pop(task.name)))
-        if task.operation.work == "generate":
+        if task.operation.work == "generate" and task.due is None:
             self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
         self._put(task, step * task.chunks + part, owned(written, columns))
         del columns
@@ -94,7 +97,7 @@ class Worker:
             if len(messages) < box.channel.parts or part == task.chunks - 1:
                 box.done(task.name, messages)
         for loop in self.loops:
-            if loop.writer is not None and task.name == loop.plan.writer:
+            if loop.writer is not None and task.name == loop.plan.writer and loop.plan.carries(step):
                 self.on_enter(step, f"publishing version {step + 1} of '{loop.plan.name}' (read by {list(loop.plan.readers)})")
                 with self._span(publish_event(loop.plan.name), "publish", step, version=step + 1):
                     loop.writer.publish(step + 1, self.context.engine.weights(), self.setup.deadline_s)
@@ -106,7 +109,8 @@ class Worker:
     def _run(self, task: Task, step: int, part: int, columns: Columns) -> Fired:
         """Run the node's own work; an engine that shares its devices gives their memory back before the next node is told."""
         parts_of_its_own = task.chunks > 1 and task.follows is None
-        if self.context.shared and (part == 0 or not parts_of_its_own):
+        shared = self.context.shared and (task.due is None or task.due(step))
+        if shared and (part == 0 or not parts_of_its_own):
             self.context.engine.wake()
         if parts_of_its_own:  # it goes on until the next of them is there
             if part == 0:
@@ -114,7 +118,7 @@ class Worker:
             fired = next(self.streams[task.name])
         else:
             fired = self.stages[task.name](step, columns)
-        if self.context.shared and (part == task.chunks - 1 or not parts_of_its_own):
+        if shared and (part == task.chunks - 1 or not parts_of_its_own):
             self.context.engine.sleep()
         return fired
 
@@ -152,7 +156,7 @@ class Worker:
                 for part, columns in enumerate(opened[at].get(task.name, ())):
                     self._put(task, at * task.chunks + part, columns)
         for loop in self.loops:
-            if loop.writer is not None:
+            if loop.writer is not None and loop.plan.due is None:
                 loop.writer.publish(step, self.context.engine.weights(), self.setup.deadline_s)
             if loop.reader is not None:
                 self.context.version = step - 1
@@ -172,6 +176,10 @@ class Worker:
         """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""
         assert loop.reader is not None
         self.doing = node
+        if loop.plan.due is not None:  # an evaluation of what this step publishes
+            if loop.plan.carries(step):
+                self._load_next(loop, node, step, step + 1)
+            return
         self.load_up_to(loop, node, step, step - loop.plan.depth)
         if loop.plan.freshest:
             self.load_published(loop, node, step)
@@ -187,15 +195,14 @@ class Worker:
     def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
         """Load the versions up to `version`, waiting for each."""
         while self.context.version < version:
-            self._load_next(loop, node, step)
+            self._load_next(loop, node, step, self.context.version + 1)
 
-    def _load_next(self, loop: Loop, node: str, step: int) -> None:
+    def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
         assert loop.reader is not None
-        version = self.context.version + 1
         self.on_enter(step, f"waiting for version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
         with self._span(loop.plan.name, "wait", step):
             weights = loop.reader.receive(version, self.setup.deadline_s)
-        self._swap(loop, node, step, weights)
+        self._swap(loop, node, step, version, weights)
 
     def load_published(self, loop: Loop, node: str, step: int) -> None:
         """Load every version that is there, without waiting for one."""
@@ -205,11 +212,11 @@ class Worker:
                 weights = loop.reader.receive(self.context.version + 1, 0.0)
             except ChannelTimeout:
                 break
-            self._swap(loop, node, step, weights)
+            self._swap(loop, node, step, self.context.version + 1, weights)
 
-    def _swap(self, loop: Loop, node: str, step: int, weights: Mapping[str, torch.Tensor]) -> None:
+    def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         assert loop.reader is not None
-        version, engine = self.context.version + 1, self.context.engine
+        engine = self.context.engine
         self.on_enter(step, f"loading version {version} of '{loop.plan.name}' before node '{node}'")
         with self._span(load_event(loop.plan.name, node), "load", step, version=version):
             if isinstance(engine, GenerateEngine):

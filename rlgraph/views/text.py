@@ -49,7 +49,7 @@ def _nodes(plan: Plan) -> list[str]:
         [
             node.name,
             node.work,
-            words.seconds(node.seconds, node.cost),
+            words.seconds(node.seconds, node.cost) + (f" / {node.due.every}" if node.due else ""),
             node.cost,
             words.by_parts(node.rows, node.chunks),
             ", ".join(map(words.clean, node.writes)),
@@ -103,6 +103,8 @@ def _route(channel: PlannedChannel) -> str:
 
 def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
     taken = "the newest published version" if loop.freshest else f"version max(0, k - {loop.depth})" if loop.depth else "version k"
+    if loop.due is not None:
+        taken = "the version that step k publishes"
     cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
     lines = [
         f"feedback {words.clean(loop.name)}: {words.clean(loop.writer)} -> {', '.join(map(words.clean, loop.readers))}",

@@ -144,6 +144,8 @@ def _version_used(spans: Sequence[Span], index: int, loop: PlannedLoop, publishe
     span = spans[index]
     if span.version is not None:
         return span.version
+    if loop.due is not None:
+        return span.step + 1
     if not loop.freshest:
         return max(0, span.step - loop.depth)
     return max((version for version, source in published.items() if spans[source].end_s <= span.start_s), default=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rlgraph.graph import Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.plan import CostSource, Plan, PlannedLoop, PlannedNode, PlannedPool
 
@@ -22,7 +23,17 @@ def seconds(value: float, cost: CostSource = "measured") -> str:
 
 def firing(node: PlannedNode) -> str:
     """Return the time of a node in a step, and in how many parts of the batch it is spent."""
-    return seconds(node.seconds, node.cost) + (f" in {node.chunks} parts" if node.chunks > 1 else "")
+    return (
+        seconds(node.seconds, node.cost)
+        + (f" in {node.chunks} parts" if node.chunks > 1 else "")
+        + (f" / {node.due.every} steps" if node.due else "")
+    )
+
+
+def due(value: Due) -> str:
+    """Return at which steps something happens, if not at each."""
+    last = "" if value.steps is None else f" and step {value.steps - 1}"
+    return f"every {value.every} steps{last}{' and step 0' if value.at_start else ''}"
 
 
 def by_parts(count: int, parts: int) -> str:
@@ -63,6 +74,8 @@ def elided(names: Sequence[str], shown: int = 2) -> str:
 
 def loop_terms(loop: PlannedLoop) -> str:
     """Return what a feedback edge promises and costs, in the words of the picture."""
+    if loop.due is not None:
+        return f"{due(loop.due)}, {counted(loop.buffers, 'buffer')}, {loop.transport}"
     return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
 
 

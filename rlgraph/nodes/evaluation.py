@@ -1,0 +1,153 @@
+"""Evaluation: a generator answers a data set of its own every so many steps, and the answers are scored beside the training."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.base import Sampling, check_count
+from rlgraph.errors import GraphError
+from rlgraph.graph import Due, Feedback, Node, Output, Work, declare
+from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.pass_at import summary
+from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
+from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S
+from rlgraph.nodes.rollout import Generator, check_prompts, columns_of
+from rlgraph.nodes.scoring import Scoring, scoring
+
+ANSWERS = ("responses", "response_mask", "weight_version", "group_ids")
+
+
+def evaluate(
+    generator: Generator,
+    data: Dataset,
+    weights: Feedback,
+    *,
+    reward: Callable[..., Any],
+    every: int,
+    samples: int = 1,
+    sampling: Sampling | None = None,
+    steps: int | None = None,
+    at_start: bool = False,
+    passes: float = 1.0,
+    prompt: str = "prompt",
+    source: str = "data_source",
+    at_once: int = AT_ONCE,
+    deadline_s: float = DEADLINE_S,
+    name: str = "evaluate",
+) -> Output:
+    """Declare an evaluation of every `every`-th step: `samples` responses to each item of `data`, scored by `reward`.
+
+    Give the result to the graph beside the metrics of the update: `rg.Graph("name", step.metrics, evaluation)`.
+
+    On the generator of the rollout it takes turns with it, on the weights that the rollout of the step used. On a generator of
+    its own, in a pool of its own, it runs beside the training, on the weights that the step publishes; training waits only
+    for an evaluation that takes longer than `every` steps. Which version it was is the metric `val/version`. `steps` is how many
+    the run has: the last is then evaluated too. `at_start` evaluates step 0 as well, a generator of its own on the weights as
+    they came. The step's metrics come when its evaluation is done, and those of the steps after it follow at once.
+
+    `reward` is a function as for `rg.reward`, of responses, prompts and the fields of the items. Metrics: `val/reward/mean@n` of
+    n samples, `val/pass@k` (Chen et al., 2021, equation 1), where a response passes with a reward of at least `passes`; with a
+    field `source` in the data the same for each source, as `val/gsm8k/pass@4`. The items are drawn the same way each time.
+
+    Raises GraphError for counts that are none, and where the evaluation would delay others; DataError as `rg.prompts` does.
+    """
+    if not isinstance(generator, Generator):
+        raise GraphError(f"node '{name}' was given {generator!r}; pass the generator that writes the responses")
+    if not isinstance(weights, Feedback):
+        raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
+    for key, count in (("every", every), ("samples", samples), *((("steps", steps),) if steps is not None else ())):
+        check_count(f"node '{name}': evaluate", key, count, 1)
+    questions = prompts(data, len(data) if hasattr(data, "__len__") and len(data) else 1, prompt=prompt, name=name).node.operation
+    assert isinstance(questions, Prompts)
+    due = Due(every, steps, at_start)
+    answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
+    rows = len(data) * samples
+    answers = Output(declare(name, answer, (), reads=(), writes=ANSWERS, rows=rows, model=generator, feedback=weights, due=due))
+    texts = ("prompts", "prompt_texts", *(plural(f) for f in questions.fields))
+    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, at_once, deadline_s, texts)
+    for column in scored.reads:
+        if column not in (*ANSWERS, *texts):
+            raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
+    grade = Grade(scored, questions, samples, passes, source)
+    return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=(), due=due), "metrics")
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Sample responses to all items, those of this rank; none at a step that is not due."""
+
+    generator: Generator
+    questions: Prompts
+    samples: int
+    sampling: Sampling
+    due: Due
+    work: Work = "generate"
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """The most tokens that a response can have."""
+        return {"T": self.sampling.max_tokens}
+
+    def start(self, context: Context) -> Stage:
+        context.tokenizer(self.generator.path)
+        return lambda step, columns: self.fire(context, step)
+
+    def fire(self, context: Context, step: int) -> dict[str, Column]:
+        count = self.questions.count if self.due(step) else 0
+        mine = range(count * context.rank // context.world, count * (context.rank + 1) // context.world)
+        texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
+        encoded = context.tokenizer(self.generator.path)(texts)["input_ids"] if texts else []
+        asked = [tokens for tokens in encoded for _ in range(self.samples)]
+        # Other seeds than those of rollouts, the same at each evaluation, so that two of them differ by their weights alone.
+        seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
+        responses = context.engine.generate(asked, self.sampling, seeds)
+        written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
+        return {name: written[name] for name in ANSWERS}
+
+    def check(self, node: Node) -> None:
+        """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        check_prompts(node, self.generator, self.sampling, self.questions)
+
+
+@dataclass(frozen=True, eq=False)
+class Grade:
+    """Score the responses and say how they did; nothing at a step that is not due."""
+
+    scoring: Scoring
+    questions: Prompts
+    samples: int
+    passes: float
+    source: str
+    work: Work = "host"
+
+    def start(self, context: Context) -> Stage:
+        self.scoring.start(context)
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Fired:
+        groups = columns["group_ids"]
+        assert isinstance(groups, torch.Tensor)
+        if not len(groups):
+            return {}, {}
+        fields = {name: [column[i] for i in groups.tolist()] for name, column in self.items.items()}
+        rewards = self.scoring.scores(context, {**columns, **fields})
+        sources = fields.get(plural(self.source), [""] * len(rewards))
+        found = summary(rewards.view(-1, self.samples), [str(s) for s in sources[:: self.samples]], self.passes)
+        mask, versions = columns["response_mask"], columns["weight_version"]
+        assert isinstance(mask, torch.Tensor)
+        assert isinstance(versions, torch.Tensor)
+        found["response_length/mean"] = mask.sum(-1).float().mean().item()
+        found["version"] = float(versions.max())
+        return {}, {f"val/{name}": value for name, value in found.items()}
+
+    @cached_property
+    def items(self) -> dict[str, list[Any]]:
+        """The columns of the data set, in its order."""
+        data = [self.questions.data[i] for i in range(self.questions.count)]
+        prompt = self.questions.prompt_field
+        named = {"prompts": prompt, "prompt_texts": prompt, **{plural(f): f for f in self.questions.fields}}
+        return {column: [item[field] for item in data] for column, field in named.items()}

@@ -1,0 +1,119 @@
+"""Evaluations as they are declared and planned, and what they say of rewards."""
+
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph.errors import DataError, GraphError
+from rlgraph.graph import Due
+from rlgraph.nodes.pass_at import pass_at, summary
+
+ITEMS = [{"prompt": "?", "answer": "!"}] * 4
+
+
+def right(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+class Parts:
+    def __init__(self, depth: int = 1) -> None:
+        self.rollout_pool, self.train_pool = rg.Pool("rollout"), rg.Pool("train")
+        self.generator, self.policy = rg.Generator("m", pool=self.rollout_pool), rg.Policy("m", pool=self.train_pool)
+        self.weights = rg.feedback("weights", depth=depth)
+        prompts = rg.prompts(ITEMS, count=4)
+        self.rollout = self.generator.rollout(prompts, self.weights)
+        self.advantages = rg.advantages(self.rollout, rg.reward(right, prompts, self.rollout), estimator=rg.GRPO())
+
+    def graph(self, *evaluations: rg.graph.Output) -> rg.Graph:
+        step = self.policy.update(self.rollout, self.advantages, loss=rg.ClippedLoss())
+        self.weights.close(step.weights)
+        return rg.Graph("evaluated", step.metrics, *evaluations)
+
+    def apart(self, pool: rg.Pool | None = None, every: int = 10) -> rg.Graph:
+        other = rg.Generator("m", pool=pool or rg.Pool("evaluate"))
+        return self.graph(rg.evaluate(other, ITEMS, self.weights, reward=right, every=every))
+
+    def in_turns(self, every: int = 10) -> rg.Graph:
+        return self.graph(rg.evaluate(self.generator, ITEMS, self.weights, reward=right, every=every))
+
+
+def plan(graph: rg.Graph, **seconds: float) -> rg.Plan:
+    return rg.compile(graph, rg.Cluster(gpus=3, cpus=8), rg.Costs({node.name: seconds.get(node.name, 0.0) for node in graph.nodes}))
+
+
+def test_it_is_due_every_so_many_steps_at_the_last_and_at_the_first_if_asked() -> None:
+    assert [step for step in range(10) if Due(4)(step)] == [3, 7]
+    assert [step for step in range(10) if Due(4, steps=10)(step)] == [3, 7, 9]
+    assert [step for step in range(10) if Due(4, at_start=True)(step)] == [0, 3, 7]
+
+
+def test_in_turns_it_costs_its_own_share_and_apart_nothing() -> None:
+    seconds = {"rollout": 1.0, "update": 0.5, "evaluate": 4.0}
+    assert plan(Parts().graph(), **{**seconds, "evaluate": 0.0}).prediction.period_s == pytest.approx(1.0)
+    assert plan(Parts().in_turns(), **seconds).prediction.period_s == pytest.approx(1.4)
+    assert plan(Parts().apart(), **seconds).prediction.period_s == pytest.approx(1.0)
+    assert plan(Parts().apart(every=2), **seconds).prediction.period_s == pytest.approx(2.0), "longer than its steps: training waits"
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_bound_on_staleness_is_that_of_the_training(depth: int) -> None:
+    for graph in (Parts(depth).in_turns(), Parts(depth).apart()):
+        found = plan(graph)
+        assert found.certificate.staleness_bound == depth
+        assert found.certificate.deadlock_free
+
+
+def test_a_plan_with_an_evaluation_prints_draws_and_survives_json(tmp_path: object) -> None:
+    for found in (plan(Parts().in_turns(), evaluate=1.0), plan(Parts().apart(), evaluate=1.0)):
+        assert rg.Plan.from_json(found.to_json()) == found
+        assert "1.00 s / 10" in str(found)
+        found.draw(f"{tmp_path}/plan.svg")
+        found.timeline(f"{tmp_path}/plan.json", steps=12)
+    assert "every 10 steps" in str(plan(Parts().apart()))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
+    "no generator": (lambda: rg.evaluate("m", ITEMS, rg.feedback("w", depth=0), reward=right, every=1), GraphError, "pass the generator"),  # type: ignore[arg-type]
+    "no weights": (lambda: rg.evaluate(Parts().generator, ITEMS, None, reward=right, every=1), GraphError, "got None as weights"),  # type: ignore[arg-type]
+    "never": (lambda: Parts().apart(every=0), GraphError, "every=0"),
+    "no data": (
+        lambda: rg.evaluate(Parts().generator, [], rg.feedback("w", depth=0), reward=right, every=1),
+        DataError,
+        "the data set is empty",
+    ),
+    "a pool of others": (lambda: shared(), GraphError, r"in pool 'train', where \['update'\] would wait for it"),
+    "a reward of a column that is not there": (
+        lambda: rg.evaluate(Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=lambda response, level: 1.0, every=1),
+        GraphError,
+        "'levels'",
+    ),
+}
+
+
+def shared() -> rg.Graph:
+    parts = Parts()
+    return parts.apart(parts.train_pool)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_evaluated_is_refused_with_the_reason(name: str) -> None:
+    declare, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        declare()
+
+
+@pytest.mark.parametrize("right_ones", range(6))
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
+def test_pass_at_k_is_the_share_of_draws_of_k_samples_that_hold_a_right_one(right_ones: int, k: int) -> None:
+    draws = list(combinations([True] * right_ones + [False] * (5 - right_ones), k))
+    assert pass_at(k, 5, right_ones) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_a_summary_has_powers_of_two_and_all_samples_by_source() -> None:
+    found = summary(torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.5]]), ["a", "b", "a"], passes=1.0)
+    assert found["reward/mean@3"] == pytest.approx(3.5 / 9)
+    assert {name for name in found if name.startswith("a/")} == {"a/reward/mean@3", "a/pass@1", "a/pass@2", "a/pass@3"}
+    assert (found["pass@1"], found["a/pass@3"], found["b/pass@3"]) == (pytest.approx(1 / 3), 1.0, 0.0)

@@ -1,0 +1,145 @@
+"""Evaluation sees exactly its version, changes no bit of the training, and beside the training never holds it up."""
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import digests
+import pytest
+from digests import ITEMS, DigestPolicy, odd_tokens
+
+import rlgraph as rg
+from rlgraph.engines.pretrained import tiny_model
+
+DATA = [{**item, "data_source": "even" if i % 2 == 0 else "odd"} for i, item in enumerate(ITEMS[:5])]
+
+
+def odd_length(response: str, answer: str, prompt: str) -> float:
+    return float((len(response) + prompt.startswith("1")) % 2)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeetingGenerator(rg.Generator):
+    """A generator whose first answers wait for the seventh update, at a pipe that both open."""
+
+    pipe: str
+
+    def load(self, context: Any) -> Any:
+        engine = super().load(context)
+        generate, calls = engine.generate, itertools.count()
+
+        def meeting(prompts: Any, *arguments: Any) -> Any:
+            if prompts and next(calls) == 0:
+                Path(self.pipe).read_bytes()
+            return generate(prompts, *arguments)
+
+        engine.generate = meeting
+        return engine
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeetingPolicy(DigestPolicy):
+    """The policy whose seventh update waits for the first evaluation."""
+
+    pipe: str = ""
+
+    def load(self, context: Any) -> Any:
+        engine = super().load(context)
+        update, calls = engine.update, itertools.count()
+
+        def meeting(*arguments: Any) -> Any:
+            if self.pipe and next(calls) == 6:
+                Path(self.pipe).write_bytes(b"")
+            return update(*arguments)
+
+        engine.update = meeting
+        return engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def graph(model: str, where: str, *, depth: int = 1, pipe: str = "", **settings: Any) -> rg.Graph:
+    settings = {"every": 2, "samples": 4, **settings}
+
+    def generator(pool: str, kind: Any = rg.Generator, **more: str) -> rg.Generator:
+        made: rg.Generator = kind(
+            model, pool=rg.Pool(pool), engine="transformers", sampling=rg.Sampling(max_tokens=6), dtype="float32", **more
+        )
+        return made
+
+    rollouts = generator("rollout")
+    policy = MeetingPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", pipe=pipe)
+    weights = rg.feedback("weights", depth=depth)
+    rollout = rollouts.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
+    evaluations: list[rg.graph.Output] = []
+    if where != "nowhere":
+        examined = (
+            rollouts if where == "in turns" else generator("evaluate", MeetingGenerator, pipe=pipe) if pipe else generator("evaluate")
+        )
+        evaluations = [rg.evaluate(examined, DATA, weights, **{"reward": odd_length, **settings})]
+    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("evaluated", step.metrics, *evaluations)
+
+
+def versions(steps: list[dict[str, float]]) -> dict[int, float]:
+    return {index: step["val/version"] for index, step in enumerate(steps) if "val/version" in step}
+
+
+@pytest.mark.parametrize("where", ["in turns", "apart"])
+def test_evaluation_changes_no_bit_of_the_training(model: str, where: str) -> None:
+    plain, evaluated = digests.here(graph(model, "nowhere"), 5), digests.here(graph(model, where), 5)
+    for name in ("digest/batch", "digest/weights", "actor/pg_loss"):
+        assert [step[name] for step in evaluated] == [step[name] for step in plain]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_in_turns_it_sees_the_version_of_the_rollout_and_apart_the_one_that_the_step_publishes(model: str, depth: int) -> None:
+    settings = {"every": 2, "steps": 5, "at_start": True}
+    in_turns = digests.here(graph(model, "in turns", depth=depth, **settings), 5)
+    apart = digests.here(graph(model, "apart", depth=depth, **settings), 5)
+    assert versions(in_turns) == {step: max(0, step - depth) for step in (0, 1, 3, 4)}
+    assert versions(apart) == {0: 0, 1: 2, 3: 4, 4: 5}
+
+
+def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model: str) -> None:
+    in_turns = digests.here(graph(model, "in turns", depth=1, every=1), 4)
+    apart = digests.here(graph(model, "apart", depth=1, every=1), 4)
+    seen = [{step["val/version"]: {k: v for k, v in step.items() if k.startswith("val/")} for step in steps} for steps in (in_turns, apart)]
+    assert seen[0].keys() & seen[1].keys() == {1.0, 2.0}
+    assert all(seen[0][version] == seen[1][version] for version in (1.0, 2.0))
+    assert seen[1][2.0] != seen[1][4.0]
+
+
+def test_metrics_are_those_of_each_source_and_of_all(model: str) -> None:
+    step = digests.here(graph(model, "in turns", every=1), 1)[0]
+    assert {name for name in step if "pass@" in name} == {f"val/{source}pass@{k}" for source in ("", "even/", "odd/") for k in (1, 2, 4)}
+    assert step["val/reward/mean@4"] == pytest.approx((3 * step["val/even/reward/mean@4"] + 2 * step["val/odd/reward/mean@4"]) / 5)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_an_evaluation_apart_that_takes_several_steps_holds_none_of_them_up(model: str, tmp_path: Path) -> None:
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)  # the evaluation of step 3 ends once update 6 runs, which a training that waits for it never reaches
+    with rg.compile(graph(model, "apart", pipe=pipe, every=4), rg.Cluster(cpus=2)).launch(deadline_s=60) as job:
+        steps = [digests.bits(step) for step in job.steps(8)]
+    assert versions(steps) == {3: 4, 7: 8}
+    assert [step["digest/weights"] for step in steps] == [step["digest/weights"] for step in digests.here(graph(model, "nowhere"), 8)]
+
+
+def test_a_reward_of_an_evaluation_that_fails_names_its_item(model: str) -> None:
+    with pytest.raises(rg.RlgraphError, match=r"for response 4 \(prompt 1 of the data order: '1 \+ 2 ='\)"):
+        digests.here(graph(model, "in turns", every=1, reward=lambda response, answer: float("nan") if answer == "3" else 0.0), 1)
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_anything_starts(model: str, tmp_path: Path) -> None:
+    long = graph(model, "apart", sampling=rg.Sampling(max_tokens=100_000))
+    with pytest.raises(rg.RlgraphError, match="node 'evaluate' samples 100000 tokens in a context of"):
+        digests.here(long, 1)
