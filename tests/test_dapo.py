@@ -7,6 +7,8 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.engines.pretrained import tiny_model
+from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.runtime.local import LocalJob
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 import dapo
@@ -48,3 +50,17 @@ def test_a_run_is_a_function_of_its_seed(tmp_path: Path, monkeypatch: pytest.Mon
         with rg.compile(dapo.graph(config(tmp_path)), rg.Cluster(cpus=2)).run_here() as job:
             runs.append([{name: value for name, value in step.metrics.items() if "timing" not in name} for step in job.steps(2)])
     assert runs[0] == runs[1]
+
+
+def test_a_run_that_was_left_goes_on_with_the_prompts_behind_those_it_drew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dapo, "right_number", rare)
+
+    def run(steps: int, folder: Path | None) -> list[dict[str, float]]:
+        graph = dapo.graph(config(tmp_path))
+        plan = rg.compile(graph, rg.Cluster(cpus=2))
+        with LocalJob(graph, plan, Checkpoints(graph, plan, Recovery(folder, every=2, keep=1)) if folder else None) as job:
+            return [{name: value for name, value in step.metrics.items() if "timing" not in name} for step in job.steps(steps)]
+
+    whole = run(5, None)
+    assert run(3, tmp_path / "kept") + run(5, tmp_path / "kept") == whole
+    assert len({step["dynamic_sampling/prompts"] for step in whole}) > 1
