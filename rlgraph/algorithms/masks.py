@@ -12,10 +12,10 @@ def keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0)
 
 
-def spread(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return `[B, T]` with the finite value of each row `[B]` on the tokens under the mask, and 0 elsewhere."""
-    # Bytes become floats eight at a time on a CPU and bools one by one: this takes half the time of `keep`.
-    return mask.view(torch.int8).to(rows.dtype).mul_(rows[:, None])
+def ones(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask as a new tensor of numbers: 1 where it is set, else 0. Times finite numbers it is what `keep` gives."""
+    # Bytes become numbers eight at a time on a CPU and bools one by one: with the product this takes half the time of `keep`.
+    return mask.view(torch.int8).to(dtype)
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -58,12 +58,12 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor
     return centered.mul_(torch.rsqrt(variance + EPSILON))
 
 
-def whiten_rows(rows: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
-    """Return what `whiten` gives on the tokens of each row, where all tokens of a row have the same value, from values `[B]`.
+def whiten_rows(rows: torch.Tensor, lengths: torch.Tensor, where: str) -> torch.Tensor:
+    """Return what `whiten` gives on the tokens of each row, where all `lengths` `[B]` tokens of a row have one value, of `[B]`.
 
     Raises DataError for a single token, which has no variance.
     """
-    weights = count(mask, -1).double()
+    weights = lengths.double()
     total = float(weights.sum())
     _check_whitening(total, where)
     centered = rows.double() - (weights * rows).sum() / (total + EPSILON)
