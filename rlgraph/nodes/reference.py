@@ -17,7 +17,8 @@ class Reference(TrainedModel):
     """
 
     role: ClassVar[str] = "reference"
-    optimizer: AdamW = field(default_factory=AdamW, init=False)
+    optimizer: AdamW = field(default_factory=AdamW, init=False)  # where nothing is trained these have no effect, so they cannot be given
+    recompute: bool = field(default=False, init=False)
 
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: what the reference gives the responses, its weights as they are in the folder."""

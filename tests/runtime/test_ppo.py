@@ -13,6 +13,8 @@ import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.engines.pretrained import tiny_model
 from rlgraph.planning.schedule import Span
+from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
@@ -208,6 +210,24 @@ def test_old_log_probs_that_follow_the_rollouts_edge_are_those_it_sampled_with(m
 def test_following_on_ray_equals_the_oracle_in_every_bit(model: Path) -> None:
     graph = followed(model, 1, "at the update", DigestPolicy)
     assert on_ray(graph, 4) == here(graph, 4)
+
+
+def saved(graph: rg.Graph, folder: Path, steps: int) -> list[dict[str, float]]:
+    """Run up to `steps` steps, from the checkpoint in the folder if there is one, and leave one there."""
+    planned = plan(graph)
+    with LocalJob(graph, planned, Checkpoints(graph, planned, Recovery(folder, 2, 2))) as job:
+        return [bits(step) for step in job.steps(steps)]
+
+
+@pytest.mark.parametrize("kind", ["critic", "follower"])
+def test_a_resumed_run_goes_on_with_critic_moments_and_followed_weights_as_they_were(model: Path, kind: str, tmp_path: Path) -> None:
+    def graph() -> rg.Graph:
+        if kind == "critic":
+            return ppo(model, depth=1, mini_batches=2, critic_warmup=1)
+        return followed(model, 1, "at the update", DigestPolicy)
+
+    first = saved(graph(), tmp_path / "run", 2)
+    assert first + saved(graph(), tmp_path / "run", 4) == here(graph(), 4)
 
 
 def test_two_engines_and_two_ranks_of_policy_and_critic_do_what_one_of_each_does(model: Path) -> None:
