@@ -39,7 +39,7 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[last]}"), TimeElapsedColumn())
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
     try:
-        with progress, _lines(folder / "metrics.jsonl", job.finished) as lines:
+        with progress, open_metrics(folder / "metrics.jsonl", job.finished) as lines:
             task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step")
             for step in job.steps(steps):
                 done.append(step)
@@ -54,7 +54,7 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
             _conclude(job, plan, done, folder, console)
 
 
-def _lines(path: Path, finished: int) -> TextIO:
+def open_metrics(path: Path, finished: int) -> TextIO:
     """Return the file of metrics open at its end, with the lines of the first `finished` steps and no others."""
     file = path.open("a+" if finished else "w+")
     file.seek(0)
