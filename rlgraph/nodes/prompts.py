@@ -1,5 +1,6 @@
 """Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,12 +34,12 @@ class Prompts:
     work: Work = "host"
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.batch(step)
+        return lambda step, columns: self.batch(step, context.set_aside)
 
-    def batch(self, step: int) -> dict[str, Column]:
+    def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
         """Return the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field."""
-        positions = range(step * self.count, (step + 1) * self.count)
-        ids = torch.tensor(list(positions), dtype=torch.int64)
+        positions = self.positions(step, set_aside)
+        ids = torch.tensor(positions, dtype=torch.int64)
         return {"prompt_ids": ids, **self.columns([self.item(position) for position in positions])}
 
     def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
@@ -48,14 +49,39 @@ class Prompts:
             columns[plural(name)] = _column(name, [item[name] for item in items])
         return columns
 
+    def positions(self, step: int, set_aside: Sequence[int] = ()) -> list[int]:
+        """Return the places of the order that step `step` draws.
+
+        A place that was set aside is passed over, and so is its item from there on; the steps before it draw what they drew.
+        """
+        start = step * self.count
+        since: dict[int, int] = {}  # item -> the first place at which it is passed over
+        for position in sorted(set_aside, reverse=True):
+            since[self._index(position)] = position
+        at = start
+        while at != (further := start + sum(self._passed(index, first, at) for index, first in since.items())):
+            at = further
+        kept = (position for position in itertools.count(at) if position < since.get(self._index(position), position + 1))
+        return list(itertools.islice(kept, self.count))
+
+    def _passed(self, index: int, first: int, before: int) -> int:
+        """Return how many of an item's places from `first` on lie before a place."""
+        if before <= first:
+            return 0
+        epoch, place = divmod(before, len(self.data))
+        return epoch - first // len(self.data) + int(_order(self.seed, epoch, len(self.data)).index(index) < place)
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(position, len(self.data))
+        return _order(self.seed, epoch, len(self.data))[place]
+
     def cursor(self, step: int) -> dict[str, int]:
         """Return where the order stands after `step` steps, and what the order is made from."""
         return {"items": len(self.data), "seed": self.seed, "next": step * self.count}
 
     def item(self, position: int) -> Mapping[str, Any]:
         """Return the item at a place of the endless order: one seeded permutation of the data set after another."""
-        epoch, place = divmod(position, len(self.data))
-        index = int(_order(len(self.data), self.seed, epoch)[place])
+        index = self._index(position)
         item = self.data[index]
         if not isinstance(item.get(self.prompt_field), str):
             raise DataError(f"item {index} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text")
@@ -63,9 +89,9 @@ class Prompts:
 
 
 @lru_cache(maxsize=4)  # a batch is of one epoch or two
-def _order(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch, a permutation of the data set."""
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+def _order(seed: int, epoch: int, size: int) -> list[int]:
+    order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+    return order
 
 
 def prompts(data: Dataset, count: int, *, seed: int = 0, prompt: str = "prompt", name: str = "prompts") -> Output:

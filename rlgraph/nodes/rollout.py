@@ -187,10 +187,14 @@ class Rollout:
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
-        decoding = Decoding(context, self.prefix, self.joining, lambda step: self._all_requests(context, self.source.batch(step)))
+        decoding = Decoding(context, self.prefix, self.joining, lambda step: self._all_requests(context, self._drawn(context, step)))
         if self.chunks > 1:
             return lambda step, columns: self.parts(context, decoding, step, columns)  # type: ignore[return-value]
         return lambda step, columns: next(self.parts(context, decoding, step, columns))
+
+    def _drawn(self, context: Context, step: int) -> Columns:
+        assert self.source is not None
+        return self.source.batch(step, context.set_aside)
 
     def parts(self, context: Context, decoding: Decoding, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
         """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""

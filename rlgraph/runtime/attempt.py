@@ -16,6 +16,7 @@ from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host
 from rlgraph.runtime.muster import muster
+from rlgraph.runtime.status import Doing
 from rlgraph.runtime.tasks import Start, setups
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class Attempt:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
         self._start_at = start
         # Whatever is in flight is finished before a graceful end, so that no more of it is than overlaps.
-        self._window = min(plan.window, plan.certificate.open_batches + 1) if start else plan.window
+        self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
         self._dispatch = dispatch.DISPATCHES[dispatch_name]()
         self._actors: list[Any] = []
@@ -38,6 +39,7 @@ class Attempt:
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
+        self.did: Doing | None = None  # what the worker did that failed
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -109,6 +111,8 @@ class Attempt:
 
     def abandon(self) -> None:
         """End the workers of an attempt that failed: soon, and without asking long."""
+        if not self.ended:
+            self.did = self._crew.did()
         self.failed = True
         self.close()
 

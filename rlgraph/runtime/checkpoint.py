@@ -86,15 +86,15 @@ class Checkpoints:
             os.close(self._lock)
             self._lock = -1
 
-    def start(self) -> Start:
-        """Return where the next attempt starts; what an earlier one left half done is gone by then."""
+    def start(self, probe: tuple[str, int] | None = None) -> Start:
+        """Return where the next attempt starts, and what it tries; what an earlier one left half done is gone by then."""
         self.token = secrets.token_hex(4)
         self.parts.clear()
         self.failed.clear()
         for left in self.recovery.folder.glob(".part-*"):
             shutil.rmtree(left, ignore_errors=True)
         resume = Resume(str(self._path(self.newest)), self.newest) if self.newest else None
-        return Start(resume, str(self.recovery.folder.absolute()), self.token, self.recovery.every)
+        return Start(resume, str(self.recovery.folder.absolute()), self.token, self.recovery.every, self.set_aside, probe)
 
     def hear(self, news: Saved | NotSaved) -> None:
         """Take note that a worker's part of a checkpoint is on the disk, or could not be written."""

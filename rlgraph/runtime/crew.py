@@ -173,6 +173,12 @@ class Crew:
             case _:
                 raise OSError(f"a message that no worker sends: {message!r}")
 
+    def did(self) -> Doing | None:
+        """Return what the worker that failed or died did at that moment, where that is known."""
+        failed = [failure.worker for failure in self._failures if failure.error not in CONSEQUENCES]
+        states = self.states() if failed or self._dead else {}
+        return next((states.get(name) for name in (*failed, *self._dead)), None)
+
     def explanation(self) -> RlgraphError | None:
         """Return the error of the node that failed, else of the worker that died, listening a moment for either."""
         stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell

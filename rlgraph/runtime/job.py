@@ -22,6 +22,7 @@ from rlgraph.runtime.measure import Step, averaged, timings
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.restarts import Restarts
 from rlgraph.runtime.signals import Signals
+from rlgraph.runtime.suspects import Suspects
 from rlgraph.runtime.tasks import Start
 
 KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
@@ -41,8 +42,9 @@ class Job:
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
+        self._suspects = Suspects(graph, plan)
         self._signals = Signals(lambda: not self._attempt.ended and self._attempt.ticked > self._attempt.first)
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False)
         self._attempt = self._new_attempt()
         self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
@@ -146,13 +148,28 @@ class Job:
                 f"{first}\nstarting again after step {newest}, {self._restarts.used} of {self._restarts.allowed} restarts without progress"
             )
             assert self._checkpoints is not None
-            self._attempt = self._new_attempt(self._checkpoints.start())
+            self._look_for_poison(self._checkpoints)
+            self._attempt = self._new_attempt(self._checkpoints.start(self._suspects.probe))
             try:
                 self._attempt.start()
             except (RlgraphError, ray.exceptions.RayError) as again:
                 error = again
             else:
                 return
+
+    def _look_for_poison(self, checkpoints: Checkpoints) -> None:
+        """Set the prompt aside that has killed its worker twice, if one has."""
+        place = self._suspects.saw(self._attempt.did, checkpoints.set_aside)
+        if place is not None:
+            checkpoints.set_aside = (*checkpoints.set_aside, place)
+            self._say(
+                f"[bold red]{self._suspects.describe(place)} has killed its worker twice: it is set aside and will not be trained on[/]"
+            )
+
+    @property
+    def set_aside(self) -> Sequence[int]:
+        """The places in the data order of prompts that are passed over, since each has killed its worker twice."""
+        return self._checkpoints.set_aside if self._checkpoints else ()
 
     def _step(self, index: int, reports: Sequence[Report]) -> Step:
         now = time.monotonic()
@@ -178,7 +195,7 @@ class Job:
         self._hear()
         self._checkpoints.commit(self._finished)
         for trouble in self._checkpoints.troubles:
-            self._say(f"[bold red]{trouble}[/]\nthe run goes on; the newest checkpoint is that after step {self._checkpoints.newest}")
+            self._say(f"{trouble}\nthe run goes on; the newest checkpoint is that after step {self._checkpoints.newest}")
         self._checkpoints.troubles.clear()
 
     def _save(self) -> None:

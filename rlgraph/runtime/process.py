@@ -80,7 +80,13 @@ class Process:
         worker = self.setup.worker
         device = "cuda" if worker.gpus else "cpu"
         context = Context(
-            rank=worker.rank, world=worker.world, threads=worker.threads, rendezvous=rendezvous, device=device, shared=self.setup.shared
+            rank=worker.rank,
+            world=worker.world,
+            threads=worker.threads,
+            rendezvous=rendezvous,
+            device=device,
+            shared=self.setup.shared,
+            set_aside=self.setup.set_aside,
         )
         self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
         self.status.enter(-1, "loading its engine")

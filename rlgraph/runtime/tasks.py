@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rlgraph.columns import Column
 from rlgraph.graph import Due, Graph, Model, Operation
+from rlgraph.nodes.prompts import Prompts
 from rlgraph.planning.cut import leads, open_nodes
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 
@@ -84,6 +85,8 @@ class Start:
     folder: str = ""
     token: str = ""
     every: int = 0
+    set_aside: tuple[int, ...] = ()
+    probe: tuple[str, int] | None = None  # a node and step that killed its worker, to be tried prompt by prompt
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,9 @@ class WorkerSetup:
     saving: Saving | None = None
     resume: Resume | None = None
     begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
+    set_aside: tuple[int, ...] = ()
+    probe: tuple[str, int] | None = None
+    prompts: int = 0  # of a step
 
     @property
     def first(self) -> int:
@@ -135,6 +141,9 @@ def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: fl
             saving=_saving(plan, start, lead, worker) if start.folder else None,
             resume=start.resume,
             begin=begin,
+            set_aside=start.set_aside,
+            probe=start.probe if start.probe and start.probe[0] in worker.nodes else None,
+            prompts=next((node.rows for node in graph.nodes if isinstance(node.operation, Prompts)), 0),
         )
         for worker in plan.workers
     )

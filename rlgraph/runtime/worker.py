@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.runtime.mailbox import Inbox, Mailbox
 from rlgraph.runtime.parts import joined
+from rlgraph.runtime.suspects import probing
 from rlgraph.runtime.tasks import Task, WorkerSetup
 
 OnEnter = Callable[[int, str], None]
@@ -76,8 +77,10 @@ class Worker:
         publishing = [loop for loop in writing if loop.due is None]
         if publishing:  # the deepest edge is the rollout's: others lead to nodes that look at the batch on its way
             self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
-        self.on_enter(step, f"running node '{task.name}'")
         self.doing = task.name
+        if self.setup.probe == (task.name, step) and task.chunks == 1 and getattr(task.operation, "source", None) is None:
+            self._probe(task, step, columns)
+        self.on_enter(step, f"running node '{task.name}'")
         self.context.arrivals = self._arrivals(task, step)
         idle = task.due is not None and not task.due(step)
         with nullcontext() if idle else self._span(fire_event(task.name, part, task.chunks), "fire", step):
@@ -121,6 +124,23 @@ class Worker:
         if shared and (part == task.chunks - 1 or not parts_of_its_own):
             self.context.engine.sleep()
         return fired
+
+    def _probe(self, task: Task, step: int, columns: Columns) -> None:
+        """Fire a node, one that has killed its worker at this step, for one prompt after another, and forget what comes of it."""
+        stage: Any = self.stages[task.name]
+        before = stage.state() if hasattr(stage, "state") else None
+        rank, world, count = self.context.rank, self.context.world, self.setup.prompts
+        mine = range(count * rank // world, count * (rank + 1) // world) if task.operation.work == "generate" else range(count)
+        self.context.rank, self.context.world = 0, 1
+        for prompt in mine:
+            self.on_enter(step, probing(task.name, prompt))
+            stage(
+                step,
+                {name: column[len(column) * prompt // count : len(column) * (prompt + 1) // count] for name, column in columns.items()},
+            )
+        self.context.rank, self.context.world = rank, world
+        if before is not None:
+            stage.load_state(before)
 
     def _arrivals(self, task: Task, step: int) -> "Arriving | None":
         loop = next((loop for loop in self.loops if loop.reader is not None and task.name in loop.plan.readers), None)
