@@ -60,25 +60,29 @@ class Checkpoints:
 
     def open(self) -> None:
         """Take the folder: lock it, sweep what a killed job left half done, and find the newest checkpoint."""
-        folder = self.recovery.folder
         leads(self.plan)  # refused here rather than in the middle of a run
+        try:
+            self._take_folder()
+            if self.recovery.fresh:
+                self._put_away()
+            steps = self._steps()
+            if steps:
+                self.newest = steps[-1]
+                self._check(self._path(self.newest))
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_folder(self) -> None:
+        folder = self.recovery.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.close()
             raise CheckpointError(f"checkpoint folder '{folder}' is in use by another job; one folder belongs to one run") from None
         except OSError as error:
             raise CheckpointError(f"checkpoint folder '{folder}' cannot be written ({error}); give one that can") from None
-        for left in folder.glob(".part-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        if self.recovery.fresh:
-            self._put_away()
-        steps = self._steps()
-        if steps:
-            self.newest = steps[-1]
-            self._check(self._path(self.newest))
 
     def close(self) -> None:
         """Give the folder free."""

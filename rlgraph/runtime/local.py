@@ -98,9 +98,9 @@ class LocalJob:
             step = self._finished
             self._fire(step, step + 1)
             self._finished = step + 1
-            if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
-                self._save(self._finished)
             yield self._report(step)
+            if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
+                self._save(self._finished)  # once the step's owner has seen it: a checkpoint holds nothing that nobody knows of
 
     def _fire(self, step: int, until: int) -> None:
         """Fire every node for `step` that has not, of the workers that are to get as far as `until`."""

@@ -1,15 +1,28 @@
 """Checkpoints: a run that goes on from one repeats the run that was never stopped, and what is no whole checkpoint is refused."""
 
+import json
+import pickle
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
+import torch
 
-from rlgraph.graph import Graph
+from rlgraph.columns import Column, Columns
+from rlgraph.engines import stored
+from rlgraph.errors import CheckpointError
+from rlgraph.graph import Graph, Output, Pool, Work, declare
+from rlgraph.nodes.base import Context
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
+from rlgraph.planning.cut import leads
 from rlgraph.runtime.checkpoint import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
 
 Bits = tuple[int, dict[str, float], int]
 
@@ -25,8 +38,8 @@ def run(graph: Graph, folder: Path | None, steps: int, every: int = 3, **options
         return [bits(step) for step in running.steps(steps)]
 
 
-def bits(step: object) -> Bits:
-    return step.index, {k: v for k, v in step.metrics.items() if not k.startswith("timing_s/")}, step.staleness  # type: ignore[attr-defined]
+def bits(step: Step) -> Bits:
+    return step.index, {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}, step.staleness
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -52,3 +65,186 @@ def test_a_run_whose_process_died_goes_on_from_the_last_whole_checkpoint(depth: 
     assert [bits(step) for step in died.steps(8)] == whole[:8]
     died.checkpoints.close()  # type: ignore[union-attr]
     assert run(fakes.vector_loop(depth), tmp_path, 10) == whole[6:]
+
+
+def test_a_checkpoint_holds_no_step_that_its_owner_has_not_seen(tmp_path: Path) -> None:
+    with job(fakes.vector_loop(1), tmp_path, every=2) as running:
+        for step in running.steps(8):
+            held = [int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")]
+            assert max(held, default=0) <= step.index  # the present step is seen when the next one is asked for
+
+
+def test_a_cut_has_the_rollout_ahead_by_its_depth_and_the_trained_model_not_at_all() -> None:
+    found = leads(compile_plan(fakes.vector_loop(2), Cluster(cpus=2)))
+    assert found == {"prompts": 2, "generator": 2, "score": 2, "policy": 0}
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A node with a state: the number of its firings goes into the rewards."""
+
+    work: Work = "host"
+
+    def start(self, context: Context) -> "Counter":
+        return Counter()
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.fired = 0
+
+    def __call__(self, step: int, columns: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+        self.fired += 1
+        return {"rewards": columns["values"].mean(-1) * 0.1 + self.fired}, {"fired": float(self.fired)}  # type: ignore[union-attr]
+
+    def state(self) -> Mapping[str, Any]:
+        return {"fired": self.fired, "seen": [torch.ones(2)]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.fired = state["fired"]
+
+
+def counted(*inputs: Output) -> Output:
+    return Output(declare("counting", Counting(), inputs, reads=("values",), writes=("rewards",)))
+
+
+def test_a_nodes_own_state_is_part_of_a_checkpoint(tmp_path: Path) -> None:
+    graph = fakes.vector_loop(2, middle=counted)
+    assert run(graph, tmp_path, 4) + run(graph, tmp_path, 9) == run(graph, None, 9)
+
+
+class Strange(Counter):
+    def state(self) -> Mapping[str, Any]:
+        return {"path": Path("somewhere")}
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "start", lambda self, context: Strange())
+    with pytest.raises(CheckpointError, match=r"state\(\) of node 'counting' holds a PosixPath; a state is made of None, numbers, text"):
+        run(fakes.vector_loop(0, middle=counted), tmp_path, 4)
+
+
+def test_weights_moved_into_a_second_pool_change_nothing(tmp_path: Path) -> None:
+    first = run(fakes.vector_loop(1), tmp_path, 4)
+    moved = fakes.vector_loop(1, pools=(Pool("generate", share=2), Pool("update")))
+    assert first + run(moved, tmp_path, 8) == run(fakes.vector_loop(1), None, 8)
+
+
+def test_starting_afresh_keeps_the_earlier_checkpoints_aside(tmp_path: Path) -> None:
+    run(fakes.vector_loop(1), tmp_path, 4)
+    assert run(fakes.vector_loop(1), tmp_path, 4, fresh=True) == run(fakes.vector_loop(1), None, 4)
+    assert sorted(p.name for p in (tmp_path / "earlier-1").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    run(fakes.vector_loop(0), tmp_path, 9, every=2, keep=3)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000006", "step-00000008", "step-00000009"]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def newest(folder: Path) -> Path:
+    return sorted(folder.glob("step-*"))[-1]
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit of the weights": (lambda path: flip(path / "policy" / "__0_0.distcp"), "'policy/__0_0.distcp' is not what was written"),
+    "a flipped bit of a node": (lambda path: flip(path / "generator.pt"), "'generator.pt' is not what was written"),
+    "a changed manifest": (lambda path: flip(path / "manifest.json"), "is not"),
+    "a missing file": (lambda path: (path / "prompts.pt").unlink(), "is not whole"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "is not whole"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_refused_and_the_one_before_can_be_gone_on_from(name: str, tmp_path: Path) -> None:
+    run(fakes.vector_loop(1), tmp_path, 7)
+    breaking, message = BROKEN[name]
+    breaking(newest(tmp_path))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        run(fakes.vector_loop(1), tmp_path, 9)
+    assert f"delete '{newest(tmp_path)}' to go on from the one before" in str(raised.value)
+    newest(tmp_path).rename(tmp_path / "broken")
+    assert run(fakes.vector_loop(1), tmp_path, 9) == run(fakes.vector_loop(1), None, 9)[6:]
+
+
+def test_half_a_checkpoint_is_swept_and_never_taken(tmp_path: Path) -> None:
+    run(fakes.vector_loop(1), tmp_path, 3)
+    (tmp_path / ".part-dead-00000009").mkdir()
+    assert run(fakes.vector_loop(1), tmp_path, 6) == run(fakes.vector_loop(1), None, 6)[3:]
+    assert not list(tmp_path.glob(".part-*"))
+
+
+OTHERS: dict[str, tuple[Callable[[], Graph], str]] = {
+    "another depth": (lambda: fakes.vector_loop(2), "'feedback' 'weights' 'depth' was 1 and is 2"),
+    "another batch": (lambda: fakes.vector_loop(1, count=6), "'nodes' 'prompts' 'rows' was 4 and is 6"),
+    "another node": (lambda: fakes.vector_loop(1, middle=counted), "'nodes' 'score' is missing now"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_graph_is_refused_saying_what_differs(name: str, tmp_path: Path) -> None:
+    run(fakes.vector_loop(1), tmp_path, 3)
+    other, difference = OTHERS[name]
+    with pytest.raises(CheckpointError, match=f"is of another graph: {difference}; give another folder, or launch with fresh=True"):
+        run(other(), tmp_path, 6)
+
+
+def test_a_data_set_that_has_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(fakes.vector_loop(1), tmp_path, 3)
+    monkeypatch.setattr(fakes, "ITEMS", fakes.ITEMS[:-1])
+    with pytest.raises(CheckpointError, match="'prompts' 'items' was 12 and is 11"):
+        run(fakes.vector_loop(1), tmp_path, 6)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        job(fakes.vector_loop(1), tmp_path / "file" / "checkpoints")
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (
+        job(fakes.vector_loop(1), tmp_path),
+        pytest.raises(CheckpointError, match="is in use by another job"),
+    ):
+        job(fakes.vector_loop(1), tmp_path)
+
+
+def test_a_disk_that_is_full_costs_the_new_checkpoint_and_not_the_old(tmp_path: Path) -> None:
+    whole = run(fakes.vector_loop(1), None, 9)
+    run(fakes.vector_loop(1), tmp_path, 3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 6 could not be written by worker '.*': OSError: .*File too large"):
+            run(fakes.vector_loop(1), tmp_path, 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run(fakes.vector_loop(1), tmp_path, 9) == whole[3:]
+    assert not list(tmp_path.glob(".part-*"))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code ran",)
+
+
+def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored.write(tmp_path, {"vector": torch.ones(2)}, 0, None)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"asks for 'builtins\.print'"):
+        stored.read(tmp_path, {"vector": torch.zeros(2)}, 1)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    run(fakes.vector_loop(1), tmp_path, 5)
+    manifest = json.loads((newest(tmp_path) / "manifest.json").read_text())
+    assert (manifest["step"], manifest["weight_version"], manifest["metrics_lines"]) == (5, 5, 5)
+    assert manifest["cursors"] == {"prompts": {"items": 12, "seed": 1, "next": 20}}
+    assert {part["worker"] for part in manifest["parts"]} == {"prompts", "generator", "score", "policy"}

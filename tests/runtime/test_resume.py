@@ -1,13 +1,21 @@
 """A job on Ray goes on from its checkpoints as if it had never stopped, whoever is killed."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
+import torch
 
-from rlgraph.graph import Graph
+from rlgraph.columns import Columns
+from rlgraph.graph import Graph, Output, declare
+from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime.checkpoint import Recovery
@@ -54,3 +62,88 @@ def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, tmp_path: 
             if step.index in (4, 9):
                 os.kill(running.pids[worker], signal.SIGKILL)
     assert found == oracle(graph, 12)
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """A reward that kills its own process whenever a certain item is in the batch."""
+
+    item: str
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            if self.item in columns["prompt_texts"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return {"rewards": torch.ones(len(columns["values"]))}
+
+        return fire
+
+    @property
+    def work(self) -> str:
+        return "host"
+
+
+def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_their_order(tmp_path: Path) -> None:
+    source: Any = fakes.vector_loop(1).node("prompts").operation
+    position = 9  # in step 2
+
+    def deadly(rollout: Output) -> Output:
+        reads = ("values", "prompt_texts")
+        return Output(
+            declare("deadly", Deadly(source.item(position)["prompt"]), (rollout, rollout.node.inputs[0]), reads=reads, writes=("rewards",))
+        )
+
+    with job(fakes.vector_loop(1, middle=deadly), tmp_path, restarts=3) as running:
+        steps = [step.index for step in running.steps(5)]
+        assert tuple(running.set_aside) == (position,)
+    assert steps == list(range(5))
+    assert source.positions(2, (position,)) == [8, 10, 11, 12]
+
+
+DRIVER = Path(__file__).with_name("driver.py")
+
+
+def start(folder: Path, steps: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(DRIVER), str(folder), str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ)
+
+
+def until(driver: "subprocess.Popen[str]", step: int) -> list[int]:
+    """Read what a program says until it has done a step; return its workers."""
+    workers: list[int] = []
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        what, *numbers = line.split()
+        workers = [int(n) for n in numbers] if what == "workers" else workers
+        if what == "did" and int(numbers[0]) >= step:
+            return workers
+    raise AssertionError(driver.stderr.read() if driver.stderr else "")
+
+
+def recorded(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_path: Path) -> None:
+    killed = start(tmp_path, 1000)
+    workers = until(killed, 6)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+
+    terminated = start(tmp_path, 1000)
+    until(terminated, 9)
+    os.kill(terminated.pid, signal.SIGTERM)
+    _, said = terminated.communicate(timeout=100)
+    assert terminated.returncode == 128 + signal.SIGTERM, said
+    assert "going on from the checkpoint after 4 steps" in said
+    assert "finishing the steps in flight" in said
+    done = len(recorded(tmp_path))
+    assert (tmp_path / "checkpoints" / f"step-{done:08d}").is_dir()
+
+    finishing = start(tmp_path, done + 3)
+    _, said = finishing.communicate(timeout=200)
+    assert finishing.returncode == 0, said
+    assert f"going on from the checkpoint after {done} steps" in said
+    assert recorded(tmp_path) == list(range(done + 3))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not list((tmp_path / "checkpoints").glob(".part-*"))
