@@ -145,8 +145,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first cause in a few words; several ranks may have one each."""
+    """Return the first cause in a few words; several ranks may have one each, and the system's own error may lie behind another."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values())) if failures else error
-    found = first[0] if isinstance(first, tuple) else first
+    found: BaseException = first[0] if isinstance(first, tuple) else first
+    behind: BaseException | None = found
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    found = behind or found
     return f"{type(found).__name__}: {str(found).splitlines()[0] if str(found) else ''}"

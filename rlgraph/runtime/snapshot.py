@@ -1,9 +1,11 @@
 """A worker's part of a checkpoint: copied between two firings, written beside the run, and read back at a start."""
 
 import hashlib
+import io
 import json
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +91,8 @@ class Snapshots:
                 files += stored.write(folder / str(worker.model), state, worker.rank, self._group)
             written = tuple(_digest(folder, file) for file in files)
         except Exception as error:  # noqa: BLE001 (the outer edge of a thread: whatever it is, the driver hears of it)
-            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error}"))
+            free = shutil.disk_usage(self.saving.folder).free
+            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error} ({free >> 20} MiB are free on that disk)"))
         else:
             self.told(Saved(step, Part(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
 
@@ -124,8 +127,10 @@ def checked_state(node: str, state: Any) -> Any:
 
 
 def _save(content: Mapping[str, Any], file: Path) -> Path:
+    data = io.BytesIO()  # first, so that a disk that is full is the system's error and not that of the archive's writer
+    torch.save(content, data)
     with file.open("wb") as out:
-        torch.save(content, out)
+        out.write(data.getbuffer())
         out.flush()
         os.fsync(out.fileno())
     return file
