@@ -41,11 +41,12 @@ class Outlook:
         total: dict[tuple[str, str, Reason], float] = {}
         for event in (e for e in self.schedule.events if e.kind != "receive"):
             starts, causes = self.played.starts[event.name], self.played.causes[event.name]
-            turns = [d for d in self.schedule.dependencies if d.after == event.name and d.reason in ("order", "self")]
+            before = [d for d in self.schedule.dependencies if d.after == event.name and d.reason in ("order", "self")]
+            turns = [(self.played.ends[d.before], d.tokens) for d in before]
             for step in range(self.warm_up, self.steps):
                 cause = causes[step]
                 if cause is not None and cause.reason not in ("order", "self"):
-                    free = max((self.played.ends[d.before][step - d.tokens] for d in turns if step >= d.tokens), default=0.0)
+                    free = max([ends[step - tokens] for ends, tokens in turns if step >= tokens], default=0.0)
                     key = (event.pool or event.worker, cause.via, cause.reason)
                     total[key] = total.get(key, 0.0) + starts[step] - free
         engines = Counter((e.pool or e.worker, e.node, e.kind) for e in self.schedule.events)

@@ -6,6 +6,9 @@ from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWork
 from rlgraph.views import words
 from rlgraph.views.tables import aligned, wrapped
 
+WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
+WAITS_MOST = 6
+
 
 def text(plan: Plan) -> str:
     """Return header, pools, nodes, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
@@ -20,6 +23,7 @@ def text(plan: Plan) -> str:
         _channels(plan),
         *(_loop(loop, plan) for loop in plan.loops),
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
+        _waits(plan),
         [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
         _memory(plan),
         _certificate(plan),
@@ -113,6 +117,18 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
         f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
     ]
     return [part for line in lines for part in wrapped(line, indent=4)]
+
+
+def _waits(plan: Plan) -> list[str]:
+    """Return who stands still for what, those first that do so longest; what is too short to matter is left out."""
+    predicted = plan.prediction
+    shown = [wait for wait in predicted.waits if wait.seconds > WAIT_LEAST * predicted.step_s][:WAITS_MOST]
+    if not shown:
+        return []
+    said = [
+        f"{words.clean(w.who)} {words.seconds(w.seconds, predicted.cost)} for {words.WAITS[w.reason](words.clean(w.on))}" for w in shown
+    ]
+    return [*wrapped(f"waits a step: {'; '.join(said)}", indent=2)]
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -1,11 +1,16 @@
 """How the views put quantities into words: seconds, bytes, devices, columns, and names made safe to print."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlgraph.graph import Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.plan import CostSource, Plan, PlannedLoop, PlannedNode, PlannedPool
 
+WAITS: Mapping[str, Callable[[str], str]] = {
+    "data": lambda name: f"'{name}'",
+    "slots": lambda name: f"room in '{name}'",
+    "loop": lambda name: f"the weights of '{name}'",
+}
 HOST = "host"  # the lane of nodes that belong to no pool
 
 

@@ -80,3 +80,10 @@ def test_plain_names_give_plain_ascii(plans: dict[str, Plan]) -> None:
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(plans: dict[str, Plan]) -> None:
     assert clean("\x1b[31m") in text(replace(plans["single"], graph="\x1b[31m"))
+
+
+def test_who_waits_for_what_is_told_the_longest_first(plans: dict[str, Plan]) -> None:
+    shown = " ".join(text(plans["ppo"]).split())
+    waits = plans["ppo"].prediction.waits
+    assert [wait.seconds for wait in waits] == sorted((wait.seconds for wait in waits), reverse=True)
+    assert f"waits a step: {waits[0].who} {seconds(waits[0].seconds, 'measured')} for " in shown
