@@ -53,7 +53,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
     expected = outlook(schedule, graph.nodes, settings, priced)
-    step_s = max(cycle.period_s, expected.step_s) if any(map(priced.varies, priced.nodes)) else cycle.period_s
+    step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
     loops = tuple(_loops(graph, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
     draft = Plan(

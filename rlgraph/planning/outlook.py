@@ -1,8 +1,7 @@
 """What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +25,7 @@ class Outlook:
     played: Played
     steps: int
     warm_up: int
+    engine_of: Mapping[str, int] = field(default_factory=dict)  # of events that each engine has for itself
 
     @property
     def step_s(self) -> float:
@@ -49,10 +49,12 @@ class Outlook:
                     free = max([ends[step - tokens] for ends, tokens in turns if step >= tokens], default=0.0)
                     key = (event.pool or event.worker, cause.via, cause.reason)
                     total[key] = total.get(key, 0.0) + starts[step] - free
-        engines = Counter((e.pool or e.worker, e.node, e.kind) for e in self.schedule.events)
-        most = {who: max(n for (place, *_), n in engines.items() if place == who) for who, *_ in engines}
+        engines: dict[str, int] = {}
+        for event in self.schedule.events:
+            who = event.pool or event.worker
+            engines[who] = max(engines.get(who, 1), self.engine_of.get(event.name, 0) + 1)
         counted = self.steps - self.warm_up
-        found = [PlannedWait(who, on, reason, idle / counted / most[who]) for (who, on, reason), idle in total.items() if idle > 0]
+        found = [PlannedWait(who, on, reason, idle / counted / engines[who]) for (who, on, reason), idle in total.items() if idle > 0]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
@@ -92,4 +94,4 @@ def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs
             return event.seconds
         return event.seconds * relative[key][step] * parts[event.node][step][event.part]
 
-    return Outlook(apart, play(apart, steps, seconds), steps, steps // 8)
+    return Outlook(apart, play(apart, steps, seconds), steps, steps // 8, engine_of)

@@ -87,7 +87,8 @@ def test_parts_of_a_batch_are_measured_together_and_predicted_apart() -> None:
     assert sum(seconds) == pytest.approx(whole.node("rollout").seconds)
     assert seconds[0] > 0.5 * sum(seconds)  # a quarter of the responses holds a long one already
     saved = whole.prediction.step_s - parts.prediction.step_s
-    assert saved == pytest.approx(0.75 * whole.node("reward").seconds, rel=0.1)
+    reward_s = whole.node("reward").seconds
+    assert 0.25 * reward_s < saved < 0.75 * reward_s  # parts that leave together, behind one long response, hide nothing
 
 
 def test_costs_are_scaled_to_other_rows_and_devices_and_say_so() -> None:
