@@ -55,7 +55,7 @@ class Watch:
         A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
         """
         names = {event.name for event in self.plan.schedule.events if event.node in loop.readers and event.kind in ("fire", "load")}
-        began = [span.start_s for span in spans if span.name in names]
+        began = [span.start_s for span in spans if span.name in names and span.kind in ("fire", "load")]  # a wait has its channel's name
         published = self._published[loop.name]
         opened = 1 + sum(at > min(began) for at in published) if began else 0
         published.append(min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf")))

@@ -28,6 +28,15 @@ def test_a_run_that_keeps_the_plan_passes_and_reaches_its_bound(depth: int) -> N
     assert watch.observed.channel_slots == {"rollout": depth + 1}
 
 
+def test_a_wait_for_the_rollouts_channel_is_no_rollout() -> None:
+    costs = rg.Costs({"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "update": 0.1})
+    plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
+    watch = Watch(plan)
+    for step, spans in enumerate(played(plan)):
+        watch.see(step, [*spans, Span("rollout", "wait", step, "reward", 0.0, spans[0].end_s)], 1, {})
+    assert watch.observed.open_batches == 2
+
+
 def test_a_batch_admitted_too_early_is_named() -> None:
     costs = rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
