@@ -41,7 +41,7 @@ def graph(model: str, depth: int = 1, freshest: bool = False) -> rg.Graph:
 @pytest.mark.parametrize(("depth", "expected"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2])])
 def test_both_use_the_version_of_the_step_and_load_it_once(model: str, depth: int, expected: list[int]) -> None:
     with rg.compile(graph(model, depth), rg.Cluster(cpus=2)).run_here() as job:
-        loaded = count_loads(job.workers["generator"].context.engine)
+        loaded = count_loads(job.progress["generator"].worker.context.engine)
         found = [step.metrics for step in job.steps(4)]
     assert [step["critic/rewards/mean"] for step in found] == expected
     assert [step["critic/baseline_rewards/mean"] for step in found] == expected
