@@ -187,7 +187,7 @@ class Rollout:
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
-        decoding = Decoding(context, self.prefix, self.joining, lambda step: self._all_requests(context, self._drawn(context, step)))
+        decoding = Decoding(context, self.prefix, self.joining, lambda step: _chained(self._requests(context, self._drawn(context, step))))
         if self.chunks > 1:
             return lambda step, columns: self.parts(context, decoding, step, columns)  # type: ignore[return-value]
         return lambda step, columns: next(self.parts(context, decoding, step, columns))
@@ -200,8 +200,9 @@ class Rollout:
         """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        decoding.begin(step, self._all_requests(context, columns))
-        for rows, requests in zip(self._shares(context, ids), self._requests(context, columns), strict=True):
+        parts = self._requests(context, columns)
+        decoding.begin(step, _chained(parts))
+        for rows, requests in zip(self._shares(context, ids), parts, strict=True):
             responses = decoding.take(step, requests)
             yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
 
@@ -217,11 +218,11 @@ class Rollout:
         its prompt in the data order and its own in the group."""
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        encoded = context.tokenizer(self.generator.path)(list(texts))["input_ids"]
+        encoded, places = context.tokenizer(self.generator.path)(list(texts))["input_ids"], ids.tolist()
         return [
             [
                 Request(
-                    f"{self.prefix}{ids[row]}.{member}", encoded[row], self.sampling, seed_of(self.generator.seed, int(ids[row]), member)
+                    f"{self.prefix}{places[row]}.{member}", encoded[row], self.sampling, seed_of(self.generator.seed, places[row], member)
                 )
                 for row in rows
                 for member in range(self.group_size)
@@ -229,8 +230,9 @@ class Rollout:
             for rows in self._shares(context, ids)
         ]
 
-    def _all_requests(self, context: Context, columns: Columns) -> list[Request]:
-        return list(itertools.chain(*self._requests(context, columns)))
+
+def _chained(parts: list[list[Request]]) -> list[Request]:
+    return list(itertools.chain(*parts))
 
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
