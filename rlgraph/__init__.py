@@ -21,6 +21,7 @@ from rlgraph.nodes.policy import Policy
 from rlgraph.nodes.prompts import prompts
 from rlgraph.nodes.reference import Reference
 from rlgraph.nodes.reward import reward
+from rlgraph.nodes.reward_model import RewardModel
 from rlgraph.nodes.rollout import Generator
 from rlgraph.nodes.shaping import kl_shaped_rewards, shaped_rewards
 from rlgraph.nodes.tools import Tools
@@ -48,6 +49,7 @@ __all__ = [
     "Pool",
     "Reference",
     "Refill",
+    "RewardModel",
     "RlgraphError",
     "Sampling",
     "Tools",

@@ -68,6 +68,16 @@ def critic_engine(model: Any, place: Place) -> TrainEngine:
     return _train_engine(ValueHead(model.path), model, place)
 
 
+def score_engine(model: Any, place: Place) -> Any:
+    """Return the engine of a `RewardModel`."""
+    import torch
+
+    from rlgraph.engines.scorer import ScoreEngine
+
+    dtype = getattr(torch, model.dtype)
+    return ScoreEngine(model.path, device=place.device, dtype=dtype, label=model.label, batch_tokens=model.batch_tokens)
+
+
 def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
     """Return one rank's engine; the ranks of one model meet at `place.rendezvous`."""
     import torch

@@ -36,11 +36,16 @@ class Reward:
 
     def fire(self, context: Context, outliers: Outliers | None, columns: Columns) -> Fired:
         scores = self.scoring.scores(context, columns)
-        spread = {"mean": scores.mean(), "max": scores.max(), "min": scores.min()}
-        metrics = {f"critic/{self.writes}/{name}": value.item() for name, value in spread.items()}
+        metrics = spread(self.writes, scores)
         if outliers is not None:
             metrics["guards/reward_outliers"] = float(outliers.look(scores))
         return {self.writes: scores}, metrics
+
+
+def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
+    """Return mean, largest and smallest reward as metrics."""
+    found = {"mean": scores.mean(), "max": scores.max(), "min": scores.min()}
+    return {f"critic/{column}/{name}": value.item() for name, value in found.items()}
 
 
 def reward(

@@ -57,7 +57,7 @@ def operation(function: Callable[..., Any], **settings: Any) -> Reward:
 
 
 def rewards(function: Callable[..., Any], **settings: Any) -> list[float]:
-    columns, _ = operation(function, **settings).fire(Context(), COLUMNS)  # type: ignore[misc]
+    columns, _ = operation(function, **settings).start(Context())(0, COLUMNS)  # type: ignore[misc]
     return columns["rewards"].tolist()  # type: ignore[union-attr,no-any-return]
 
 

@@ -1,0 +1,115 @@
+"""A reward model scores texts in batches as it scores each alone, and works on the parts of a rollout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.scorer import ScoreEngine, _batches
+from rlgraph.errors import DataError, GraphError
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+PROMPTS = ["1 + 1 =", "a much longer prompt than the others", "2 + 2 =", "!"]
+RESPONSES = [" 2", " ends with !", "", " a response of some length"]
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("policy") / "tiny")
+
+
+def reward_folder(folder: Path, policy_folder: Path, labels: int = 1, template: str | None = None) -> Path:
+    from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
+
+    config = AutoConfig.from_pretrained(policy_folder, num_labels=labels)
+    torch.manual_seed(3)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(policy_folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def engine(folder: Path, *, batch_tokens: int = 10_000, label: int | None = None) -> ScoreEngine:
+    return ScoreEngine(folder, device="cpu", dtype=torch.float32, label=label, batch_tokens=batch_tokens)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 60, 10_000])
+def test_a_batch_is_scored_as_each_text_alone(tmp_path: Path, policy_folder: Path, batch_tokens: int) -> None:
+    folder = reward_folder(tmp_path / "reward", policy_folder)
+    alone = [engine(folder).scores([p], [r]).item() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    found = engine(folder, batch_tokens=batch_tokens).scores(PROMPTS, RESPONSES)
+    assert found.tolist() == pytest.approx(alone, abs=1e-5)
+    assert len(set(alone)) == 4
+
+
+def test_texts_are_put_into_the_models_chat_template(tmp_path: Path, policy_folder: Path) -> None:
+    plain = engine(reward_folder(tmp_path / "plain", policy_folder))
+    chat = engine(reward_folder(tmp_path / "chat", policy_folder, template=TEMPLATE))
+    assert chat.scores(["ask"], ["say"]).item() == plain.scores(["<user>ask<assistant>say"], [""]).item()
+
+
+def test_several_numbers_need_a_label_which_chooses_among_them(tmp_path: Path, policy_folder: Path) -> None:
+    folder = reward_folder(tmp_path / "reward", policy_folder, labels=3)
+    with pytest.raises(DataError, match="gives 3 numbers a text; choose the reward among them with label=0 to 2"):
+        engine(folder)
+    with pytest.raises(DataError, match="there is no label=3"):
+        engine(folder, label=3)
+    assert len({engine(folder, label=label).scores(["a"], ["b"]).item() for label in range(3)}) == 3
+
+
+def test_a_text_that_does_not_fit_is_named(tmp_path: Path, policy_folder: Path) -> None:
+    with pytest.raises(DataError, match="response 1 and its prompt have 301 tokens, but the reward model reads 1 to 256"):
+        engine(reward_folder(tmp_path / "reward", policy_folder)).scores(["a", "b"], ["a", "b" * 300])
+
+
+def test_batches_hold_every_text_once_and_no_more_tokens_than_they_may() -> None:
+    lengths = [3, 9, 1, 4, 4, 20, 2]
+    batches = list(_batches(lengths, 12))
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    assert all(len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 12 for batch in batches)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_reward_model_on_a_pool_of_its_own_gives_the_rewards_of_a_training_run(tmp_path: Path, policy_folder: Path, chunks: int) -> None:
+    folder = str(reward_folder(tmp_path / "reward", policy_folder))
+    sampling = rg.Sampling(max_tokens=6)
+    generator = rg.Generator(str(policy_folder), pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, dtype="float32")
+    policy = rg.Policy(str(policy_folder), pool=rg.Pool("train"), dtype="float32")
+    weights = rg.feedback("weights", depth=1)
+    prompts = rg.prompts([{"prompt": f"{a} + 1 ="} for a in range(4)], count=4)
+    rollout = generator.rollout(prompts, weights, group_size=2, chunks=chunks)
+    judge = rg.RewardModel(folder, pool=rg.Pool("judge"), dtype="float32")
+    rewards = judge.rewards(prompts, rollout)
+
+    @rg.node(reads="prompts prompt_mask responses response_mask rewards", writes="checked")
+    def check(batch: rg.Columns) -> rg.Columns:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(policy_folder)
+        texts = [
+            tokenizer.batch_decode([row[m].tolist() for row, m in zip(batch[c], batch[k], strict=True)], skip_special_tokens=True)
+            for c, k in (("prompts", "prompt_mask"), ("responses", "response_mask"))
+        ]
+        assert batch["rewards"].tolist() == pytest.approx(engine(Path(folder)).scores(*texts).tolist(), abs=1e-5)  # type: ignore[union-attr]
+        return {"checked": batch["rewards"]}
+
+    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    plan = rg.compile(rg.Graph("judged", step.metrics, check(rollout, rewards)), rg.Cluster(cpus=3))
+    assert plan.node("reward").chunks == chunks
+    with plan.run_here() as job:
+        found = list(job.steps(2))
+    assert all({"critic/rewards/mean", "critic/rewards/max"} <= set(each.metrics) for each in found)
+
+
+def test_responses_of_an_unknown_tokenizer_are_refused() -> None:
+    @rg.node(reads="prompt_texts", writes="responses response_mask")
+    def typed(batch: rg.Columns) -> rg.Columns:
+        raise AssertionError("never run")
+
+    prompts = rg.prompts([{"prompt": "?"}], count=1)
+    with pytest.raises(GraphError, match="no rollout whose model's tokenizer can decode the responses"):
+        rg.RewardModel("m", pool=rg.Pool("judge")).rewards(prompts, typed(prompts))
