@@ -3,30 +3,43 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rlgraph.compiler import Plan, compile
+from rlgraph.compiler import Plan
 from rlgraph.runtime.measure import Step
-from rlgraph.views import curve, timeline
+from rlgraph.views import curve, draw, report, timeline
+from rlgraph.views.findings import findings
+from rlgraph.views.tracks import last_steps, predicted_steps
 
 if TYPE_CHECKING:
     from rlgraph.runtime.job import Job
 
 REWARD = "critic/rewards/mean"
 TIMELINE_STEPS = 6
+FILES = {
+    "run.html": "the report; open it in a browser",
+    "run.json": "the run as data",
+    "metrics.jsonl": "metrics, a line a step",
+    "timeline.json": "timelines, predicted and measured (ui.perfetto.dev)",
+    "graph.svg": "the graph, placed",
+    "reward.svg": "mean reward by step",
+    "plan.json": "the plan as data",
+    "costs.yaml": "what each node costs, for compile and tune",
+    "trace.json": "every firing, for replay",
+}
 
 
 def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     """Run `steps` steps of a job and give each, as `job.steps` does, with a progress bar and a folder of records.
 
-    The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, the timelines
-    `predicted.json` and `measured.json` for ui.perfetto.dev, and `reward.svg`. Once there are steps to learn from, picture
-    and prediction use the measured seconds of each node. Files of an earlier run in the folder are replaced; a job that went on from
-    a checkpoint goes on with `metrics.jsonl`, with one line for each step.
+    The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, and at the end
+    `run.html` (the report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev),
+    `costs.yaml`, `trace.json` and `reward.svg`. Once there are steps to learn from, picture and prediction use the measured seconds of
+    each node. Files of an earlier run in the folder are replaced; a job that went on from a checkpoint goes on with
+    `metrics.jsonl`, with one line for each step, and reports on the steps since.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +64,7 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
                 yield step
     finally:
         if done:
-            _conclude(job, plan, done, folder, console)
+            _conclude(job, done, folder, console)
 
 
 def open_metrics(path: Path, finished: int) -> TextIO:
@@ -71,25 +84,24 @@ def _summary(step: Step) -> str:
     return f"{reward}staleness {step.staleness}  {step.seconds:.2f} s"
 
 
-def _conclude(job: "Job", plan: Plan, done: list[Step], folder: Path, console: Console) -> None:
+def _conclude(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
     """Write what needs the whole run, and say where everything is."""
-    spans = job.spans()
-    last = max(done[-1].index + 1 - TIMELINE_STEPS, 0)
-    timeline.write(folder / "measured.json", [s for s in spans if s.step >= last], plan)
+    run = job.run()
+    run.save(folder)
+    report.write(folder / "run.html", run)
+    last = done[-1].index
+    count = min(TIMELINE_STEPS, last + 1)
+    predicted = predicted_steps(run.priced or run.plan, last, count).spans
+    timeline.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
     rewards = [step.metrics.get(REWARD, float("nan")) for step in done]
     (folder / "reward.svg").write_text(curve.svg("mean reward", [s.index for s in done], {"reward": rewards}, "reward"))
-    files = {"metrics.jsonl": "metrics, a line a step", "reward.svg": "mean reward by step", "graph.svg": "the graph, placed"}
-    files |= {"plan.json": "the plan as data", "measured.json": "timeline as it was (ui.perfetto.dev)"}
-    if len(done) > 1 and plan.source is not None:
-        priced = compile(plan.source, plan.cluster, job.costs())
-        priced.draw(folder / "graph.svg")
-        priced.timeline(folder / "predicted.json", steps=TIMELINE_STEPS)
-        files["predicted.json"] = "timeline as predicted from the measured seconds of each node"
-        took = median(step.seconds for step in done[1:])
-        console.print(f"a step took {took:.2f} s (median), {priced.prediction.step_s:.2f} s predicted from its nodes", highlight=False)
     job.costs().to_file(folder / "costs.yaml")
-    files["costs.yaml"] = "what each node costs, for compile and tune"
     job.trace().to_file(folder / "trace.json")
-    files["trace.json"] = "every firing, for replay"
-    for name, what in files.items():
+    if run.priced is not None:
+        (folder / "graph.svg").write_text(draw.svg(run.priced), encoding="utf-8")
+        predicted_s = run.priced.prediction.step_s
+        console.print(f"a step took {run.step_s:.2f} s (median), {predicted_s:.2f} s predicted from its nodes", highlight=False)
+    for line in findings(run):
+        console.print(f"advice: {line}", highlight=False)
+    for name, what in FILES.items():
         console.print(f"  {folder / name}: {what}", highlight=False)

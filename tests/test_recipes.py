@@ -25,7 +25,7 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(recipe: Path, tmp_pa
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["staleness"] <= line["step"] for line in lines)
     assert {"critic/rewards/mean", "actor/pg_loss", "timing_s/gen", "timing_s/update_actor"} <= set(lines[0]) | set(lines[1])
-    for name in ("graph.svg", "reward.svg", "plan.json", "predicted.json", "measured.json"):
+    for name in ("run.html", "run.json", "graph.svg", "reward.svg", "plan.json", "costs.yaml", "trace.json", "timeline.json"):
         assert f"run/{name}" in found.stdout
         assert (tmp_path / "run" / name).stat().st_size > 0
 

@@ -27,6 +27,10 @@ class WeightsWriter:
         """Stage this rank's rows of every parameter, cast to the engine's dtype; returns as soon as they are copied."""
         self.writer.put(version, rows, timeout_s, dtype=self.dtype)
 
+    def blocked_s(self) -> float:
+        """Return how long `publish` has waited for a free slot so far."""
+        return self.writer.statistics().blocked_s
+
 
 class WeightsReader:
     """A generator's end, from version `first` on.

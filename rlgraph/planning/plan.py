@@ -130,7 +130,8 @@ class Prediction:
 
     `period_s` is the critical cycle's, from mean seconds until a firing's last engine is done. `simulated_s` plays the schedule
     with the lengths and spreads that the costs hold: it counts what a long response keeps waiting, and that an engine which is
-    done goes on while another decodes. `step_s` is the one to expect. `first_step_s` is from the first tick to the end of the first step, start-up not counted.
+    done goes on while another decodes. `step_s` is the one to expect. `first_step_s` is from the first tick to the end of the
+    first step, start-up not counted.
     """
 
     period_s: float

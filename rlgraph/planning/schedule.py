@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 EventKind: TypeAlias = Literal["fire", "publish", "receive", "load"]
+SpanKind: TypeAlias = EventKind | Literal["carry", "wait", "room", "idle", "start"]
+WORK: frozenset[SpanKind] = frozenset(("fire", "publish", "receive", "load"))
 Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
 
 
@@ -49,10 +51,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Span:
-    """One firing of an event on the clock of a timeline, in seconds from the start; predicted and measured alike."""
+    """What a worker did from one moment to another, in seconds from the start; predicted and measured alike.
+
+    Kinds of an event (`WORK`) have its name. A run also has `wait` (for a message: the name is that of its channel or feedback
+    edge), `room` (for a free slot of it), `carry` (rlgraph's own work around the node of that name: checks, copies), `idle`
+    (between two steps) and `start` (before the first).
+    """
 
     name: str
-    kind: EventKind | Literal["wait"]
+    kind: SpanKind
     step: int
     worker: str
     start_s: float

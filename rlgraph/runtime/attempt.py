@@ -46,6 +46,11 @@ class Attempt:
         """The process id of each worker, by its name in the plan."""
         return dict(self._crew.pids)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether steps are at work that have not been reported."""
+        return self.ticked > self.reported
+
     def start(self) -> None:
         """Start the workers and wait until each is ready. Raises what keeps one from it, when the others have ended."""
         try:

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import ray
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from rlgraph.errors import CheckpointError, RlgraphError
 from rlgraph.graph import Graph
+from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.fit import measured_costs
 from rlgraph.planning.plan import Plan, bare
@@ -24,9 +26,15 @@ from rlgraph.runtime.restarts import Restarts
 from rlgraph.runtime.signals import Signals
 from rlgraph.runtime.suspects import Suspects
 from rlgraph.runtime.tasks import Start
+from rlgraph.views import report
+from rlgraph.views.bubbles import Bubbles
+from rlgraph.views.findings import findings
+from rlgraph.views.run import Run
+from rlgraph.views.settings import settings
 
 KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
 KEPT_SAMPLED = 2_000
+KEPT_STEPS = 50_000
 
 
 class Job:
@@ -40,6 +48,7 @@ class Job:
         self.plan = plan
         self._graph, self._dispatch_name, self._deadline_s = graph, dispatch_name, deadline_s
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+        self._metrics: deque[Mapping[str, float]] = deque(maxlen=KEPT_STEPS)
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._suspects = Suspects(graph, plan)
@@ -50,7 +59,7 @@ class Job:
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
         self._watch = Watch(plan)
-        self._last_s = self._start_s = 0.0
+        self._last_s = self._start_s = self._launch_s = 0.0
 
     def _new_attempt(self, start: Start | None = None) -> Attempt:
         return Attempt(self._graph, self.plan, dispatch_name=self._dispatch_name, deadline_s=self._deadline_s, start=start)
@@ -66,6 +75,7 @@ class Job:
         return self._attempt.pids
 
     def __enter__(self) -> "Job":
+        self._launch_s = time.monotonic()
         self._signals.install()
         try:
             if self._checkpoints is not None:
@@ -182,6 +192,7 @@ class Job:
         metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
         self._watch.see(index, spans, behind, {end: peak for report in reports for end, peak in report.peaks.items()})
+        self._metrics.append(metrics)
         return Step(index, metrics, behind, seconds)
 
     def _hear(self) -> None:
@@ -225,6 +236,39 @@ class Job:
     def observed(self) -> Observed:
         """The most staleness, open batches and slots in use so far, each of which the plan's certificate bounds."""
         return self._watch.observed
+
+    def run(self) -> Run:
+        """Return the run so far as values: what bubbles, advice and report are read off, and `Run.save` keeps.
+
+        While steps are still to be given, it ends where the first worker's last report ends. Of a run so long that its first
+        spans are no longer kept, it begins with the first whole step.
+        """
+        spans = self.spans()
+        start_s = self._launch_s - self._start_s if self._start_s else 0.0
+        if len(spans) == KEPT_SPANS:
+            start_s = max(span.end_s for span in spans if span.step == spans[0].step)
+        ends = [max((s.end_s for s in spans if s.worker == worker.name), default=0.0) for worker in self.plan.workers]
+        return Run(
+            plan=bare(self.plan),
+            steps=tuple(self._metrics),
+            spans=tuple(spans),
+            start_s=start_s,
+            end_s=min(ends) if self._attempt.in_flight else max(ends),
+            priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
+            settings=settings(self._graph),
+        )
+
+    def bubbles(self) -> Bubbles:
+        """Return what every device-second was spent on since the launch: rows that add up to 100 %, as data and as a table."""
+        return self.run().bubbles
+
+    def advice(self) -> tuple[str, ...]:
+        """Return what this run suggests to change, in words, most important first."""
+        return findings(self.run())
+
+    def report(self, path: str | Path) -> None:
+        """Write the report of the run so far: one HTML file that needs no server and no network."""
+        report.write(path, self.run())
 
     def costs(self) -> Costs:
         """Return what each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.

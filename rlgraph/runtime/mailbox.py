@@ -24,6 +24,10 @@ class Inbox:
                 self.held[message] = concat_rows([reader.take(message, timeout_s) for reader in self.readers])
         return concat_rows([self.held[message] for message in messages])
 
+    def blocked_s(self) -> float:
+        """Return how long `take` has waited for messages so far."""
+        return sum(reader.statistics().blocked_s for reader in self.readers)
+
     def done(self, node: str, messages: Iterable[int]) -> None:
         """Give the slots of these messages back once the last of the worker's nodes is done with them."""
         if node != self.users[-1]:
@@ -43,6 +47,10 @@ class Outbox:
 
     def put(self, message: int, columns: Columns, timeout_s: float) -> None:
         self.writer.put(message, {name: columns[name] for name in self.channel.columns}, timeout_s)
+
+    def blocked_s(self) -> float:
+        """Return how long `put` has waited for a free slot so far."""
+        return self.writer.statistics().blocked_s
 
 
 @dataclass

@@ -40,26 +40,22 @@ def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
-    """Return `timing_s/*` of one step: each node's own work, and what the update waited for its rollout."""
-    found: dict[str, float] = {}
-    fired: dict[tuple[str, str], float] = {}  # by node and worker, all parts of a batch together
+    """Return `timing_s/*` of one step: each node's own work, and how long the update waited for what it trains on.
+
+    The parts of a batch count together; of several ranks the slowest counts.
+    """
+    found: dict[tuple[str, str], float] = {}
     nodes = {event.name: event.node for event in plan.schedule.events}
+    batches = {channel.name for channel in plan.channels if channel.kind == "batch"}
     trainers = {worker for loop in plan.loops for worker in plan.node(loop.writer).workers}
+    names = {"publish": "publish", "load": "update_weights"}
     for span in spans:
-        seconds = span.end_s - span.start_s
-        if span.kind == "fire":
-            key = nodes[span.name], span.worker
-            fired[key] = fired.get(key, 0.0) + seconds
-        elif span.kind == "publish":
-            _add(found, "publish", seconds)
-        elif span.kind == "load":
-            _add(found, "update_weights", seconds)
-        elif span.worker in trainers:
-            _add(found, "wait_prev_gen", seconds)
-    for (node, _), seconds in fired.items():
-        _add(found, TIMINGS.get(node, node), seconds)
-    return {f"timing_s/{name}": seconds for name, seconds in found.items()}
-
-
-def _add(found: dict[str, float], name: str, seconds: float) -> None:
-    found[name] = max(found.get(name, 0.0), seconds) if name != "wait_prev_gen" else found.get(name, 0.0) + seconds
+        name = TIMINGS.get(nodes[span.name], nodes[span.name]) if span.kind == "fire" else names.get(span.kind)
+        if span.kind == "wait" and span.worker in trainers and span.name in batches:
+            name = "wait_prev_gen"
+        if name is not None:
+            found[name, span.worker] = found.get((name, span.worker), 0.0) + span.end_s - span.start_s
+    slowest: dict[str, float] = {}
+    for (name, _), seconds in found.items():
+        slowest[name] = max(slowest.get(name, 0.0), seconds)
+    return {f"timing_s/{name}": seconds for name, seconds in slowest.items()}

@@ -3,7 +3,6 @@
 Knows neither Ray nor processes: the local executor runs the same workers side by side in one process.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
+from rlgraph.runtime.ledger import Ledger
 from rlgraph.runtime.mailbox import Inbox, Mailbox
 from rlgraph.runtime.parts import joined
 from rlgraph.runtime.suspects import probing
@@ -46,13 +46,15 @@ class Worker:
     context: Context
     on_enter: OnEnter = lambda step, doing: None
     stages: dict[str, Stage] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
     parts: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
     streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
     kept: dict[str, list[Columns]] = field(default_factory=dict)  # parts of a batch that a checkpoint may need, by node
     doing: str = "starting"
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.setup.worker.name)
 
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
@@ -69,6 +71,7 @@ class Worker:
 
     def fire(self, task: Task, step: int, part: int = 0) -> None:
         """Fire one node: weights, inputs, the node's own work, outputs, then the weights it publishes."""
+        self.ledger.begin(step)
         for loop in self.loops:
             if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
                 self._load_weights(loop, task.name, step)
@@ -83,7 +86,8 @@ class Worker:
         self.on_enter(step, f"running node '{task.name}'")
         self.context.arrivals = self._arrivals(task, step)
         idle = task.due is not None and not task.due(step)
-        with nullcontext() if idle else self._span(fire_event(task.name, part, task.chunks), "fire", step):
+        self.ledger.carry(task.name, step)
+        with nullcontext() if idle else self.ledger.span(fire_event(task.name, part, task.chunks), "fire", step):
             fired = self._run(task, step, part, columns)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
@@ -99,11 +103,16 @@ class Worker:
             messages = task.messages(box.channel, step, part)
             if len(messages) < box.channel.parts or part == task.chunks - 1:
                 box.done(task.name, messages)
+        self.ledger.carry(task.name, step)
         for loop in self.loops:
             if loop.writer is not None and task.name == loop.plan.writer and loop.plan.carries(step):
-                self.on_enter(step, f"publishing version {step + 1} of '{loop.plan.name}' (read by {list(loop.plan.readers)})")
-                with self._span(publish_event(loop.plan.name), "publish", step, version=step + 1):
-                    loop.writer.publish(step + 1, self.context.engine.weights(), self.setup.deadline_s)
+                self._publish(loop, loop.writer, step)
+
+    def _publish(self, loop: Loop, writer: WeightsWriter, step: int) -> None:
+        name, version = loop.plan.name, step + 1
+        self.on_enter(step, f"publishing version {version} of '{name}' (read by {list(loop.plan.readers)})")
+        with self.ledger.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
+            writer.publish(version, self.context.engine.weights(), self.setup.deadline_s)
 
     def _first_user(self, loop: Loop) -> str | None:
         """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
@@ -156,7 +165,7 @@ class Worker:
             self.doing = task.name
             if step == self.setup.first and part == 0 and task.name == box.users[0]:
                 self._drop(box)
-            with self._span(box.channel.name, "wait", step):
+            with self.ledger.moving(box.channel.name, "wait", box.blocked_s, (task.name, "carry"), step):
                 batch = box.take(wanted, self.setup.deadline_s)
             for name in task.columns.get(box.channel.writer, ()) if box.channel.kind == "batch" else ():
                 columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
@@ -190,7 +199,8 @@ class Worker:
             if step < min(self.setup.begin[reader] for reader in box.channel.readers):
                 continue  # read before the checkpoint that this run goes on from
             self.on_enter(step, f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
-            box.put(message, columns, self.setup.deadline_s)
+            with self.ledger.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
+                box.put(message, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
         """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""
@@ -220,7 +230,7 @@ class Worker:
     def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
         assert loop.reader is not None
         self.on_enter(step, f"waiting for version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
-        with self._span(loop.plan.name, "wait", step):
+        with self.ledger.span(loop.plan.name, "wait", step, version=version):
             weights = loop.reader.receive(version, self.setup.deadline_s)
         self._swap(loop, node, step, version, weights)
 
@@ -238,7 +248,7 @@ class Worker:
         assert loop.reader is not None
         engine = self.context.engine
         self.on_enter(step, f"loading version {version} of '{loop.plan.name}' before node '{node}'")
-        with self._span(load_event(loop.plan.name, node), "load", step, version=version):
+        with self.ledger.span(load_event(loop.plan.name, node), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
                 running: Running = getattr(self.setup.task(node).operation, "running", "recompute")
                 engine.load_weights(weights, version=version, running=running)
@@ -247,14 +257,10 @@ class Worker:
         loop.reader.done()
         self.context.version = version
 
-    def _span(self, name: str, kind: str, step: int, version: int | None = None) -> "_Timer":
-        return _Timer(self, name, kind, step, version)
-
     def report(self) -> tuple[dict[str, float], list[Span]]:
         """Return metrics and spans since the last report."""
-        metrics, spans = self.metrics, self.spans
-        self.metrics, self.spans = {}, []
-        return metrics, spans
+        metrics, self.metrics = self.metrics, {}
+        return metrics, self.ledger.taken()
 
     def taken_sampled(self) -> list[Sampled]:
         """Return how much was sampled since the last report."""
@@ -295,25 +301,6 @@ def owned(written: Columns, read: Columns) -> Columns:
         name: column.clone() if isinstance(column, torch.Tensor) and column.untyped_storage().data_ptr() in slots else column
         for name, column in written.items()
     }
-
-
-@dataclass
-class _Timer:
-    """Times a block; a wait that gave up is kept as well."""
-
-    worker: Worker
-    name: str
-    kind: str
-    step: int
-    version: int | None
-    start_s: float = 0.0
-
-    def __enter__(self) -> None:
-        self.start_s = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        span = Span(self.name, self.kind, self.step, self.worker.setup.worker.name, self.start_s, time.monotonic(), self.version)  # type: ignore[arg-type]
-        self.worker.spans.append(span)
 
 
 def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:

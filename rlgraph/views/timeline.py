@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlgraph.planning.plan import Plan, PlannedLoop
-from rlgraph.planning.schedule import Span
+from rlgraph.planning.schedule import WORK, Span
 
-PROCESS = 1
+PREDICTED, MEASURED = "predicted", "measured"
+PREFIX = {"wait": "wait ", "room": "no free slot of ", "carry": "around ", "idle": "", "start": ""}  # what is no event of the plan
+MOST_ARROWS = 10**9  # of one group of tracks, so that the arrows of two have different numbers
 MARGIN_US = 0.001  # an arrow starts this long before its span ends, so that the viewer binds it to that span
 
 
@@ -17,7 +20,27 @@ def write(path: str | Path, spans: Sequence[Span], plan: Plan) -> None:
     Path(path).write_text(json.dumps(trace(spans, plan)), encoding="utf-8")
 
 
-def trace(spans: Sequence[Span], plan: Plan) -> dict[str, Any]:
+def write_both(path: str | Path, predicted: Sequence[Span], measured: Sequence[Span], plan: Plan) -> None:
+    """Write one trace with two groups of tracks, what was predicted and what was measured, both beginning at 0."""
+    pair = {PREDICTED: from_zero(predicted), MEASURED: from_zero(measured)}
+    traces = [trace(spans, plan, number, f"{plan.graph}, {name}") for number, (name, spans) in enumerate(pair.items(), start=1)]
+    both = {**traces[0], "traceEvents": [event for found in traces for event in found["traceEvents"]]}
+    Path(path).write_text(json.dumps(both), encoding="utf-8")
+
+
+def from_zero(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans on a clock that is 0 when the first of them starts."""
+    zero = min((span.start_s for span in spans), default=0.0)
+    return [replace(span, start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans]
+
+
+def ranked(spans: Sequence[Span], plan: Plan) -> list[Span]:
+    """Return predicted spans once for each rank that runs them."""
+    nodes = {event.name: event.node for event in plan.schedule.events}
+    return [replace(span, worker=worker) for span in spans for worker in plan.node(nodes[span.name]).workers]
+
+
+def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") -> dict[str, Any]:
     """Return Chrome-trace JSON of spans whose names are those of the plan's events; a wait has the name of its channel.
 
     Tracks are the plan's workers, in its order. What runs beside a worker's main work, as receiving weights does, is on
@@ -25,13 +48,14 @@ def trace(spans: Sequence[Span], plan: Plan) -> dict[str, Any]:
     """
     tracks = _tracks(spans, plan)
     numbers = _numbers(tracks, plan)
-    names: list[dict[str, Any]] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": plan.graph}}]
+    names: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": title or plan.graph}}]
+    names.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}})
     for track, number in numbers.items():
-        common = {"ph": "M", "pid": PROCESS, "tid": number}
+        common = {"ph": "M", "pid": process, "tid": number}
         names.append({**common, "name": "thread_name", "args": {"name": track}})
         names.append({**common, "name": "thread_sort_index", "args": {"sort_index": number}})
-    complete = [_complete(span, numbers[track]) for span, track in zip(spans, tracks, strict=True)]
-    arrows = list(_arrows(spans, [numbers[track] for track in tracks], plan))
+    complete = [_complete(span, process, numbers[track]) for span, track in zip(spans, tracks, strict=True)]
+    arrows = list(_arrows(spans, process, [numbers[track] for track in tracks], plan))
     about = {"graph": plan.graph, "predicted_period_s": plan.prediction.period_s, "costs": plan.prediction.cost}
     return {"traceEvents": [*names, *complete, *arrows], "displayTimeUnit": "ms", "otherData": about}
 
@@ -40,13 +64,13 @@ def _us(value_s: float) -> float:
     return round(value_s * 1e6, 3)
 
 
-def _complete(span: Span, track: int) -> dict[str, Any]:
-    waits = span.kind == "wait"
+def _complete(span: Span, process: int, track: int) -> dict[str, Any]:
+    waits = span.kind in PREFIX
     event: dict[str, Any] = {
         "ph": "X",
-        "pid": PROCESS,
+        "pid": process,
         "tid": track,
-        "name": f"{'wait ' if waits else ''}{span.name}@{span.step}",
+        "name": f"{PREFIX.get(span.kind, '')}{span.name}@{span.step}",
         "cat": span.kind,
         "ts": _us(span.start_s),
         "dur": round(_us(span.end_s) - _us(span.start_s), 3),
@@ -94,7 +118,7 @@ def _belongs(track: str, worker: str) -> bool:
     return track == worker or track.startswith(f"{worker} beside")
 
 
-def _arrows(spans: Sequence[Span], tracks: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:
+def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield a start and an end for each use of a version; step k publishes version k + 1, and version 0 is published by none."""
     number = 0
     for loop in plan.loops:
@@ -106,7 +130,7 @@ def _arrows(spans: Sequence[Span], tracks: Sequence[int], plan: Plan) -> Iterato
             number += 1
             source = published[version]
             name = f"{loop.name} v{version}"
-            common = {"pid": PROCESS, "cat": "weights", "name": name, "id": number}
+            common = {"pid": process, "cat": "weights", "name": name, "id": process * MOST_ARROWS + number}
             begin, end = _us(spans[source].start_s), _us(spans[source].end_s)
             yield {**common, "ph": "s", "tid": tracks[source], "ts": round(max(begin, end - MARGIN_US), 3)}
             yield {**common, "ph": "f", "bp": "e", "tid": tracks[index], "ts": _us(spans[index].start_s)}
@@ -123,7 +147,7 @@ def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[
     """Return the span that published each version: the publish, or the update of that step where publishing is not a span."""
     found: dict[int, int] = {}
     for names in ({loop.writer}, _events(plan, loop, "publish")):
-        steps = {span.step + 1: index for index, span in reversed(list(enumerate(spans))) if span.name in names and span.kind != "wait"}
+        steps = {span.step + 1: index for index, span in reversed(list(enumerate(spans))) if span.name in names and span.kind in WORK}
         found.update(steps)
     return found
 

@@ -11,6 +11,7 @@ WAITS: Mapping[str, Callable[[str], str]] = {
     "slots": lambda name: f"room in '{name}'",
     "loop": lambda name: f"the weights of '{name}'",
 }
+PAGE = 100  # columns of what is printed
 HOST = "host"  # the lane of nodes that belong to no pool
 
 
