@@ -40,16 +40,19 @@ class GroupEstimator(ABC):
         mask = masked(where, batch)
         rewards = rowwise(where, batch, "rewards", mask)
         tokens = ones(mask, rewards.dtype)
-        scores = self.scores(rewards, tokens.sum(-1), groups_of(where, batch, mask)).to(rewards.dtype)
+        scores = self.scores(rewards, tokens, groups_of(where, batch, mask)).to(rewards.dtype)
         return {"advantages": tokens.mul_(scores[:, None])}
 
     @abstractmethod
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the advantage `[B]` of each response, of `lengths` `[B]` tokens."""
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return the advantage `[B]` of each response; `tokens` `[B, T]` are 1 under the mask and 0 elsewhere."""
 
     def compared(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Return rewards `[B]` less their group's mean, in float64; those of a group of one as the option says."""
-        centered = groups.centered(rewards)
+        return self.settled(groups.centered(rewards), rewards, groups)
+
+    def settled(self, centered: torch.Tensor, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return centered rewards `[B]`, with those of a group of one as the option says."""
         return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
 
 
@@ -68,19 +71,20 @@ class GRPO(GroupEstimator):
         super().__post_init__()
         check_flag("GRPO", "normalize_std", self.normalize_std)
 
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
         return self.normalized(rewards, groups)
 
     def normalized(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-        compared = self.compared(rewards, groups)
-        return compared / (groups.std(groups.centered(rewards)) + EPSILON) if self.normalize_std else compared
+        centered = groups.centered(rewards)
+        compared = self.settled(centered, rewards, groups)
+        return compared / (groups.std(centered) + EPSILON) if self.normalize_std else compared
 
 
 @dataclass(frozen=True)
 class RLOO(GroupEstimator):
     """Reward less the mean of the other rewards of its group: n / (n - 1) (R - mean). Source: Ahmadian et al., 2024, 2402.14740."""
 
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
         size = groups.sizes[groups.index]
         return self.compared(rewards, groups) * size / (size - 1).clamp(min=1)
 
@@ -92,12 +96,11 @@ class OPO(GroupEstimator):
     A group without any response token has no weights; its advantages reach no token.
     """
 
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
-        lengths = lengths.double()
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+        lengths = tokens.sum(-1).double()
         shifted = rewards.double() - groups.min(rewards).double()[groups.index]
         baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
-        centered = shifted - baseline[groups.index]
-        return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
+        return self.settled(shifted - baseline[groups.index], rewards, groups)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class GPG(GroupEstimator):
         super().__post_init__()
         check_number("GPG", "f_norm", self.f_norm, above=0)
 
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
         scale = len(rewards) / torch.count_nonzero(rewards).clamp(min=1)
         return self.compared(rewards, groups) * scale / self.f_norm
 
@@ -133,7 +136,7 @@ class PassK(GroupEstimator):
         if self.singleton != "reward":
             raise GraphError("PassK(singleton='zero'): Pass@k refuses groups of one, so the option has no effect; leave it out")
 
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
         if bool((groups.sizes == 1).any()):
             raise DataError("PassK: a group has one response; Pass@k compares the best with the second: use a group_size of at least 2")
         best = rewards == groups.max(rewards)[groups.index]
@@ -150,8 +153,8 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     Raises DataError for a batch of one response token.
     """
 
-    def scores(self, rewards: torch.Tensor, lengths: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return whiten_rows(self.compared(rewards, groups), lengths, "ReinforcePlusPlusBaseline")
+    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return whiten_rows(self.compared(rewards, groups), tokens.sum(-1), "ReinforcePlusPlusBaseline")
 
 
 @dataclass(frozen=True, kw_only=True)
