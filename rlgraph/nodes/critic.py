@@ -82,6 +82,11 @@ class CriticUpdate:
     name: str = "critic_update"
     work: Work = "train"
 
+    @property
+    def epochs(self) -> int:
+        """How often it walks a batch, which costs are estimated from."""
+        return self.walks.epochs
+
     def check(self, node: Node) -> None:
         check_folder(self.critic.path)
 

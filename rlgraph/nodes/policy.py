@@ -158,6 +158,11 @@ class PolicyUpdate:
     name: str = "update"
     work: Work = "train"
 
+    @property
+    def epochs(self) -> int:
+        """How often it walks a batch, which costs are estimated from."""
+        return self.walks.epochs
+
     def check(self, node: Node) -> None:
         check_folder(self.policy.path)
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rlgraph.errors import PlanError
-from rlgraph.graph import Graph, Work
+from rlgraph.graph import Graph, Node, Work
 from rlgraph.planning.laws import NodeCost, Setting, check_seconds
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import CostSource
@@ -110,8 +110,18 @@ NOMINAL: Mapping[Work, NodeCost] = {
 
 def nominal(graph: Graph) -> Costs:
     """Return costs that only rank: every model the same size, seconds without a machine behind them."""
-    nodes = {node.name: NOMINAL[node.operation.work] for node in graph.nodes}
+    nodes = {node.name: _nominal(node) for node in graph.nodes}
     return Costs(nodes, publish_s=0.02, receive_s=0.02, swap_s=0.01, source="nominal")
+
+
+def _nominal(node: Node) -> NodeCost:
+    cost = NOMINAL[node.operation.work]
+    return replace(cost, parallel_s=cost.parallel_s * epochs_of(node))
+
+
+def epochs_of(node: Node) -> int:
+    """Return how often an update walks its batch; 1 for what is no update."""
+    return int(getattr(node.operation, "epochs", 1))
 
 
 def checked(graph: Graph, costs: Costs | None) -> Costs:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlgraph.graph import Graph, Node
-from rlgraph.planning.costs import NOMINAL, Costs
+from rlgraph.planning.costs import NOMINAL, Costs, epochs_of
 from rlgraph.planning.laws import Decode, NodeCost, Setting
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.shapes import ModelShape, Shapes
@@ -82,5 +82,5 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
             prefill_s=2 * shape.active_parameters / (device.flops * PREFILL),
         )
         return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
-    passes = 6 if node.operation.work == "train" else 2
+    passes = 6 * epochs_of(node) if node.operation.work == "train" else 2
     return NodeCost(token_s=passes * shape.active_parameters / (device.flops * TRAINING))

@@ -77,3 +77,12 @@ def test_old_log_probs_declared_after_the_update_are_refused() -> None:
     weights.close(step.weights)
     with pytest.raises(GraphError, match="'old_log_probs' is declared after 'update' and would see the weights that it leaves"):
         rg.Graph("late", step.metrics, policy.log_probs(rollout))
+
+
+def test_an_update_that_walks_its_batch_three_times_is_expected_to_take_three_times_as_long() -> None:
+    def seconds(epochs: int) -> float:
+        policy, _, rollout, advantages = graph_parts()
+        step = policy.update(rollout, advantages, loss=rg.ClippedLoss(), epochs=epochs)
+        return rg.compile(rg.Graph("walks", step.metrics), rg.Cluster(gpus=2, cpus=8)).node("update").seconds
+
+    assert seconds(3) == pytest.approx(3 * seconds(1))
