@@ -51,7 +51,9 @@ class Found:
     predicted_s: float
     cycle_s: float  # by the critical cycle, without lengths
     measured_s: float
+    median_s: float
     standard_error_s: float
+    load: float  # of the machine, after the run
 
     @property
     def error(self) -> float:
@@ -139,7 +141,17 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
         seconds = [step.seconds for step in job.steps(steps + WARM_UP)][WARM_UP:]
     error = statistics.stdev(seconds) / len(seconds) ** 0.5
     predicted = plan.prediction
-    return Found(case.family, case.name, case.asynchronous, predicted.step_s, predicted.period_s, statistics.mean(seconds), error)
+    return Found(
+        family=case.family,
+        name=case.name,
+        asynchronous=case.asynchronous,
+        predicted_s=predicted.step_s,
+        cycle_s=predicted.period_s,
+        measured_s=statistics.mean(seconds),
+        median_s=statistics.median(seconds),
+        standard_error_s=error,
+        load=os.getloadavg()[0],
+    )
 
 
 def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -> list[Found]:
@@ -151,7 +163,7 @@ def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -
         one = measured(case, profiles[case.family], steps)
         found.append(one)
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
-        print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}", flush=True)
     return found
 
 

@@ -95,6 +95,9 @@ def _conclude(job: "Job", done: list[Step], folder: Path, console: Console) -> N
     timeline.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
     rewards = [step.metrics.get(REWARD, float("nan")) for step in done]
     (folder / "reward.svg").write_text(curve.svg("mean reward", [s.index for s in done], {"reward": rewards}, "reward"))
+    seen, proof = job.observed, job.plan.certificate
+    stale = f"staleness {seen.staleness} of at most {proof.staleness_bound}"
+    console.print(f"the certificate held: {stale}, {seen.open_batches} of at most {proof.open_batches} batches open", highlight=False)
     job.costs().to_file(folder / "costs.yaml")
     job.trace().to_file(folder / "trace.json")
     if run.priced is not None:

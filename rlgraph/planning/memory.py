@@ -15,6 +15,7 @@ from rlgraph.planning.shapes import ModelShape, Shapes
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
 ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
+PROMPT_TOKENS = 512.0  # where neither a context nor lengths are known
 SEQUENCES = 256  # that an engine decodes at once, at most
 GIB = 1 << 30
 
@@ -49,8 +50,9 @@ def needs(
     if staged:
         host["weights in staging"] = staged
     if host:
+        spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # pages of a host come as they are touched
         total = sum(host.values())
-        found.append(PlannedMemory("host", tuple(host.items()), total, total - host.get("keys and values", 0), cluster.host_memory_bytes))
+        found.append(PlannedMemory("host", tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
     return tuple(found)
 
 
@@ -76,7 +78,8 @@ def _need(graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, 
     trained = any(node.operation.work == "train" for node in nodes)
     per_parameter = {"weights": MASTER, **({"optimizer": OPTIMIZER, "gradients": GRADIENT} if trained else {})}
     stays = {what: size * shape.parameters // setting.engines for what, size in per_parameter.items()}
-    tokens = getattr(model, "micro_batch_tokens", 0)
+    rows = -(-max(node.rows for node in nodes) // setting.engines)
+    tokens = min(getattr(model, "micro_batch_tokens", 0), int(rows * _longest(graph, lengths)))
     kept = 2 if not trained or getattr(model, "recompute", False) else ACTIVATION  # of a layer: its input, or all
     layers = shape.layers if trained else 1
     gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * itemsize
@@ -88,13 +91,24 @@ def _generating(graph: Graph, model: Model, shape: ModelShape, setting: Setting,
     width = max(setting.width, 1.0)
     copies = max((f.buffers for n in graph.nodes if n.model is model and (f := n.feedback) is not None), default=1)
     weights = int(copies * shape.parameters * itemsize / width)
-    sampling = getattr(model, "sampling", None)
-    longest = getattr(model, "max_context", None) or getattr(sampling, "max_tokens", 1024) + (lengths.prompt_tokens if lengths else 0)
+    longest = _longest_of(model, lengths)
     usual = min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest
     sequences = min(-(-setting.rows // setting.engines), SEQUENCES)
     per_token = shape.kv_bytes_per_token(itemsize) / width
     cache = int(max(sequences * usual, longest) * per_token)
     return _Need({}, {"engine's weights": weights, "keys and values": cache}, weights + int(longest * per_token))
+
+
+def _longest(graph: Graph, lengths: Lengths | None) -> float:
+    """Return the most tokens that a prompt and its response can have together, as far as the generators bound them."""
+    models = [node.model for node in graph.nodes if node.operation.work == "generate" and node.model is not None]
+    return max((_longest_of(model, lengths) for model in models), default=float(1 << 20))
+
+
+def _longest_of(model: Model, lengths: Lengths | None) -> float:
+    bound = getattr(model, "max_context", None)
+    responses = getattr(getattr(model, "sampling", None), "max_tokens", 1024)
+    return float(bound) if bound else responses + (lengths.prompt_tokens if lengths else PROMPT_TOKENS)
 
 
 def _staged(graph: Graph, shapes: Shapes) -> Iterator[int]:

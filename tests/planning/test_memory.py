@@ -102,7 +102,7 @@ def test_models_of_one_pool_take_turns_with_what_only_their_own_nodes_need(tmp_p
     ("gpus", "options", "message"),
     [
         (2, {}, r"needs at least .* GiB on a GPU of 'train', which has 80.0 GiB: optimizer 61.0 GiB.*give that pool more devices"),
-        (32, {"micro_batch_tokens": 4_000_000}, r"activations .* GiB.*lower micro_batch_tokens"),
+        (6, {"micro_batch_tokens": 4_000_000}, r"activations .* GiB.*lower micro_batch_tokens"),
     ],
 )
 def test_a_plan_that_cannot_fit_is_refused_with_the_largest_part_and_a_way_out(
@@ -117,6 +117,12 @@ def test_on_a_host_everything_is_in_its_memory(tmp_path: Path) -> None:
     graph = loop(folder(tmp_path / "m", QWEN3_8B))
     with pytest.raises(PlanError, match=r"on host, which has 24.0 GiB"):
         rg.compile(graph, rg.Cluster(cpus=2, host_memory_bytes=24 * GIB))
+
+
+def test_activations_are_at_most_those_of_the_whole_batch(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    small, large = (parts(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "a GPU of 'train'") for n in (8192, 1 << 30))
+    assert small["activations"] == large["activations"] == 2 * 4096 * 4096 * 36 * 2  # two responses of 4096 tokens each
 
 
 def test_tune_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
