@@ -51,6 +51,11 @@ class Attempt:
         """Whether steps are at work that have not been reported."""
         return self.ticked > self.reported
 
+    @property
+    def ready(self) -> bool:
+        """Whether every worker has loaded what it needs."""
+        return self._dispatching
+
     def start(self) -> None:
         """Start the workers and wait until each is ready. Raises what keeps one from it, when the others have ended."""
         try:

@@ -145,13 +145,15 @@ class Job:
             self._attempt.start()
         except (RlgraphError, ray.exceptions.RayError) as error:
             self._start_again(error)
+        else:
+            self._signals.install()
 
     def _start_again(self, error: Exception) -> None:
         """Start the workers again from the newest checkpoint. Raises the error where that is not allowed, or not any more."""
         self._settle()
         while True:
             newest = self._checkpoints.newest if self._checkpoints else 0
-            if not self._restarts.allows(error, newest):
+            if not self._restarts.allows(error, newest, ready=self._attempt.ready):
                 raise error
             first = str(error).splitlines()[0]
             self._say(
@@ -165,6 +167,7 @@ class Job:
             except (RlgraphError, ray.exceptions.RayError) as again:
                 error = again
             else:
+                self._signals.install()
                 return
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
@@ -172,9 +175,7 @@ class Job:
         place = self._suspects.saw(self._attempt.did, checkpoints.set_aside)
         if place is not None:
             checkpoints.set_aside = (*checkpoints.set_aside, place)
-            self._say(
-                f"[bold red]{self._suspects.describe(place)} has killed its worker twice: it is set aside and will not be trained on[/]"
-            )
+            self._say(f"{self._suspects.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
 
     @property
     def set_aside(self) -> Sequence[int]:

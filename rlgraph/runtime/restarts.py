@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlgraph.errors import CheckpointError, RlgraphError, StalenessError
+from rlgraph.errors import CheckpointError, NodeError, StalenessError
 
 HOPELESS = (CheckpointError, StalenessError)  # errors that the same job meets again
 
@@ -15,16 +15,12 @@ class Restarts:
     used: int = 0
     newest: int = 0
 
-    def allows(self, error: Exception, newest: int) -> bool:
-        """Count a failure, and return whether the job may start again after it."""
+    def allows(self, error: Exception, newest: int, *, ready: bool) -> bool:
+        """Count a failure, and return whether the job may start again after it; `ready` says that all workers had got ready before."""
         if newest > self.newest:
             self.used, self.newest = 0, newest
-        if isinstance(error, HOPELESS) or self.used >= self.allowed or hopeless(error):
+        unloadable = isinstance(error, NodeError) and not ready  # an engine that cannot be loaded will not be the next time either
+        if isinstance(error, HOPELESS) or unloadable or self.used >= self.allowed:
             return False
         self.used += 1
         return True
-
-
-def hopeless(error: Exception) -> bool:
-    """Return whether a node failed before it ever ran: an engine that cannot be loaded will not be the next time either."""
-    return isinstance(error, RlgraphError) and "failed before the first step" in str(error)

@@ -19,10 +19,13 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
+        """Take the signals; again after each start of Ray, which takes SIGTERM for itself."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in HANDLED}
+            before: dict[int, Any] = {int(number): signal.signal(number, self._handle) for number in HANDLED}
+            self._before = self._before or before
 
     def restore(self) -> None:
+        """Give the signals back to whoever had them before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
