@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def graph(model: str, chunks: int, *, passes: bool = False, depth: int = 1) -> rg.Graph:
+def graph(model: str, chunks: int, *, passes: bool = False, continuous: bool = False, depth: int = 1) -> rg.Graph:
     """GRPO on a tiny model; `passes` adds the log-probs of the policy and of a reference in one pool, by part."""
     generator = rg.Generator(
         model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32"
@@ -38,7 +38,7 @@ def graph(model: str, chunks: int, *, passes: bool = False, depth: int = 1) -> r
     policy = DigestPolicy(model, pool=train, optimizer=rg.AdamW(lr=1e-3), dtype="float32")
     weights = rg.feedback("weights", depth=depth)
     prompts = rg.prompts(ITEMS, count=4, seed=3)
-    rollout = generator.rollout(prompts, weights, group_size=4, chunks=chunks)
+    rollout = generator.rollout(prompts, weights, group_size=4, chunks=chunks, continuous=continuous)
     rewards = rg.reward(length_and_letters, prompts, rollout)
     inputs = [rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO())]
     if passes:
@@ -54,8 +54,8 @@ def whole_batch(batch: Columns) -> tuple[Columns, dict[str, float]]:
     return {"rows": batch["group_ids"]}, {"digest/batch": digests.digest(batch[c] for c in sorted(batch))}
 
 
-def length_and_letters(response: str, prompt: str) -> float:
-    return len(response) + 0.1 * len(set(response)) - 0.01 * len(prompt)
+def length_and_letters(response: str, prompt: str, answer: str) -> float:
+    return len(response) + 0.1 * len(set(response)) - 0.01 * len(prompt) + int(answer)
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
@@ -70,6 +70,11 @@ def test_parts_change_no_bit_of_the_batch_the_loss_and_the_weights(model: str, c
     names = ("digest/batch", "digest/weights", "actor/pg_loss", "actor/grad_norm", "critic/rewards/max", "critic/rewards/min")
     assert [[step[name] for name in names] for step in parts] == [[step[name] for name in names] for step in whole]
     assert [step["critic/rewards/mean"] for step in parts] == pytest.approx([step["critic/rewards/mean"] for step in whole])
+
+
+def test_parts_change_no_bit_where_the_next_batch_joins_the_tail(model: str) -> None:
+    whole, parts = digests.here(graph(model, 1, continuous=True), 4), digests.here(graph(model, 2, continuous=True), 4)
+    assert [(step["digest/batch"], step["digest/weights"]) for step in parts] == [(s["digest/batch"], s["digest/weights"]) for s in whole]
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
