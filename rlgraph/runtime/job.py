@@ -257,6 +257,7 @@ class Job:
             end_s=min(ends) if self._attempt.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
             settings=settings(self._graph),
+            observed=self.observed,
         )
 
     def bubbles(self) -> Bubbles:

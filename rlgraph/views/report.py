@@ -10,7 +10,7 @@ from statistics import fmean
 from rlgraph.views import curve, draw, words
 from rlgraph.views.bubbles import BUSY, SMALL, Row, by_model
 from rlgraph.views.findings import findings
-from rlgraph.views.run import Compared, Run, compared
+from rlgraph.views.run import Compared, Run, compared, waited
 from rlgraph.views.text import text
 from rlgraph.views.tracks import last_steps, predicted_steps, tracks
 
@@ -221,6 +221,14 @@ def _predicted(run: Run) -> Iterator[str]:
     yield '<th class="n">measured / predicted</th><th class="n">firings</th></tr></thead><tbody>'
     yield from (_compared(row, source == "nominal") for row in compared(run))
     yield "</tbody></table>"
+    waits = [wait for wait in waited(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
+    if waits:
+        yield "<p>Waits of a step, predicted from the measured seconds of the nodes, and measured:</p>"
+        yield '<table><thead><tr><th>who</th><th>waits for</th><th class="n">predicted</th><th class="n">measured</th></tr></thead><tbody>'
+        for wait in waits:
+            yield f"<tr><td>{escape(words.clean(wait.who))}</td><td>{escape(words.WAITS[wait.reason](words.clean(wait.on)))}</td>"
+            yield f'<td class="n">{words.seconds(wait.predicted_s)}</td><td class="n">{words.seconds(wait.measured_s)}</td></tr>'
+        yield "</tbody></table>"
 
 
 def _compared(row: Compared, nominal: bool) -> str:
@@ -240,12 +248,13 @@ def _compared(row: Compared, nominal: bool) -> str:
 def _certificate(run: Run) -> Iterator[str]:
     proof, plan = run.plan.certificate, run.plan
     worst = max((step.get("staleness/max", 0.0) for step in run.steps), default=0.0)
-    held = worst <= proof.staleness_bound
     size = f"at most {words.size(proof.buffered_bytes)}" if proof.buffered_bytes is not None else "not known before the run"
+    slots = run.observed.channel_slots or {}
     rows = (
-        ("staleness, in versions", f"at most {proof.staleness_bound}", f"at most {worst:.0f}", "held" if held else "BROKEN"),
+        ("staleness, in versions", *_bounded(proof.staleness_bound, int(worst))),
         ("deadlock", "none" if proof.deadlock_free else "possible", f"{words.counted(len(run.steps), 'step')} finished", "held"),
-        ("open batches", f"at most {proof.open_batches}", "", "by construction"),
+        ("open batches", *_bounded(proof.open_batches, run.observed.open_batches or None)),
+        *((f"slots of '{channel.name}' in use", *_bounded(channel.slots, slots.get(channel.name))) for channel in plan.channels),
         ("bytes buffered in channels", size, "", "by construction"),
         ("steps in flight", f"at most {plan.window}", "", "by construction"),
         ("period, from the costs it was compiled with", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), ""),
@@ -254,6 +263,12 @@ def _certificate(run: Run) -> Iterator[str]:
     for row in rows:
         yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
     yield "</tbody></table>"
+
+
+def _bounded(limit: int, seen: int | None) -> tuple[str, str, str]:
+    if seen is None:
+        return f"at most {limit}", "not looked at", ""
+    return f"at most {limit}", f"at most {seen}", "held" if seen <= limit else "BROKEN"
 
 
 def _settings(run: Run) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -11,9 +11,10 @@ import msgspec
 
 from rlgraph.errors import DataError
 from rlgraph.planning.plan import Plan
-from rlgraph.planning.schedule import Span
-from rlgraph.views.attribution import attribute
-from rlgraph.views.bubbles import Bubbles
+from rlgraph.planning.schedule import Reason, Span
+from rlgraph.planning.watch import Observed
+from rlgraph.views.attribution import attribute, devices
+from rlgraph.views.bubbles import Bubbles, Use
 
 WARM_UP = 2  # steps that are left out where there are enough others: first calls compile and allocate
 FILE = "run.json"
@@ -25,7 +26,7 @@ class Run:
     """A run, whole or as far as it came. Seconds count from the first tick, so that the launch is before 0.
 
     `steps` holds the metrics of each step, `priced` the plan of the same graph with the costs that this run measured, where
-    there were any; `settings` says for each model and node how it was set.
+    there were any; `settings` says for each model and node how it was set, `observed` what the certificate bounds.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class Run:
     end_s: float
     priced: Plan | None
     settings: Settings
+    observed: Observed = field(default_factory=Observed)
 
     @cached_property
     def first_steady(self) -> int:
@@ -127,3 +129,30 @@ def compared(run: Run) -> Iterator[Compared]:
             ordered = sorted(seconds)
             least, most = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
             yield Compared(name, predicted.get(name, run.plan.prediction.step_s), median(seconds), least, most, len(seconds))
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Seconds a step that a pool, or a worker of the host, stood still for a channel or a feedback edge: predicted and measured."""
+
+    who: str
+    on: str
+    reason: Reason
+    predicted_s: float
+    measured_s: float
+
+
+USES: Mapping[Reason, Use] = {"data": "data", "slots": "room", "loop": "weights"}
+
+
+def waited(run: Run) -> Iterator[Waited]:
+    """Yield the waits that the plan priced with this run's costs predicts, the longest first, beside those that were measured."""
+    steps = len(run.steady)
+    counts: dict[str | None, float] = {}
+    for device in devices(run.plan):
+        counts[device.pool] = counts.get(device.pool, 0.0) + device.count
+    for wait in run.priced.prediction.waits if run.priced is not None and steps else ():
+        pooled = wait.who in counts
+        rows = run.steady_bubbles.of_pool(wait.who) if pooled else run.steady_bubbles.of_worker(wait.who)
+        total = sum(row.seconds for row in rows if row.use == USES.get(wait.reason) and row.name == wait.on)
+        yield Waited(wait.who, wait.on, wait.reason, wait.seconds, total / (counts[wait.who] if pooled else 1.0) / steps)

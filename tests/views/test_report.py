@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from played import played, slower
 
 from rlgraph.errors import DataError
 from rlgraph.planning.plan import Plan
+from rlgraph.planning.watch import Observed
 from rlgraph.views import words
 from rlgraph.views.report import page
-from rlgraph.views.run import Run, compared
+from rlgraph.views.run import Run, compared, waited
 from rlgraph.views.timeline import write_both
 from rlgraph.views.tracks import last_steps, predicted_steps
 
@@ -86,6 +88,24 @@ def test_the_certificate_stands_beside_what_was_seen(root: ElementTree.Element, 
     broken = Run(run.plan, ({**run.steps[-1], "staleness/max": 3.0},), run.spans, run.start_s, run.end_s, None, {})
     found = cells(section(ElementTree.fromstring(page(broken)), "certificate"))
     assert ["staleness, in versions", "at most 1", "at most 3", "BROKEN"] in found
+
+
+def test_what_the_certificate_bounds_is_shown_with_the_most_that_was_seen(run: Run) -> None:
+    seen = replace(run, observed=Observed(1, 2, {"rollout": 1}))
+    found = cells(section(ElementTree.fromstring(page(seen)), "certificate"))
+    assert ["open batches", "at most 2", "at most 2", "held"] in found
+    slots = next(channel.slots for channel in run.plan.channels if channel.name == "rollout")
+    assert ["slots of 'rollout' in use", f"at most {slots}", "at most 1", "held"] in found
+
+
+def test_predicted_waits_stand_beside_the_measured_ones(plans: dict[str, Plan]) -> None:
+    plan = plans["ppo"]
+    told = played(plan, 200, priced=plan, jitter=0.0)  # long: at its ends a run waits otherwise
+    found = list(waited(told))
+    assert {wait.who for wait in found} >= {"score", "reward"}
+    for wait in found:
+        assert wait.measured_s == pytest.approx(wait.predicted_s, rel=0.05, abs=0.05)
+    assert words.seconds(found[0].predicted_s) in shown(section(ElementTree.fromstring(page(told)), "predicted"))
 
 
 def test_the_timeline_has_a_block_for_each_firing_of_the_last_steps_predicted_and_measured(run: Run, root: ElementTree.Element) -> None:
