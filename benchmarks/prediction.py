@@ -4,7 +4,8 @@
 
 A profile of one configuration (depth 1, one engine each) gives the costs; they predict all other configurations of its
 kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, a reference pass here and there, uniform
-lengths and a long tail. Then each runs, and its mean step is compared with the prediction made before.
+lengths and a long tail. Then each runs, and its step is compared with the prediction made before: the mean one for a long
+tail, and the median one where every step takes as long, since a busy machine stops a stage now and then for seconds.
 """
 
 import argparse
@@ -50,10 +51,14 @@ class Found:
     asynchronous: bool
     predicted_s: float
     cycle_s: float  # by the critical cycle, without lengths
-    measured_s: float
+    mean_s: float
     median_s: float
     standard_error_s: float
     load: float  # of the machine, after the run
+
+    @property
+    def measured_s(self) -> float:
+        return self.mean_s if self.family.startswith("long tail") else self.median_s
 
     @property
     def error(self) -> float:
@@ -147,24 +152,23 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
         asynchronous=case.asynchronous,
         predicted_s=predicted.step_s,
         cycle_s=predicted.period_s,
-        measured_s=statistics.mean(seconds),
+        mean_s=statistics.mean(seconds),
         median_s=statistics.median(seconds),
         standard_error_s=error,
         load=os.getloadavg()[0],
     )
 
 
-def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -> list[Found]:
-    found, profiles = [], dict[str, rg.Costs]()
+def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -> Iterator[Found]:
+    profiles = dict[str, rg.Costs]()
     print(f"{'family':22} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
     for case in cases:
         if case.family not in profiles:
             profiles[case.family] = profile(case.family)
         one = measured(case, profiles[case.family], steps)
-        found.append(one)
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
         print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}", flush=True)
-    return found
+        yield one
 
 
 def signs(found: list[Found]) -> tuple[int, int]:
@@ -189,7 +193,22 @@ def earlier(path: Path | None, family: str | None) -> list[Found]:
     if path is None or family is None or not path.exists():
         return []
     kept = [one for one in json.loads(path.read_text())["configurations"] if not one["family"].startswith(family)]
-    return [Found(**{key: value for key, value in one.items() if key != "error"}) for one in kept]
+    return [Found(**{key: value for key, value in one.items() if key not in ("measured_s", "error")}) for one in kept]
+
+
+def figures(found: list[Found], steps: int, load: tuple[float, float, float]) -> dict[str, Any]:
+    errors = [abs(one.error) for one in found]
+    right, pairs = signs(found)
+    return {
+        "machine": {"cores": rg.local_cluster().cpus, "load_before": load, "load_after": os.getloadavg()},
+        "steps": steps,
+        "profiled_steps": PROFILED,
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "signs_right": right,
+        "signs": pairs,
+        "configurations": [{**asdict(one), "measured_s": one.measured_s, "error": one.error} for one in found],
+    }
 
 
 def main() -> None:
@@ -209,25 +228,16 @@ def main() -> None:
             return rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED)
 
         cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "")]
-        found += measure(cases, profile, given.steps)
+        for one in measure(cases, profile, given.steps):
+            found.append(one)
+            if given.json:  # after each, so that a run that is cut short leaves what it has
+                given.json.write_text(json.dumps(figures(found, given.steps, load), indent=1) + "\n")
     if ours:
         stop_ray()
     errors = [abs(one.error) for one in found]
     right, pairs = signs(found)
     print(f"{len(found)} configurations: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     print(f"the faster of sync and async named in {right} of {pairs} pairs; {time.time() - began:.0f} s, load {load[0]:.1f} before")
-    if given.json:
-        figures: dict[str, Any] = {
-            "machine": {"cores": rg.local_cluster().cpus, "load_before": load, "load_after": os.getloadavg()},
-            "steps": given.steps,
-            "profiled_steps": PROFILED,
-            "median_error": statistics.median(errors),
-            "worst_error": max(errors),
-            "signs_right": right,
-            "signs": pairs,
-            "configurations": [{**asdict(one), "error": one.error} for one in found],
-        }
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
