@@ -12,6 +12,7 @@ from rlgraph.engines.base import Request, Response, Running, Sampling, check_cou
 from rlgraph.errors import DataError, GraphError
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.conversations import Conversations
 from rlgraph.nodes.decoding import Decoding, Joining, joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.tools import Tools
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rlgraph.nodes.dynamic_sampling import Refill
 
 WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "group_ids")
+
+MAX_TURNS = 8  # of a rollout with tools, unless given
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,6 +104,9 @@ class Generator(Model):
         leave in order all the same. Alone, it waits for exactly that version, and a run depends on its seed and depth alone; with
         `interrupt` when versions arrive depends on the clock. The bound holds for every token.
 
+        With `tools` a response has up to `max_turns` turns (8): what it asks for in one is answered before the next, while others decode.
+        Its tokens together, those of answers included, are at most the sampling's `max_tokens`; `response_mask` is 0 on answers.
+
         `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: groups whose rewards are all equal are replaced, within the
         step, by the next prompts of the data order. The rollout then walks that order itself: what a prompt comes with (`answers`
         and so on) and the `rewards` are columns of its own, so pass it to the nodes behind in place of `prompts`.
@@ -109,13 +115,21 @@ class Generator(Model):
         chunks that do not divide the prompts of a step, `interrupt` or `continuous` at depth 0, or `refill` with what it cannot go with.
         """
         options = {"group_size": group_size, "chunks": chunks, "weights": weights, "sampling": sampling, "refill": refill}
-        _check_options(name, {**options, "tools": tools, "max_turns": max_turns})
+        _check_options(name, {**options, "tools": tools, "max_turns": max_turns, "continuous": continuous})
         source = getattr(getattr(prompts, "node", None), "operation", None)
         rule = joining(name, weights, interrupt, continuous, source)
         operation = Rollout(
-            self, group_size, sampling or self.sampling, tools, max_turns, chunks, f"{name}: ", rule, source if continuous else None
+            generator=self,
+            group_size=group_size,
+            sampling=sampling or self.sampling,
+            tools=tools,
+            max_turns=max_turns or MAX_TURNS,
+            chunks=chunks,
+            prefix=f"{name}: ",
+            joining=rule,
+            source=source if continuous else None,
         )
-        reads = ("prompt_texts", "prompt_ids")
+        reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(tools.reads if tools is not None else ()))))
         if refill is not None:
             return refill.declare(name, operation, prompts, weights)
         rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
@@ -138,10 +152,27 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
         raise GraphError(
             f"node '{name}' has max_turns={options['max_turns']} but no tools, so there is one turn; pass tools= or leave max_turns out"
         )
+    if options["tools"] is not None:
+        _check_turns(name, options)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
     if refill is not None and not hasattr(refill, "declare"):
         raise GraphError(f"node '{name}' has refill={refill!r}; pass what to refill by, as refill=rg.Refill(reward=right)")
+
+
+def _check_turns(name: str, options: Mapping[str, Any]) -> None:
+    """Raise GraphError for what a rollout of several turns cannot be combined with."""
+    tools, turns = options["tools"], options["max_turns"]
+    if not isinstance(tools, Tools):
+        raise GraphError(f"node '{name}' has tools={tools!r}; pass rg.Tools([rg.tools.python], pool=...)")
+    if turns is not None and (isinstance(turns, bool) or not isinstance(turns, int) or turns < 1):
+        raise GraphError(f"node '{name}' has max_turns={turns!r}; a response has a whole number of turns, at least 1")
+    for option, off in (("chunks", 1), ("continuous", False)):
+        if options[option] != off:
+            raise GraphError(
+                f"node '{name}' has tools= and {option}={options[option]}; turns wait for tools and end in no order that parts or "
+                f"batches could leave in: leave {option} out"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +183,7 @@ class Rollout:
     group_size: int
     sampling: Sampling
     tools: Tools | None
-    max_turns: int | None
+    max_turns: int
     chunks: int
     prefix: str  # of the ids of its requests
     joining: Joining
@@ -182,12 +213,14 @@ class Rollout:
     def check_prompts(self, node: Node, source: object) -> None:
         """Raise DataError for a folder that is no model, or a prompt of the source that does not fit."""
         if self.tools is not None:
-            raise GraphError(f"node '{node.name}' uses tools, which this version declares, plans and draws but does not run yet")
+            self.tools.check()
         check_prompts(node, self.generator, self.sampling, source)
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
-        decoding = Decoding(context, self.prefix, self.joining, lambda step: _chained(self._requests(context, self._drawn(context, step))))
+        if self.tools is not None:
+            return Conversations(self, self.tools, context)
+        decoding = Decoding(context, self.prefix, self.joining, lambda step: _chained(self.requests(context, self._drawn(context, step))))
         if self.chunks > 1:
             return lambda step, columns: self.parts(context, decoding, step, columns)  # type: ignore[return-value]
         return lambda step, columns: next(self.parts(context, decoding, step, columns))
@@ -200,20 +233,20 @@ class Rollout:
         """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        parts = self._requests(context, columns)
+        parts = self.requests(context, columns)
         decoding.begin(step, _chained(parts))
-        for rows, requests in zip(self._shares(context, ids), parts, strict=True):
+        for rows, requests in zip(self.shares(context, ids), parts, strict=True):
             responses = decoding.take(step, requests)
             yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
 
-    def _shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
+    def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Return the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
         return [
             part[len(part) * context.rank // context.world : len(part) * (context.rank + 1) // context.world].tolist()
             for part in torch.arange(len(ids)).chunk(self.chunks)
         ]
 
-    def _requests(self, context: Context, columns: Columns) -> list[list[Request]]:
+    def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
         """Return a request for each response of this rank, by part. The response is a function of the weights, the seed, the place of
         its prompt in the data order and its own in the group."""
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
@@ -227,7 +260,7 @@ class Rollout:
                 for row in rows
                 for member in range(self.group_size)
             ]
-            for rows in self._shares(context, ids)
+            for rows in self.shares(context, ids)
         ]
 
 

