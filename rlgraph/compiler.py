@@ -75,7 +75,7 @@ class Plan(values.Plan):
     def launch(
         self,
         *,
-        dispatch: Literal["compiled_graph", "calls"] = "compiled_graph",
+        dispatch: Literal["compiled_graph", "calls"] | None = None,
         deadline_s: float = DEADLINE_S,
         checkpoint: str | Path | None = None,
         every: int = 10,
@@ -85,7 +85,8 @@ class Plan(values.Plan):
     ) -> "Job":
         """Return the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
 
-        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers.
+        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
+        by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
 
         `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
         folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
@@ -99,16 +100,22 @@ class Plan(values.Plan):
 
         graph = self._checked_source()
         here = local_cluster()
-        if self.cluster.gpus > here.gpus:
+        if self.cluster.gpus > here.gpus and self.cluster.hosts == 1:
             raise PlanError(
                 f"the plan is for {self.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() instead"
             )
-        if dispatch not in ("compiled_graph", "calls"):
+        chosen = dispatch or ("calls" if self.cluster.hosts > 1 else "compiled_graph")
+        if chosen == "compiled_graph" and self.cluster.hosts > 1:
+            raise PlanError(
+                f"dispatch='compiled_graph' and {self.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
+                "launch with dispatch='calls'"
+            )
+        if chosen not in ("compiled_graph", "calls"):
             raise PlanError(f"dispatch={dispatch!r}: steps are sent by 'compiled_graph' or by 'calls'")
         if not 0 < deadline_s < float("inf"):
             raise PlanError(f"deadline_s={deadline_s!r}: a deadline is a number of seconds above 0")
         recovery = _recovery(checkpoint, every, keep, restarts, fresh)
-        return Job(graph, self, dispatch_name=dispatch, deadline_s=deadline_s, recovery=recovery)
+        return Job(graph, self, dispatch_name=chosen, deadline_s=deadline_s, recovery=recovery)
 
     def run_here(self) -> "LocalJob":
         """Return a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""

@@ -12,7 +12,9 @@ from rlgraph.errors import WorkerDied
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
+from rlgraph.planning.plan import Plan
 from rlgraph.runtime.dispatch import DISPATCHES
+from rlgraph.runtime.hosts import Host
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.process import Process
 from rlgraph.runtime.tasks import WorkerSetup
@@ -39,8 +41,14 @@ class Forked:
     def __init__(self) -> None:
         self.processes: dict[str, Any] = {}
 
-    def begin(self) -> None:
+    def begin(self, hosts: int) -> None:
         pass
+
+    def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
+        return [(f"node{i}", f"127.0.0.{i + 1}") for i in range(plan.cluster.hosts)] if plan.cluster.hosts > 1 else ()
+
+    def keeper(self, host: str, folder: str) -> Host:
+        return Host(folder)
 
     def folders(self) -> Sequence[str]:
         return ()
@@ -48,7 +56,7 @@ class Forked:
     def end(self) -> None:
         pass
 
-    def create(self, setup: WorkerSetup, driver: str) -> Any:
+    def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
         process = server.Process(target=serve, args=(cloudpickle.dumps(setup), driver), daemon=True)
         process.start()
         self.processes[setup.worker.name] = process
@@ -79,9 +87,9 @@ class Forked:
 DISPATCHES["forked"] = Forked
 
 
-def job(graph: Graph, deadline_s: float = 60.0) -> Job:
+def job(graph: Graph, deadline_s: float = 60.0, hosts: int = 1) -> Job:
     """Return a job whose workers are forked."""
-    return Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="forked", deadline_s=deadline_s)
+    return Job(graph, compile_plan(graph, Cluster(cpus=2 * hosts, hosts=hosts)), dispatch_name="forked", deadline_s=deadline_s)
 
 
 def alive(pid: int) -> bool:

@@ -87,7 +87,7 @@ class _Ahead:
     def __post_init__(self) -> None:
         self.staged = threading.Semaphore(0)
         self.empty = threading.Semaphore(1)
-        self.error: ChannelError | None = None
+        self.error: ChannelError | RuntimeError | None = None
         threading.Thread(target=self._run, name="receive weights", daemon=True).start()
 
     def _run(self) -> None:
@@ -96,13 +96,13 @@ class _Ahead:
             self.empty.acquire()
             try:
                 arrived = self.weights.parts(version, A_DAY_S)
-            except ChannelError as error:
+                self.staging.fill(arrived)
+                del arrived
+                self.weights.release()
+            except (ChannelError, RuntimeError) as error:  # no memory for a copy, say: who waits is to hear of it
                 self.error = error
                 self.staged.release()
                 return
-            self.staging.fill(arrived)
-            del arrived
-            self.weights.release()
             version += 1
             self.staged.release()
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, SupportsFloat, TypeAlias
 
 import torch
 
@@ -135,3 +135,14 @@ def tensor_of(columns: Columns, name: str) -> torch.Tensor:
     column = columns[name]
     assert isinstance(column, torch.Tensor), name
     return column
+
+
+def checked_metrics(node: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as plain numbers. Raises GraphError for a name that is no text, or a value that is no number."""
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
+            raise GraphError(
+                f"node '{node}' returned the metric {name!r} as {type(value).__name__}; "
+                "a metric is a number under a name: give value.item()"
+            )
+    return {name: float(value) for name, value in metrics.items()}

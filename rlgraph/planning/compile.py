@@ -55,7 +55,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     expected = outlook(schedule, graph.nodes, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
-    loops = tuple(_loops(graph, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
+    loops = tuple(_loops(graph, crew, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
     draft = Plan(
         graph=graph.name,
         cluster=cluster,
@@ -185,18 +185,24 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
     for writer in graph.nodes:
         by_transport: dict[Transport, list[Node]] = {}
         for reader in graph.forward.successors(writer):
-            by_transport.setdefault("local" if home[reader.name] == home[writer.name] else "shm", []).append(reader)
+            by_transport.setdefault("local" if home[reader.name] == home[writer.name] else _wire(crew, writer, reader), []).append(reader)
         for transport, found in by_transport.items():
             needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
-            name = writer.name if transport == "shm" else f"{writer.name} (local)"
+            name = writer.name if transport == "shm" else f"{writer.name} ({transport})"
             readers = tuple(reader.name for reader in found)
-            size = _bytes(graph, writer, columns) if transport == "shm" else None
+            size = _bytes(graph, writer, columns) if transport != "local" else None
             held = events.slots(graph, writer) * writer.chunks
             planned.append(
                 PlannedChannel(name, writer.name, readers, columns, transport, held, size, parts=writer.chunks, stream=_stream(writer))
             )
     return planned
+
+
+def _wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> Transport:
+    """Return shared memory where all workers of the nodes are on one host, else TCP."""
+    names = {node.name for node in (writer, *readers)}
+    return "shm" if len({worker.host for worker in crew if names & set(worker.nodes)}) == 1 else "tcp"
 
 
 def _stream(writer: Node) -> str | None:
@@ -235,7 +241,17 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
                 name = f"turn {before.name} to {after.name}"
                 held = tokens + before.chunks
                 planned[name] = PlannedChannel(
-                    name, before.name, (after.name,), (), "shm", held, 0, "order", tokens, before.chunks, _stream(before)
+                    name,
+                    before.name,
+                    (after.name,),
+                    (),
+                    _wire(crew, before, after),
+                    held,
+                    0,
+                    "order",
+                    tokens,
+                    before.chunks,
+                    _stream(before),
                 )
     for feedback in graph.feedbacks:
         for node in events.evaluations(graph, feedback):
@@ -252,13 +268,16 @@ def _waits_for_weights(rollout: Node, update: Node) -> bool:
     return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
 
 
-def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook, *, on_gpus: bool) -> list[PlannedLoop]:
+def _loops(
+    graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Outlook, *, on_gpus: bool
+) -> list[PlannedLoop]:
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind != "fire" else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned = []
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
+        wire = _wire(crew, feedback.source.node, *events.readers(graph, feedback))
         publish_s = sum(e.seconds for e in schedule.events if e.kind != "fire" and e.name in moving)
         planned.append(
             PlannedLoop(
@@ -269,7 +288,7 @@ def _loops(graph: Graph, schedule: Schedule, cycle: Cycle, expected: Outlook, *,
                 buffers=feedback.buffers,
                 freshest=feedback.freshest,
                 staleness=expected.staleness(graph, feedback),
-                transport="peer" if on_gpus else "shm",
+                transport="peer" if on_gpus and wire == "shm" else wire,
                 slots=max(feedback.depth, 1) if on_gpus else feedback.depth + 1,  # staging on a GPU is dear
                 publish_s=publish_s,
                 hidden=hidden,

@@ -115,11 +115,12 @@ def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, 
     `order` gives each node its place in the schedule; a worker fires its nodes by it.
     """
     gpus = devices(graph, cluster, counts)
+    cores = _first_cores(graph, cluster, counts)
     found: list[PlannedWorker] = []
     for model in _models(graph):
         names = tuple(sorted((n.name for n in graph.nodes if n.model is model), key=order.__getitem__))
         name = _unique(model.role, [w.model for w in found])
-        found += _ranks(model, name, names, gpus[model.pool.name], counts[model.pool.name])
+        found += _ranks(model, name, names, gpus[model.pool.name], counts[model.pool.name], cluster, cores[model.pool.name])
     for chain in _host_chains(graph):
         names = tuple(sorted((n.name for n in chain), key=order.__getitem__))
         found.append(PlannedWorker(chain[0].name, None, None, 0, 1, (), 1, names))
@@ -127,7 +128,18 @@ def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, 
     return tuple(sorted(found, key=lambda w: (first[w.name], w.rank)))
 
 
-def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...], count: int) -> list[PlannedWorker]:
+def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, int]:
+    """Return the first core of each pool, where the pools have the cores side by side; pools on GPUs have none."""
+    first, free = {}, 0
+    for pool in graph.pools:
+        first[pool.name] = free
+        free += 0 if cluster.gpus and pool.cpus is None else counts[pool.name]
+    return first
+
+
+def _ranks(
+    model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...], count: int, cluster: Cluster, core: int
+) -> list[PlannedWorker]:
     groups = model.ranks or (count // model.group if gpus else 1)
     if gpus and groups * model.group > len(gpus):
         raise PlanError(
@@ -136,6 +148,17 @@ def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...
     share = len(gpus) // groups
     world = groups * model.engines if gpus else groups
     threads = 1 if gpus else max(count // world, 1)
+
+    def host(rank: int) -> int:
+        own = gpus[rank // model.engines * share : (rank // model.engines + 1) * share]
+        hosts = {cluster.host_of_gpu(gpu) for gpu in own} or {cluster.host_of_core(core + rank * threads)}
+        if len(hosts) > 1:
+            raise PlanError(
+                f"{name}[{rank}] gets GPUs {list(own)}, which lie on hosts {sorted(hosts)} of {cluster.gpus_per_node} GPUs each; "
+                f"one worker runs on one host: choose shares, or a group of {model.group}, that divide the hosts evenly"
+            )
+        return hosts.pop()
+
     return [
         PlannedWorker(
             f"{name}[{rank}]" if world > 1 else name,
@@ -146,6 +169,7 @@ def _ranks(model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...
             gpus[rank // model.engines * share : (rank // model.engines + 1) * share],
             threads,
             nodes,
+            host(rank),
         )
         for rank in range(world)
     ]

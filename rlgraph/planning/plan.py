@@ -10,7 +10,7 @@ from rlgraph.graph import Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.schedule import Reason, Schedule
 
-Transport: TypeAlias = Literal["local", "shm", "peer", "object_store", "nccl"]
+Transport: TypeAlias = Literal["local", "shm", "tcp", "peer", "nccl"]
 CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline"]
 
 
@@ -55,6 +55,7 @@ class PlannedWorker:
     gpus: tuple[int, ...]
     threads: int
     nodes: tuple[str, ...]
+    host: int = 0  # the driver is on host 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
-from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.muster import muster
 from rlgraph.runtime.status import Doing
 from rlgraph.runtime.tasks import Start, setups
@@ -36,6 +36,7 @@ class Attempt:
         self._dispatch = dispatch.DISPATCHES[dispatch_name]()
         self._actors: list[Any] = []
         self._crew = Crew(plan, deadline_s)
+        self._hosts: Hosts | None = None
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
@@ -69,12 +70,19 @@ class Attempt:
         self.folder = tempfile.mkdtemp(prefix=leftovers.PREFIX)
         leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
-        self._dispatch.begin()
-        crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at)
-        muster(self._dispatch, self._crew, crew, self._actors, Host(self.folder))
+        self._dispatch.begin(self.plan.cluster.hosts)
+        found = self._dispatch.hosts(self.plan)
+        self._hosts = self._made_hosts(found)
+        crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at, self._hosts.addresses)
+        muster(self._dispatch, self._crew, crew, self._actors, self._hosts, [host for host, _ in found])
         leftovers.claim(Path(self.folder), self._crew.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)
         self._dispatching = True
+
+    def _made_hosts(self, found: Sequence[tuple[str, str]]) -> Hosts:
+        others = [self._dispatch.keeper(host, self.folder) for host, _ in found[1:]]
+        placed = {worker.name: worker.host for worker in self.plan.workers}
+        return Hosts(self.folder, (Host(self.folder), *others), tuple(address for _, address in found), placed)
 
     def step(self, last: int) -> Sequence[messages.Report]:
         """Return what the workers report of the next step; those after it, up to `last`, are at work by then.
@@ -141,6 +149,8 @@ class Attempt:
         for actor in self._actors:
             self._dispatch.kill(actor)
         self._crew.until_ended(GOODBYE_S)
+        if self._hosts is not None:
+            self._hosts.sweep()
         self._dispatch.end()
         if self.folder:
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from rlgraph.channels.link import Link
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
-from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.hosts import Hosts
 from rlgraph.runtime.status import Doing
 from rlgraph.runtime.watchdog import LOOK_S, Watchdog
 
@@ -34,7 +34,7 @@ class Crew:
         self.connections: dict[str, Link] = {}
         self.watchdog = Watchdog(plan, deadline_s, self.states, self.stacks)
         self._names = {worker.name for worker in plan.workers}
-        self._host: Host | None = None
+        self._hosts: Hosts | None = None
         self._processes: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._opened: dict[str, Mapping[str, str]] = {}
@@ -44,9 +44,9 @@ class Crew:
         self._failures: list[messages.Failure] = []
         self._dead: dict[str, str] = {}  # why, where the connection tells
 
-    def welcome(self, listener: socket.socket, authkey: bytes, host: Host) -> threading.Thread:
+    def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts) -> threading.Thread:
         """Take the workers' connections as they come, on a thread that ends with the last of them, or with the listener."""
-        self._host = host
+        self._hosts = hosts
         thread = threading.Thread(target=self._accept, args=(listener, authkey), name="welcome workers", daemon=True)
         thread.start()
         return thread
@@ -65,7 +65,7 @@ class Crew:
         if not isinstance(hello, messages.Hello) or hello.worker not in self._names or hello.worker in self.connections:
             link.close()
             return
-        if link.local:
+        if link.local:  # between hosts, Ray's `kill` is all that can be done
             self._processes.append(os.pidfd_open(link.pid))
         self.pids[hello.worker] = hello.pid
         self.connections[hello.worker] = link
@@ -198,9 +198,11 @@ class Crew:
         states = self.states() if self._dead else {}
         for name, why in self._dead.items():
             last = states.get(name)
-            did = f"while {last.what}, step {last.step}" if last else "before its first step"
+            unknown = "at work" if name in self._ready else "before its first step"
+            did = f"while {last.what}, step {last.step}" if last else unknown
+            where = self._hosts.place(name) if self._hosts else ""
             return WorkerDied(
-                f"worker '{name}' (process {self.pids[name]}) died {did}; it was killed or it crashed: look at memory{why}\n"
+                f"worker '{name}' (process {self.pids[name]}){where} died {did}; it was killed or it crashed: look at memory{why}\n"
                 f"  {self._channels_of(name)}"
             )
         return None
@@ -222,8 +224,8 @@ class Crew:
 
     def states(self) -> Mapping[str, Doing]:
         """Return what each worker does now."""
-        return self._host.states(self._names) if self._host else {}
+        return self._hosts.states(self._names) if self._hosts else {}
 
     def stacks(self, workers: Collection[str]) -> Mapping[str, str]:
         """Return the Python stacks of the workers."""
-        return self._host.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._host else {}
+        return self._hosts.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._hosts else {}

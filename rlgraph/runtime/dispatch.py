@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlgraph.errors import RlgraphError, WorkerDied
-from rlgraph.planning.plan import PlannedWorker
+from rlgraph.errors import PlanError, RlgraphError, WorkerDied
+from rlgraph.planning.plan import Plan
+from rlgraph.runtime.hosts import Distant, Host, Keeper
 from rlgraph.runtime.process import Process
 from rlgraph.runtime.tasks import WorkerSetup
 
@@ -30,8 +32,11 @@ RAY_S = 60  # for what Ray does at once, unless it hangs
 class Dispatch(Protocol):
     """Starts workers and ticks them; execution k is step k."""
 
-    def begin(self) -> None:
-        """Start what the workers run on, unless it runs."""
+    def begin(self, hosts: int) -> None:
+        """Start what the workers run on, on so many hosts, unless it runs."""
+
+    def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
+        """Return (id, address) of the hosts of the plan, the driver's first; nothing where it is the only one."""
 
     def folders(self) -> Sequence[str]:
         """Return the folders of what `begin` started, which a killed driver would leave behind."""
@@ -39,7 +44,10 @@ class Dispatch(Protocol):
     def end(self) -> None:
         """End what `begin` started."""
 
-    def create(self, setup: WorkerSetup, driver: str) -> Any:
+    def keeper(self, host: str, folder: str) -> Keeper:
+        """Return who looks after the job's workers on another host."""
+
+    def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
         """Start a worker that connects to the driver at its address, and prepares itself."""
 
     def check(self) -> None:
@@ -64,8 +72,14 @@ class Actors:
         self._preparing: dict[Any, str] = {}
         self._owns_ray = False
 
-    def begin(self) -> None:
-        self._owns_ray = start_ray()
+    def begin(self, hosts: int) -> None:
+        self._owns_ray = start_ray(hosts)
+
+    def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
+        return ray_hosts(plan) if plan.cluster.hosts > 1 else ()
+
+    def keeper(self, host: str, folder: str) -> Keeper:
+        return Distant(ray.remote(Host).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder))
 
     def folders(self) -> Sequence[str]:
         return [session_folder()] if self._owns_ray else []
@@ -74,8 +88,10 @@ class Actors:
         if self._owns_ray:
             stop_ray()
 
-    def create(self, setup: WorkerSetup, driver: str) -> Any:
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment(setup.worker)}}
+    def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment(setup)}}
+        if host:
+            options["scheduling_strategy"] = _on(host)
         actor = ray.remote(Process).options(**options).remote(setup, driver)
         self._preparing[actor.prepare.remote()] = setup.worker.name
         return actor
@@ -140,6 +156,32 @@ class ActorCalls(Actors):
 DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
 
 
+def ray_hosts(plan: Plan) -> list[tuple[str, str]]:
+    """Return (node id, address) of as many living hosts as the plan takes, the driver's first.
+
+    Raises PlanError where Ray has fewer, or one lacks the GPUs.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    here = ray.get_runtime_context().get_node_id()
+    alive.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    needed = plan.cluster.hosts
+    if len(alive) < needed:
+        raise PlanError(
+            f"the plan takes {needed} hosts, Ray has {len(alive)}: {[node['NodeManagerAddress'] for node in alive]}; run "
+            "`ray start --address=...` on the others, or compile for a smaller cluster"
+        )
+    for index, node in enumerate(alive[:needed]):
+        wanted = len({gpu for worker in plan.workers if worker.host == index for gpu in worker.gpus})
+        there = node["Resources"].get("GPU", 0)
+        if there < wanted:
+            raise PlanError(f"the plan takes {wanted} GPUs of host {index} ({node['NodeManagerAddress']}), which has {there:g}")
+    return [(node["NodeID"], node["NodeManagerAddress"]) for node in alive[:needed]]
+
+
+def _on(host: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id=host, soft=False)
+
+
 def bounded(what: str, work: Callable[[], None]) -> None:
     """Do what Ray has no deadline for, and go on without it where it hangs: whoever is left is killed next."""
     thread = threading.Thread(target=work, name=what, daemon=True)
@@ -149,10 +191,22 @@ def bounded(what: str, work: Callable[[], None]) -> None:
         log.error("%s did not come within %d s; the job goes on without it", what, RAY_S)
 
 
-def start_ray() -> bool:
-    """Start Ray on this machine unless the user has; return whether it is ours to shut down."""
+def start_ray(hosts: int = 1) -> bool:
+    """Start Ray on this machine unless the user has; return whether it is ours to shut down.
+
+    Raises PlanError where several hosts are needed and no Ray spans them.
+    """
     if ray.is_initialized():
         return False
+    if hosts > 1:
+        try:
+            ray.init(address="auto", logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise PlanError(
+                f"the plan takes {hosts} hosts and no Ray runs here; run `ray start --head` on this host, and on each other one "
+                "`ray start --address=THIS_HOST:6379`"
+            ) from error
+        return True
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Payload never goes through the object store, so the smallest one does; workers are given no CPU resource, since
     # they share the cores as the plan says.
@@ -175,14 +229,17 @@ def stop_ray() -> None:
             path.unlink(missing_ok=True)
 
 
-def environment(worker: PlannedWorker) -> dict[str, str]:
+def environment(setup: WorkerSetup) -> dict[str, str]:
     """Return the variables that must be there before a worker imports anything."""
-    threads = str(worker.threads)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(worker.gpus, default=-1) + 1)]
+    threads = str(setup.worker.threads)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if setup.worker.host == 0 else None  # which is said of the driver's host
+    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(setup.local_gpus, default=-1) + 1)]
+    # Between ranks of one host, PyTorch and NCCL are to listen at the loopback interface and nowhere else.
+    inside = {} if setup.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {
         # The plan says which GPUs, and models of one pool share them: what Ray's own counting cannot express.
-        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in worker.gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in setup.local_gpus),
+        **inside,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",

@@ -3,9 +3,26 @@
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rlgraph.runtime.stacks import read_stacks
 from rlgraph.runtime.status import Doing, read_status
+
+ANSWER_S = 3.0  # of another host
+
+
+class Keeper(Protocol):
+    """Who looks after workers."""
+
+    def states(self, workers: Collection[str]) -> Mapping[str, Doing]:
+        """Return what each worker does, of those that have begun something."""
+
+    def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
+        """Return the Python stacks of each worker, by its process."""
+
+    def sweep(self) -> None:
+        """Remove the job's folder."""
 
 
 class Host:
@@ -15,15 +32,73 @@ class Host:
         self.folder = folder
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
+    def ready(self) -> bool:
+        return True
+
     def states(self, workers: Collection[str]) -> dict[str, Doing]:
-        """Return what each worker does, of those that have begun something."""
         found = {worker: read_status(self.folder, worker) for worker in workers}
         return {worker: doing for worker, doing in found.items() if doing is not None}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, str]:
-        """Return the Python stacks of each worker, by its process."""
         return read_stacks(self.folder, pids)
 
     def sweep(self) -> None:
-        """Remove the job's folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Distant:
+    """A `Host` on another host, by its actor. A host that does not answer knows nothing of its workers."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._ask("ready", 60.0)
+
+    def states(self, workers: Collection[str]) -> Mapping[str, Doing]:
+        return self._ask("states", ANSWER_S, list(workers)) or {}
+
+    def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
+        return self._ask("stacks", ANSWER_S, dict(pids)) or dict.fromkeys(pids, "(its host does not answer)")
+
+    def sweep(self) -> None:
+        self._ask("sweep", ANSWER_S)
+
+    def _ask(self, what: str, timeout_s: float, *arguments: object) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self.actor, what).remote(*arguments), timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return None
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All hosts of a job. `of` says which keeper looks after a worker, by the host's place in the plan."""
+
+    folder: str
+    keepers: tuple[Keeper, ...]
+    addresses: tuple[str, ...]  # of the hosts, where there are several
+    of: Mapping[str, int]
+
+    def states(self, workers: Collection[str]) -> dict[str, Doing]:
+        return {name: doing for index, own in self._by_host(workers).items() for name, doing in self.keepers[index].states(own).items()}
+
+    def stacks(self, pids: Mapping[str, int]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for index, own in self._by_host(pids).items():
+            found |= self.keepers[index].stacks({worker: pids[worker] for worker in own})
+        return {worker: found[worker] for worker in pids if worker in found}
+
+    def place(self, worker: str) -> str:
+        """Return in words where a worker is; nothing where there is one host."""
+        return f" on host {self.of[worker]} ({self.addresses[self.of[worker]]})" if self.addresses else ""
+
+    def sweep(self) -> None:
+        for keeper in self.keepers:
+            keeper.sweep()
+
+    def _by_host(self, workers: Collection[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for worker in workers:
+            found.setdefault(self.of.get(worker, 0), []).append(worker)
+        return found

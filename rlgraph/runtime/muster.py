@@ -7,22 +7,23 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from rlgraph.channels.address import close_listener, listen
+from rlgraph.channels.address import bound, close_listener, listen
 from rlgraph.errors import ChannelTimeout
 from rlgraph.runtime import messages
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.dispatch import Dispatch
-from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.hosts import Hosts
 from rlgraph.runtime.tasks import WorkerSetup
 
 
-def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors: list[Any], host: Host) -> None:
-    """Start a worker for each setup and return when all are ready; `actors` gets them as they are made.
+def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors: list[Any], hosts: Hosts, ids: Sequence[str]) -> None:
+    """Start a worker for each setup and return when all are ready; `actors` gets them as they are made, on the hosts of `ids`.
 
     Raises WorkerDied or NodeError for one that cannot start, ChannelTimeout for one that does not within the deadline.
     """
-    address, end = f"{host.folder}/driver", time.monotonic() + crew.start_s
-    listener = listen("driver", address, backlog=len(setups) + 8)
+    wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + crew.start_s
+    listener = listen("driver", wanted, backlog=len(setups) + 8)
+    address = bound(listener) if hosts.addresses else wanted
     try:
         with Status("", console=Console(stderr=True)) as status:
 
@@ -36,9 +37,9 @@ def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors
                         "place for them (see `ray status`)"
                     )
 
-            crew.welcome(listener, setups[0].authkey, host)
+            crew.welcome(listener, setups[0].authkey, hosts)
             for setup in setups:
-                actors.append(dispatch.create(setup, address))
+                actors.append(dispatch.create(setup, address, ids[setup.worker.host] if ids else ""))
             crew.tell(messages.Join(crew.until_open(look)))
             crew.until_ready(look)
     finally:

@@ -4,14 +4,16 @@ import contextlib
 import os
 import threading
 import traceback
+from collections.abc import Mapping
 
-from rlgraph.channels.address import dial
+from rlgraph.channels.address import dial, free_port
 from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import PlannedLoop
+from rlgraph.planning.schedule import Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
 from rlgraph.runtime.progress import Progress
@@ -56,10 +58,14 @@ class Process:
         self.status.enter(-1, "opening its channels")
         for channel, posts in self.setup.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
+        worker = self.setup.worker
+        if self.setup.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
+            self.addresses[f"ranks of {worker.model}"] = f"tcp://{free_port(self.setup.listen_at)}"
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> ShmWriter:
-        writer = ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, post.address)
+        address = f"{self.setup.listen_at}:0" if post.remote else post.address
+        writer = ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, address)
         self.addresses[post.address] = writer.address
         return writer
 
@@ -76,8 +82,8 @@ class Process:
             if users:
                 self.mailbox.inboxes.append(Inbox(channel, [self._connect(post) for post in posts], users))
         loops = [self._loop(*loop) for loop in self.setup.loops]
-        rendezvous = f"file://{self.setup.folder}/{self.setup.worker.model}.group"
         worker = self.setup.worker
+        rendezvous = self.addresses.get(f"ranks of {worker.model}", f"file://{self.setup.folder}/{worker.model}.group")
         device = "cuda" if worker.gpus else "cpu"
         context = Context(
             rank=worker.rank,
@@ -110,17 +116,19 @@ class Process:
             return step
         try:
             metrics, spans = self.progress.step(step)
+            self.status.enter(step, BETWEEN)
+            self._report(step, metrics, spans)
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(step, self.progress.worker.doing, error)
-        else:
-            ends = self.mailbox.statistics()
-            used, peaks = ({name: getattr(end, what) for name, end in ends.items()} for what in ("used", "peak_used"))
-            self.status.enter(step, BETWEEN)
-            worker = self.progress.worker
-            sampled, published = worker.taken_sampled(), worker.published_bytes()
-            self._tell(messages.Report(self.name, step, dict(metrics), spans, used, peaks, sampled, published))
         self._sleep(step)
         return step
+
+    def _report(self, step: int, metrics: Mapping[str, float], spans: list[Span]) -> None:
+        assert self.progress is not None
+        ends, worker = self.mailbox.statistics(), self.progress.worker
+        used, peaks = ({name: getattr(end, what) for name, end in ends.items()} for what in ("used", "peak_used"))
+        sampled, published = worker.taken_sampled(), worker.published_bytes()
+        self._tell(messages.Report(self.name, step, dict(metrics), spans, used, peaks, sampled, published))
 
     def _save(self, step: int) -> None:
         assert self.progress is not None

@@ -1,6 +1,6 @@
 """What a worker needs to know: its part of the plan, as values that can be sent to another process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlgraph.columns import Column
@@ -52,6 +52,7 @@ class Post:
     readers: int
     writer: str
     read_by: tuple[str, ...]
+    remote: bool = False  # whether another host may connect
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,10 @@ class WorkerSetup:
     channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
     loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
     folder: str
-    authkey: bytes
+    authkey: bytes = field(repr=False)  # no log and no error may show it
     deadline_s: float
+    listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
+    local_gpus: tuple[int, ...]  # as they are counted on its host
     shared: bool  # whether workers of other models have its GPUs in turns
     saving: Saving | None = None
     resume: Resume | None = None
@@ -119,13 +122,21 @@ class WorkerSetup:
         return next(task for task in self.tasks if task.name == name)
 
 
-def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None) -> tuple[WorkerSetup, ...]:
-    """Return what each worker of the plan is started with."""
+def setups(
+    graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None, addresses: Sequence[str] = ()
+) -> tuple[WorkerSetup, ...]:
+    """Return what each worker of the plan is started with; `addresses` are those of its hosts, where there are several."""
     start = start or Start()
     lead = leads(plan) if start.folder else {}
     begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
-    channels = tuple((c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}")) for i, c in enumerate(plan.channels))
-    loops = tuple((p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", shards=True)) for i, p in enumerate(plan.loops))
+    channels = tuple(
+        (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", remote=c.transport == "tcp"))
+        for i, c in enumerate(plan.channels)
+    )
+    loops = tuple(
+        (p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", shards=True, remote=p.transport == "tcp"))
+        for i, p in enumerate(plan.loops)
+    )
     return tuple(
         WorkerSetup(
             worker=worker,
@@ -137,6 +148,8 @@ def setups(graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: fl
             folder=folder,
             authkey=authkey,
             deadline_s=deadline_s,
+            listen_at=addresses[worker.host] if addresses else "",
+            local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
             shared=any(set(worker.gpus) & set(other.gpus) for other in plan.workers if other.model != worker.model),
             saving=_saving(plan, start, lead, worker) if start.folder else None,
             resume=start.resume,
@@ -174,7 +187,7 @@ def _task(graph: Graph, name: str) -> Task:
 
 
 def _posts(
-    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, *, shards: bool = False
+    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, *, shards: bool = False, remote: bool = False
 ) -> tuple[Post, ...]:
     """Return the writing ends. Ranks of a generator write their own rows each; of a trained model rank 0 writes all of them,
     but for weights (`shards`), of which each rank holds its own part."""
@@ -182,4 +195,4 @@ def _posts(
     many = shards or node.work == "generate"
     listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
     ranks = node.workers if many else node.workers[:1]
-    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening) for rank, worker in enumerate(ranks))
+    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, remote) for rank, worker in enumerate(ranks))

@@ -14,7 +14,7 @@ from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows
 from rlgraph.engines.base import GenerateEngine, Running
 from rlgraph.errors import ChannelTimeout, StalenessError
-from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns
+from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
@@ -92,7 +92,7 @@ class Worker:
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
             checked_columns(task.name, task.writes, written)
-        self.parts.setdefault(task.name, []).append(metrics)
+        self.parts.setdefault(task.name, []).append(checked_metrics(task.name, metrics))
         if part == task.chunks - 1:
             self.metrics.update(joined(self.parts.pop(task.name)))
         if task.operation.work == "generate" and task.due is None:

@@ -73,6 +73,8 @@ def _workers(plan: Plan) -> list[str]:
         name = first.name if len(crew) == 1 else f"{first.model}[0..{len(crew) - 1}]"
         gpus = [gpu for worker in crew for gpu in worker.gpus]
         place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(crew) > 1 else "")
+        if plan.cluster.hosts > 1:
+            place += f", host {_ranges(sorted({worker.host for worker in crew}))}"
         rows.append([name, str(len(crew)), place, ", ".join(map(words.clean, first.nodes))])
     return aligned(["worker", ">processes", "on", "fires in this order"], rows)
 

@@ -68,7 +68,8 @@ def devices(pool: PlannedPool) -> str:
 
 
 def cluster(value: Cluster) -> str:
-    cores = counted(value.cpus, "core")
+    hosts = f" of {value.hosts} hosts" if value.hosts > 1 and not value.gpus else ""
+    cores = counted(value.cpus, "core") + hosts
     return f"{counted(value.gpus, 'GPU')}, {cores}" if value.gpus else cores
 
 

@@ -65,3 +65,13 @@ def test_a_batch_too_far_behind_and_a_channel_too_full_are_named() -> None:
         Watch(plan).see(5, [], 2, {})
     with pytest.raises(CertificateError, match=r"2 slots\): channel 'rollout' held 3 messages"):
         Watch(plan).see(5, [], 1, {"take rollout[1]": 3})
+
+
+def test_a_wait_for_a_channel_that_has_its_writers_name_is_no_admission() -> None:
+    plan = rg.compile(Loop(depth=0).graph(), rg.Cluster(cpus=2))
+    watch = Watch(plan)
+    for step, spans in enumerate(played(plan)):
+        first = min(span.start_s for span in spans)
+        waits = [Span("rollout", "wait", step, "reward", first - 100, first)]
+        watch.see(step, [*spans, *waits], 0, {})
+    assert watch.observed.open_batches == 1

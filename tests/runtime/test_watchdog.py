@@ -7,24 +7,29 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import fakes
 import forked
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlgraph.channels.address import listen
 from rlgraph.channels.link import Link
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelTimeout, NodeError, WorkerDied
-from rlgraph.nodes.base import node
+from rlgraph.graph import Work
+from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime import crew as crew_module
 from rlgraph.runtime import messages
 from rlgraph.runtime.crew import Crew
-from rlgraph.runtime.hosts import Host
+from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.stacks import offer_stacks, read_stacks
+from rlgraph.runtime.tasks import setups
 
 DEADLINE_S = 3.0
 
@@ -135,7 +140,7 @@ def test_a_worker_that_does_not_come_up_is_named_by_the_deadline(monkeypatch: py
     create = forked.Forked.create
     monkeypatch.setattr(crew_module, "START_LEAST_S", 0.0)
 
-    def all_but_one(self, setup, driver):  # type: ignore[no-untyped-def]
+    def all_but_one(self, setup, driver, host=""):  # type: ignore[no-untyped-def]
         return create(self, setup, driver if setup.worker.name != "policy" else "/nowhere")
 
     monkeypatch.setattr(forked.Forked, "create", all_but_one)
@@ -147,7 +152,7 @@ def crew_of(tmp_path: Path) -> tuple[Crew, socket.socket, str]:
     crew = Crew(compile_plan(fakes.vector_loop(0), Cluster(cpus=2)), DEADLINE_S)
     address = str(tmp_path / "driver")
     listener = listen("driver", address, 8)
-    crew.welcome(listener, b"key", Host(str(tmp_path)))
+    crew.welcome(listener, b"key", Hosts(str(tmp_path), (Host(str(tmp_path)),), (), {}))
     return crew, listener, address
 
 
@@ -184,6 +189,61 @@ def test_a_worker_that_sends_nonsense_is_named(tmp_path: Path) -> None:
         with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried what is no message"):
             crew.until_open(lambda missing: None)
     listener.close()
+
+
+@node(reads="values group_ids", writes="rewards")
+def tensor_metric(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+    return {"rewards": batch["values"].mean(-1)}, {"loss": batch["values"].mean()}  # type: ignore[dict-item,union-attr]
+
+
+def test_a_metric_that_is_no_number_is_named_at_once() -> None:
+    message = r"node 'tensor_metric' failed at step 0 .* returned the metric 'loss' as Tensor; .* give value\.item\(\)"
+    with forked.job(fakes.vector_loop(1, middle=tensor_metric)) as running, pytest.raises(NodeError, match=message):
+        list(running.steps(2))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A trainer whose ranks meet in a collective at each step; at step 2 the last of them does not come."""
+
+    act: str
+    work: Work = "train"
+
+    def start(self, context: Context) -> Stage:
+        dist.init_process_group("gloo", init_method=context.rendezvous, rank=context.rank, world_size=context.world)
+        engine, own = context.engine, context.engine.vector.chunk(context.world)[context.rank]
+        engine.weights = lambda: {"vector": own}
+
+        def fire(step: int, columns: Columns) -> Fired:
+            if step == 2 and context.rank == context.world - 1:
+                if self.act == "raises":
+                    raise ValueError("rank 1 has had enough")
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+            return {}, {"loss": 0.0}
+
+        return fire
+
+
+@pytest.mark.parametrize(("act", "error"), [("raises", NodeError), ("dies", WorkerDied)])
+def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_job_at_once(act: str, error: type[Exception]) -> None:
+    graph = fakes.vector_loop(1)
+    update = graph.node("update")
+    object.__setattr__(update, "operation", Collective(act))
+    object.__setattr__(update.model, "count", 2)
+    with forked.job(graph) as running:
+        steps = running.steps(10)
+        assert [next(steps).index for _ in range(2)] == [0, 1]
+        since = time.monotonic()
+        with pytest.raises(error, match=r"worker 'policy\[1\]'"):
+            list(steps)
+    assert time.monotonic() - since < 5
+
+
+def test_the_key_of_a_job_is_in_no_text() -> None:
+    plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
+    [setup, *_] = setups(fakes.vector_loop(1), plan, "/tmp/x", b"the secret key", 1.0)
+    assert "secret" not in repr(setup)
 
 
 @node(reads="values", writes="rewards")

@@ -1,0 +1,57 @@
+"""What a channel makes of malformed input: over a hundred thousand frames, tokens, headers, memories and messages, from a seed.
+
+    python benchmarks/fuzz.py [--cases 120000] [--seed 0] [--json PATH]
+
+Everything is sent by a peer that knows the job's key, since one that does not gets no further than the handshake. Each case ends in an
+error or, where the change left it valid, in data; the longest says whether anything hangs; Python's audit hooks say whether any code
+was imported, compiled, unpickled or run.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "channels"))
+
+import hostile
+from rich.progress import track
+
+SHARES = {
+    "handshake": 0.2,
+    "tokens and memory to a reader": 0.3,
+    "tokens to a writer": 0.1,
+    "headers in a slot": 0.25,
+    "messages to the driver": 0.15,
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--cases", type=int, default=120_000)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    given = arguments.parse_args()
+    warnings.simplefilter("error")
+    watch, figures = hostile.Watch(), {}
+    for name, share in SHARES.items():
+        hostile.attack(name, 20, given.seed + 1)  # what is imported on first use
+        total = round(given.cases * share)
+        counted, longest, since = hostile.Counter(), 0.0, time.monotonic()
+        with watch.watching():
+            dice = hostile.random.Random(f"{name} {given.seed}")
+            for _ in track(range(total), name):
+                start = time.monotonic()
+                counted[hostile.TARGETS[name](dice)] += 1
+                longest = max(longest, time.monotonic() - start)
+        figures[name] = {"cases": total, "outcomes": dict(counted), "longest_s": longest, "seconds": time.monotonic() - since}
+        print(f"{name}: {total} cases, {dict(counted)}, the longest {longest:.2f} s")
+    print(f"{sum(f['cases'] for f in figures.values())} cases; code that ran: {watch.ran or 'none'}")
+    if given.json:
+        given.json.write_text(json.dumps({"seed": given.seed, "code that ran": watch.ran, **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

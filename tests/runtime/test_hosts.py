@@ -1,0 +1,91 @@
+"""Several hosts: workers where the plan says, channels over TCP, the same bits; a host that is lost is named."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fakes
+import forked
+import pytest
+
+from rlgraph.compiler import compile
+from rlgraph.errors import PlanError, WorkerDied
+from rlgraph.graph import Pool
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.local import LocalJob
+
+TWO = Cluster(cpus=4, hosts=2)
+
+
+def bits(step):
+    return step.index, step.metrics["loss"], step.metrics["weight"], step.staleness
+
+
+def oracle(graph, steps):
+    with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
+        return [bits(step) for step in here.steps(steps)]
+
+
+def test_pools_side_by_side_fill_one_host_after_another_and_channels_between_them_are_tcp() -> None:
+    plan = compile_plan(fakes.vector_loop(1), TWO)
+    assert {worker.name: worker.host for worker in plan.workers} == {"prompts": 0, "generator": 0, "score": 0, "policy": 1}
+    assert {channel.name: channel.transport for channel in plan.channels} == {
+        "prompts": "shm",
+        "rollout": "shm",
+        "rollout (tcp)": "tcp",
+        "score (tcp)": "tcp",
+    }
+    assert [loop.transport for loop in plan.loops] == ["tcp"]
+    text = str(compile(fakes.vector_loop(1), TWO))
+    assert text.startswith("vector on 4 cores of 2 hosts: ")
+    assert re.search(r"policy +1 +2 threads, host 1 ", text)
+
+
+def test_gpus_say_how_many_hosts_there_are_and_a_worker_never_spans_two() -> None:
+    assert Cluster(gpus=20, cpus=64).hosts == 3
+    assert Cluster(gpus=4, cpus=8).hosts == 1
+    plan = compile_plan(fakes.vector_loop(1, pools=(Pool("rollout", gpus=8), Pool("train", gpus=8))), Cluster(gpus=16, cpus=64))
+    assert {worker.host for worker in plan.workers if worker.pool == "rollout"} == {0}
+    assert {worker.host for worker in plan.workers if worker.pool == "train"} == {1}
+
+
+def test_more_hosts_than_cores_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"Cluster\(hosts=3, cpus=2\): each host has at least one core"):
+        Cluster(cpus=2, hosts=3)
+
+
+@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
+def test_a_run_over_two_hosts_equals_the_oracle_bit_for_bit(depth: int, buffers: int) -> None:
+    graph = fakes.vector_loop(depth, buffers=buffers)
+    with forked.job(graph, hosts=2) as running:
+        found = [bits(step) for step in running.steps(7)]
+    assert found == oracle(graph, 7)
+
+
+def test_large_batches_cross_between_hosts() -> None:
+    graph = fakes.vector_loop(1, count=12)
+    with forked.job(graph, hosts=2) as running:
+        assert len(list(running.steps(20))) == 20
+
+
+def test_a_dead_worker_is_named_with_its_host() -> None:
+    with forked.job(fakes.vector_loop(1, generate_s=0.05), hosts=2) as running:
+        steps = running.steps(1000)
+        next(steps)
+        running._attempt._dispatch.processes["policy"].kill()
+        with pytest.raises(WorkerDied, match=r"worker 'policy' \(process \d+\) on host 1 \(127\.0\.0\.2\) died while"):
+            list(steps)
+
+
+def test_compiled_graphs_are_refused_between_hosts() -> None:
+    with pytest.raises(PlanError, match="Compiled Graphs can hang between hosts; launch with dispatch='calls'"):
+        compile(fakes.vector_loop(1), TWO).launch(dispatch="compiled_graph")
+
+
+@pytest.mark.ray
+def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named() -> None:
+    script = Path(__file__).with_name("two_hosts.py")  # in a process of its own, since the other tests share a Ray of one node
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, check=False)
+    assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr

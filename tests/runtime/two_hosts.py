@@ -1,0 +1,68 @@
+"""A job over two Ray nodes of this machine: placed, equal to the oracle, stopped by the loss of a node, and started again."""
+
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fakes
+import pytest
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+from rlgraph.errors import PlanError, WorkerDied
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.job import Job
+from rlgraph.runtime.local import LocalJob
+
+STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+def job() -> Job:
+    graph = fakes.vector_loop(1)
+    return Job(graph, compile_plan(graph, Cluster(cpus=4, hosts=2)), dispatch_name="calls", deadline_s=60)
+
+
+def losses(running: Job | LocalJob) -> list[float]:
+    return [step.metrics["loss"] for step in running.steps(5)]
+
+
+def node_of(actor: object) -> str:
+    described = ray._private.state.actors(actor._actor_id.hex())  # type: ignore[attr-defined]
+    found: str = described["Address"]["NodeID"]
+    return found
+
+
+def main() -> None:
+    cluster = RayCluster(initialize_head=True, head_node_args={**STORE, "include_dashboard": False})
+    other = cluster.add_node(**STORE)
+    ray.init(address=cluster.address, logging_level=logging.ERROR)
+    graph = fakes.vector_loop(1)
+    with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
+        expected = losses(here)
+
+    with job() as running:
+        assert losses(running) == expected
+        nodes = {worker.name: node_of(actor) for worker, actor in zip(running.plan.workers, running._attempt._actors, strict=True)}
+        mine = ray.get_runtime_context().get_node_id()
+        assert nodes == {"prompts": mine, "generator": mine, "score": mine, "policy": other.node_id}, nodes
+        cluster.remove_node(other, allow_graceful=False)
+        with pytest.raises(WorkerDied, match=r"worker 'policy' .* on host 1 \("):
+            list(running.steps(100_000))
+    print("the lost host was named")
+
+    with pytest.raises(PlanError, match="the plan takes 2 hosts, Ray has 1"), job():
+        pass
+
+    cluster.add_node(**STORE)
+    with job() as again:
+        assert losses(again) == expected
+    ray.shutdown()
+    cluster.shutdown()
+    print("all as it should be")
+
+
+if __name__ == "__main__":
+    main()
