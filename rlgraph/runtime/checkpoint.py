@@ -20,10 +20,11 @@ from rlgraph.errors import CheckpointError
 from rlgraph.graph import Graph
 from rlgraph.planning.cut import leads
 from rlgraph.planning.plan import Plan
-from rlgraph.runtime.identity import difference, identity, settings
+from rlgraph.runtime.identity import difference, identity
 from rlgraph.runtime.messages import NotSaved, Part, Saved
 from rlgraph.runtime.snapshot import part_name
 from rlgraph.runtime.tasks import Resume, Start
+from rlgraph.views.settings import settings
 
 FORMAT = 1
 
@@ -141,7 +142,8 @@ class Checkpoints:
             "graph": identity(self.graph, self.plan),
             "cursors": {n.name: n.operation.cursor(step) for n in self.graph.nodes if hasattr(n.operation, "cursor")},
             "set_aside": list(self.set_aside),
-            "settings": settings(self.graph, self.recovery.every),
+            "every": self.recovery.every,
+            "settings": settings(self.graph),
             "parts": [msgspec.to_builtins(parts[worker.name]) for worker in self.plan.workers],
         }
         _write(part / "plan.json", self.plan.to_json())

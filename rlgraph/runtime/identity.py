@@ -1,13 +1,10 @@
 """What makes two graphs the same run: the nodes, what they read and write, the depths. Not learning rates, pools or ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
-
-SCALARS = (str, int, float, bool, type(None))
 
 
 def identity(graph: Graph, plan: Plan) -> dict[str, Any]:
@@ -15,17 +12,6 @@ def identity(graph: Graph, plan: Plan) -> dict[str, Any]:
     nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
     loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.freshest} for p in plan.loops}
     return {"name": graph.name, "nodes": nodes, "feedback": loops}
-
-
-def settings(graph: Graph, every: int) -> dict[str, Any]:
-    """Return how the models and losses of a graph are set, for people to read."""
-    models = {node.name: _plain(node.model) for node in graph.nodes if node.model is not None}
-    losses = {n.name: repr(n.operation.loss) for n in graph.nodes if hasattr(n.operation, "loss")}
-    return {"every": every, "models": models, "losses": losses}
-
-
-def _plain(value: Any) -> dict[str, str]:
-    return {f.name: repr(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else {"model": repr(value)}
 
 
 def difference(saved: Any, now: Any, where: str = "") -> str:

@@ -247,4 +247,5 @@ def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
     manifest = json.loads((newest(tmp_path) / "manifest.json").read_text())
     assert (manifest["step"], manifest["weight_version"], manifest["metrics_lines"]) == (5, 5, 5)
     assert manifest["cursors"] == {"prompts": {"items": 12, "seed": 1, "next": 20}}
+    assert manifest["settings"]["feedback weights"]["depth"] == "1"
     assert {part["worker"] for part in manifest["parts"]} == {"prompts", "generator", "score", "policy"}
