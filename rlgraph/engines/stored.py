@@ -127,9 +127,8 @@ class _Contents(pickle.Unpickler):
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="cpu")
-    # A DTensor of the mesh it came from, over memory of the host: only its rows and their place are looked at.
-    local = torch.empty_like(tensor.to_local(), device="cpu")
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
+    # On the mesh that it came from, but in memory of the host, which `from_local` would leave for the mesh's own device.
+    return DTensor(torch.empty_like(tensor.to_local(), device="cpu"), tensor._spec, requires_grad=False)
 
 
 @contextmanager
