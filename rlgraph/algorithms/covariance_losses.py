@@ -9,7 +9,7 @@ import torch
 
 from rlgraph.algorithms.inputs import check_clip, check_number, check_whole
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import count, masked_mean
+from rlgraph.algorithms.masks import count, keep, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 from rlgraph.errors import GraphError
 
@@ -63,7 +63,7 @@ class ClipCov(PolicyLoss):
         clipped = lesser < plain
         dropped = self.dropped(tokens, clipped)
         metrics = {"actor/pg_clipfrac": tokens.fraction(dropped), "actor/ppo_kl": tokens.approximate_kl}
-        return lesser.masked_fill_(dropped, 0), plain.masked_fill_(dropped | clipped | ~tokens.safe, 0), metrics
+        return keep(lesser, ~dropped), keep(plain, tokens.safe & ~(dropped | clipped)), metrics
 
     def dropped(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
         """Return which tokens `[b, T]` are dropped."""
@@ -97,7 +97,7 @@ class KlCov(PolicyLoss):
         most = min(max(int(self.fraction * int(count(tokens.mask))), 1), len(covariance))
         chosen = largest(covariance, most)
         gains = tokens.advantages * tokens.ratio
-        slopes = gains.masked_fill(~tokens.safe, 0)
+        slopes = keep(gains, tokens.safe)
         gains.view(-1)[chosen] -= self.coef * distance.view(-1)[chosen].abs()
         slopes.view(-1)[chosen] -= self.coef * distance.view(-1)[chosen].sign() * tokens.safe.view(-1)[chosen]
         return gains, slopes, {"actor/ppo_kl": tokens.approximate_kl, "actor/ppo_kl_abs": tokens.mean(distance.abs())}

@@ -35,10 +35,13 @@ def diagnostics(
     metrics = _policies(old_log_probs, rollout_log_probs, log_ratio, response_mask)
     if correction is not None and correction.weights is not None:
         metrics |= _weights(correction.weights, log_ratio, response_mask)
-    for rejection in correction.rejections if correction is not None else ():
-        metrics |= _rejection(rejection, log_ratio, response_mask)
     if correction is not None and correction.rejections:
-        rejected = response_mask & ~correction.kept(old_log_probs, rollout_log_probs, response_mask)
+        rejected = torch.zeros_like(response_mask)
+        for rejection in correction.rejections:
+            distance = rejection.distance(log_ratio, response_mask)
+            metrics |= _rejection(rejection, distance, response_mask)
+            rejected |= ~(rejection.within(distance) if rejection.by_token else rejection.within(distance)[:, None])
+        rejected &= response_mask
         metrics["rollout_rs_masked_fraction"] = _fraction(rejected, response_mask)
         metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).double().mean()
     return {f"rollout_corr/{name}": value for name, value in to_floats(metrics).items()}
@@ -125,29 +128,34 @@ def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Te
     }
 
 
-def _rejection(rejection: Rejection, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    distance = rejection.distance(log_ratio, mask)
+def _rejection(rejection: Rejection, distance: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    """Return what is told of one rejection, from the distance of each token `[B, T]`, or of each response `[B]` for all its tokens."""
     low, high = rejection.bounds()
     two_sided = rejection.statistic.endswith("k1")
-    present = mask.any(-1)
+    lengths_of_rows = count(mask, -1).to(distance.dtype)
+    present = lengths_of_rows > 0
     rows = (masked_mean(distance, mask, -1) if rejection.by_token else distance)[present]
-    tokens = distance if rejection.by_token else distance[:, None].expand_as(log_ratio)
     selected = distance[mask] if rejection.by_token else rows
-    capped = tokens.clamp(low if two_sided else 0.0, high)
-    rejected = mask & ~rejection.within(tokens)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        """Return the mean over tokens; those of a response share its value."""
+        return masked_mean(values, mask) if rejection.by_token else (values * lengths_of_rows).sum() / lengths(mask, values.dtype, None)
+
+    capped = distance.clamp(low if two_sided else 0.0, high)
+    rejected = ~rejection.within(distance)
     metrics = {
-        "mean": masked_mean(tokens, mask),
+        "mean": mean(distance),
         "max": selected.max(),
         "min": selected.min(),
         "fraction_high": (selected > high).double().mean(),
         "fraction_low": (selected < low).double().mean(),
-        "std": _variance(capped, masked_mean(capped, mask), mask).sqrt(),
+        "std": mean((capped - mean(capped)).square()).sqrt(),
         **_row_statistics("seq", rows),
         "seq_max_deviation": rows.abs().max(),
         "seq_fraction_high": (rows > high).double().mean(),
         **({"seq_fraction_low": (rows < low).double().mean()} if two_sided else {}),
-        "masked_fraction": _fraction(rejected, mask),
-        "seq_masked_fraction": rejected.any(-1)[present].double().mean(),
+        "masked_fraction": mean(rejected.to(distance.dtype)),
+        "seq_masked_fraction": (rejected & mask if rejection.by_token else rejected[:, None]).any(-1)[present].double().mean(),
     }
     return {f"rollout_rs_{rejection.statistic}_{name}": value for name, value in metrics.items()}
 

@@ -60,8 +60,8 @@ def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Ten
     slope = torch.expm1(-safe).neg_()
     value = safe.sub_(slope)
     # Where the value or the log-ratio is at its bound, moving it changes nothing.
-    slope.masked_fill_((value > LARGEST) | (log_ratio.abs() > CLAMP), 0)
-    return value.clamp_(max=LARGEST), slope
+    moving = (value <= LARGEST) & (log_ratio.abs() <= CLAMP)
+    return value.clamp_(max=LARGEST), keep(slope, moving)
 
 
 @dataclass(frozen=True)

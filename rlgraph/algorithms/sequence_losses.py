@@ -61,7 +61,7 @@ class SAPO(PolicyLoss):
         tau = torch.where(tokens.advantages > 0, positive, negative)
         gate = (tokens.ratio - 1).mul_(tau).sigmoid_()
         gains = (gate * tokens.advantages).mul_(4)
-        slopes = (1 - gate).mul_(gains).mul_(tokens.ratio).masked_fill_(~tokens.safe, 0)
+        slopes = keep((1 - gate).mul_(gains).mul_(tokens.ratio), tokens.safe)
         return gains.div_(tau), slopes, {"actor/ppo_kl": tokens.approximate_kl}
 
 

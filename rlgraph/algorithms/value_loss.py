@@ -54,7 +54,7 @@ class ValueLoss:
                 larger = clipped > losses
                 metrics["critic/vf_clipfrac"] = count(larger & mask) / tokens
                 # Where the clipped error is the larger one the value is at its bound, and moving it changes nothing.
-                losses, slopes = torch.maximum(losses, clipped), slopes.masked_fill_(larger, 0)
+                losses, slopes = torch.maximum(losses, clipped), keep(slopes, ~larger)
             loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
             gradient = slopes.mul_(row_weights(losses, mask, totals, self.aggregation, self.horizon)[:, None])
         return with_gradient(values, loss, gradient), to_floats({"critic/vf_loss": loss, **metrics})
