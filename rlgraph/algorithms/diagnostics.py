@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
+from rlgraph.algorithms.masks import EPSILON, count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, to_floats
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.rejection import Rejection
@@ -32,9 +32,10 @@ def diagnostics(
     log_ratio = masked_log_ratio("diagnostics", old_log_probs, rollout_log_probs, response_mask)
     if not bool(response_mask.any()):
         return {}
-    metrics = _policies(old_log_probs, rollout_log_probs, log_ratio, response_mask)
+    tokens = count(response_mask)
+    metrics = _policies(old_log_probs, rollout_log_probs, log_ratio, response_mask, tokens)
     if correction is not None and correction.weights is not None:
-        metrics |= _weights(correction.weights, log_ratio, response_mask)
+        metrics |= _weights(correction.weights, log_ratio, response_mask, tokens)
     if correction is not None and correction.rejections:
         rejected = torch.zeros_like(response_mask)
         for rejection in correction.rejections:
@@ -42,33 +43,24 @@ def diagnostics(
             metrics |= _rejection(rejection, distance, response_mask)
             rejected |= ~(rejection.within(distance) if rejection.by_token else rejection.within(distance)[:, None])
         rejected &= response_mask
-        metrics["rollout_rs_masked_fraction"] = _fraction(rejected, response_mask)
+        metrics["rollout_rs_masked_fraction"] = count(rejected) / tokens
         metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).double().mean()
     return {f"rollout_corr/{name}": value for name, value in to_floats(metrics).items()}
 
 
-def _fraction(flags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return count(flags & mask) / count(mask)
+def _mean(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean over so many tokens of values that are 0 outside of the mask."""
+    return values.sum() / (tokens.to(values.dtype) + EPSILON)
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the mask of values that are 0 outside of it."""
-    return values.sum() / lengths(mask, values.dtype, None)
-
-
-def _variance(values: torch.Tensor, mean: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    # Around the mean, so that a small variance does not drown in the square of the mean.
-    return _mean(keep(values - mean, mask).square_(), mask)
-
-
-def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> Metrics:
     trainer_mean, rollout_mean = masked_mean(trainer, mask, -1), masked_mean(rollout, mask, -1)
     difference = rollout_mean - trainer_mean
     return {
         "training_ppl": (-trainer_mean).exp().mean(),
         "training_log_ppl": -trainer_mean.mean(),
-        "kl": -_mean(log_ratio, mask),
-        "k3_kl": _mean(torch.expm1(log_ratio) - log_ratio, mask),
+        "kl": -_mean(log_ratio, tokens),
+        "k3_kl": _mean(torch.expm1(log_ratio) - log_ratio, tokens),
         "rollout_ppl": (-rollout_mean).exp().mean(),
         "rollout_log_ppl": -rollout_mean.mean(),
         "log_ppl_diff": difference.mean(),
@@ -76,21 +68,22 @@ def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Ten
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
-        "chi2_token": _mean(log_ratio.clamp(-CLAMP, CLAMP).mul_(2).expm1_(), mask),
+        "chi2_token": _mean(log_ratio.clamp(-CLAMP, CLAMP).mul_(2).expm1_(), tokens),
         "chi2_seq": (2 * log_ratio.sum(-1).clamp(-CLAMP, CLAMP)).exp().mean() - 1,
     }
 
 
-def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> Metrics:
     raw = weights.raw(log_ratio, mask)
     bounded = weights.bounded(raw)
     low, high = weights.bounds()
-    mean = _mean(bounded, mask)
-    variance = _variance(bounded, mean, mask)
+    mean = _mean(bounded, tokens)
+    # Around the mean, so that a small variance does not drown in the square of the mean.
+    variance = _mean(keep(bounded - mean, mask).square_(), tokens)
     ess_denominator = (variance + mean.square()) / (mean + 1e-8).square()
     metrics = {
         "rollout_is_mean": mean,
-        **_extremes(weights, log_ratio, raw, bounded, mask),
+        **_extremes(weights, log_ratio, raw, bounded, mask, tokens),
         "rollout_is_std": variance.sqrt(),
         "rollout_is_eff_sample_size": torch.where(ess_denominator > 0, 1 / ess_denominator, 0.0),
     }
@@ -103,13 +96,20 @@ def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Te
         "rollout_is_seq_fraction_low": (raw_rows < low).double().mean(),
     }
     if isinstance(weights, IcePop):
-        metrics["rollout_is_oob_ratio"] = _fraction((raw < low) | (raw > high), mask)
+        metrics["rollout_is_oob_ratio"] = count(((raw < low) | (raw > high)) & mask) / tokens
     if weights.normalize:
         metrics["rollout_is_batch_norm_factor"] = torch.tensor(weights.scale(bounded, mask), dtype=torch.float64, device=mask.device)
     return metrics
 
 
-def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Tensor, bounded: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def _extremes(
+    weights: ImportanceWeights,
+    log_ratio: torch.Tensor,
+    raw: torch.Tensor,
+    bounded: torch.Tensor,
+    mask: torch.Tensor,
+    tokens: torch.Tensor,
+) -> Metrics:
     low, high = weights.bounds()
     if weights.level == "sequence":
         sums = log_ratio.sum(-1)
@@ -123,8 +123,8 @@ def _extremes(weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Te
     return {
         "rollout_is_max": bounded.max(),
         "rollout_is_min": torch.where(mask, bounded, float("inf")).min(),
-        "rollout_is_ratio_fraction_high": _fraction(raw > high, mask),
-        "rollout_is_ratio_fraction_low": _fraction(raw < low, mask),
+        "rollout_is_ratio_fraction_high": count((raw > high) & mask) / tokens,
+        "rollout_is_ratio_fraction_low": count((raw < low) & mask) / tokens,
     }
 
 
