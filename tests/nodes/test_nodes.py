@@ -96,7 +96,7 @@ def test_rewards_may_go_to_a_column_of_another_name_with_metrics_of_its_own() ->
     assert baseline.columns == ("baseline_rewards",)
     scoring = dataclasses.replace(baseline.node.operation.scoring, decoded=())  # type: ignore[attr-defined]
     operation = dataclasses.replace(baseline.node.operation, scoring=scoring)  # type: ignore[type-var]
-    columns, metrics = operation.fire(Context(), {"responses": ["a", "bcd"]})  # type: ignore[attr-defined]
+    columns, metrics = operation.fire(Context(), None, {"responses": ["a", "bcd"]})  # type: ignore[attr-defined]
     assert columns["baseline_rewards"].tolist() == [1.0, 3.0]
     assert metrics == {"critic/baseline_rewards/mean": 2.0, "critic/baseline_rewards/max": 3.0, "critic/baseline_rewards/min": 1.0}
 
