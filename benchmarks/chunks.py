@@ -1,6 +1,6 @@
 """A slow reward that works on the parts of a batch while the rest is decoded, against one that waits for the whole batch.
 
-    python benchmarks/chunks.py [--json PATH]
+    python benchmarks/chunks.py [--json PATH] [--rounds N]
 
 Engines are simulated: they wait. Everything else runs for real on Ray. The reward takes a third of the time of generating, the
 update nearly all of it, so that only what hides the reward reaches the bound max(generate, update) at depth 1, or
@@ -50,16 +50,17 @@ def measured(depth: int, chunks: int) -> list[float]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
-    path = arguments.parse_args().json
+    arguments.add_argument("--rounds", type=int, default=ROUNDS, help="how often each setting is run")
+    path, rounds = arguments.parse_args().json, arguments.parse_args().rounds
     figures: dict[str, Any] = {
-        "machine": {"cores": rg.local_cluster().cpus, "load_before": os.getloadavg()[0], "python": platform.python_version()},
+        "machine": {"cores": rg.local_cluster().cpus, "load_before": round(os.getloadavg()[0], 1), "python": platform.python_version()},
         "versions": {"ray": ray.__version__},
         "seconds": {"generate": GENERATE_S, "reward": REWARD_S, "update": UPDATE_S},
     }
     settings = [(depth, chunks) for depth in (1, 0) for chunks in (1, 2, 4)]
     times: dict[tuple[int, int], list[float]] = {setting: [] for setting in settings}
     ours = start_ray()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for setting in settings:
             times[setting] += measured(*setting)
     if ours:
@@ -69,6 +70,7 @@ def main() -> None:
         bound = max(GENERATE_S, UPDATE_S) if depth else GENERATE_S + UPDATE_S
         cuts, median = statistics.quantiles(found, n=10), statistics.median(found)
         predicted = plan(depth, chunks).prediction.period_s
+        figures["rounds"] = rounds
         figures[f"depth {depth}, chunks {chunks}"] = {
             "predicted_s": predicted, "median_s": median, "p10_s": cuts[0], "p90_s": cuts[-1], "of_bound": median / bound,
         }  # fmt: skip
