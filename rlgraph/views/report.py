@@ -223,7 +223,8 @@ def _predicted(run: Run) -> Iterator[str]:
     yield "</tbody></table>"
     waits = [wait for wait in waited(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
     if waits:
-        yield "<p>Waits of a step, predicted from the measured seconds of the nodes, and measured:</p>"
+        yield "<p>Waits of a step, predicted from the measured seconds of the nodes, and measured. "
+        yield "The plan gives a wait for several inputs to the last of them.</p>"
         yield '<table><thead><tr><th>who</th><th>waits for</th><th class="n">predicted</th><th class="n">measured</th></tr></thead><tbody>'
         for wait in waits:
             yield f"<tr><td>{escape(words.clean(wait.who))}</td><td>{escape(words.WAITS[wait.reason](words.clean(wait.on)))}</td>"
