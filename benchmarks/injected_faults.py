@@ -61,7 +61,11 @@ def run(fault: faults.Fault, warnings: Warnings) -> dict[str, Any]:
     for path in re.findall(r"stacks of all workers are in (\S+\.txt)", ended):
         os.unlink(path)
     names = any(f"'{name}'" in ended for name in (fault.node, fault.worker))
-    right = fault.node in str(warnings.said) if fault.kind == "slow" and ended == "finished" else names and "channel" in ended
+    right = (
+        f"in worker '{fault.worker}'" in str(warnings.said)
+        if fault.kind == "slow" and ended == "finished"
+        else names and "channel" in ended
+    )
     limit = DEADLINE_S + 1 if fault.kind in faults.HANGS or fault.kind == "full channel" else 5.0
     return {
         "kind": fault.kind,

@@ -108,7 +108,7 @@ class Fault:
 
 def _misshapen(kind: str, columns: Columns) -> dict[str, Any]:
     wrong: dict[str, Any] = dict(columns)
-    name = sorted(wrong)[0]
+    name = "prompt_ids" if "prompt_ids" in wrong else sorted(wrong)[0]  # one that somebody reads
     if kind == "wrong rows":
         wrong[name] = wrong[name][:-1]
     elif kind == "no column":

@@ -42,7 +42,12 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
                 handle = os.open(_pipe(folder, worker), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 handles[handle] = worker
                 _drain(handle)  # what an earlier question may have left
-                silent[worker] = "(no answer: its process is stopped, or the machine is overloaded)"
+                silent[worker] = "(no answer: its process does not run, or the machine is overloaded)"
+                if _stopped(pid):  # it would never answer
+                    silent[worker] = "(its process is stopped)"
+                    os.close(handle)
+                    del handles[handle]
+                    continue
                 try:
                     os.kill(pid, SIGNAL)
                 except ProcessLookupError:
@@ -66,6 +71,13 @@ def _collect(handles: Mapping[int, str], found: dict[str, bytes]) -> None:
             return
         for handle, _ in ready:
             found[handles[handle]] = found.get(handles[handle], b"") + _drain(handle)
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _drain(handle: int) -> bytes:

@@ -7,11 +7,19 @@ import mmap
 import re
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from rlgraph.planning.events import load_event, publish_event
+
 BETWEEN = "idle between two steps"
+WORK: tuple[tuple[str, Callable[..., str]], ...] = (
+    (r"running node '(.*)'", str),
+    (r"publishing version \d+ of '(.*)' \(", publish_event),
+    (r"loading version \d+ of '(.*)' before node '(.*)'", load_event),
+)
 LAYOUT = struct.Struct("<dq240s")
 
 
@@ -32,10 +40,12 @@ class Doing:
         return self.what.startswith("waiting")
 
     @property
-    def runs(self) -> str | None:
-        """The node at work, if one is."""
-        found = re.match(r"running node '(.*)'", self.what)
-        return found[1] if found else None
+    def works(self) -> str | None:
+        """The name of the event at work, as in spans: a node, or weights that are published or loaded; None for a wait."""
+        for pattern, name in WORK:
+            if found := re.match(pattern, self.what):
+                return name(*found.groups())
+        return None
 
     def __str__(self) -> str:
         return f"{self.what}{f', step {self.step}' if self.step >= 0 else ''}, for {self.for_s:.1f} s"

@@ -40,7 +40,7 @@ class Watchdog:
         """Take in how long the nodes of a worker took, and how full its channels are."""
         self.used.update(report.used)
         for span in report.spans:
-            if span.kind == "fire":
+            if span.kind in ("fire", "publish", "load"):
                 self._seconds.setdefault(span.name, deque(maxlen=REMEMBERED)).append(span.end_s - span.start_s)
 
     def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:
@@ -62,7 +62,7 @@ class Watchdog:
                 raise ChannelTimeout(self._stuck(worker, doing, for_s, states))
 
     def _warn_if_slow(self, worker: str, doing: Doing) -> None:
-        node = doing.runs
+        node = doing.works
         if node is None or (node, doing.step) in self._warned:
             return
         usual = median(self._seconds[node]) if self._seconds.get(node) else None
@@ -71,7 +71,7 @@ class Watchdog:
             self._warned.add((node, doing.step))
             pace = "and has not finished a step before" if usual is None else f"its median is {usual:.2f} s"
             log.warning(
-                "node '%s' in worker '%s' has been at step %d for %.1f s, %s; at %g s the job ends with an error",
+                "'%s' in worker '%s' has been at step %d for %.1f s, %s; at %g s the job ends with an error",
                 node,
                 worker,
                 doing.step,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rlgraph.channels import ShmReader, ShmWriter, layout, tokens
-from rlgraph.channels.address import set_deadline
+from rlgraph.channels.address import close_listener, set_deadline
 from rlgraph.channels.device import Mapped
 from rlgraph.channels.link import Link
 from rlgraph.channels.memory import new_segment
@@ -233,6 +233,7 @@ def told_writer(dice: random.Random) -> str:
         return outcome(lambda: [writer.put(step, {}, 0.02) for step in range(3)])
     finally:
         writer.close()
+        close_listener(writer._door._listener, writer.address)  # the door believes that its reader came in through it
         far.close()
 
 

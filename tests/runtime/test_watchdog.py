@@ -91,7 +91,7 @@ def test_a_stopped_process_is_named_though_it_gives_no_stacks() -> None:
         os.kill(running.pids["generator"], signal.SIGSTOP)
         with pytest.raises(ChannelTimeout) as raised:
             list(steps)
-    assert "worker 'generator'\n(no answer: its process is stopped" in report_of(raised.value)
+    assert "worker 'generator'\n(its process is stopped)" in report_of(raised.value)
 
 
 @node(reads="values group_ids", writes="rewards")
@@ -106,7 +106,7 @@ def test_a_slow_node_is_warned_about_long_before_the_deadline_and_the_run_goes_o
     with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked.job(fakes.vector_loop(1, middle=slow_at_six), 60) as running:
         assert len(list(running.steps(8))) == 8
     [warning] = [record.getMessage() for record in caplog.records if record.name == "rlgraph.watchdog"]
-    assert re.match(r"node 'slow_at_six' in worker 'slow_at_six' has been at step 5 for 2\.\d s, its median is 0\.0\d s; at 60 s", warning)
+    assert re.match(r"'slow_at_six' in worker 'slow_at_six' has been at step 5 for 2\.\d s, its median is 0\.0\d s; at 60 s", warning)
 
 
 def test_stacks_are_those_of_the_process_asked(tmp_path: Path) -> None:
