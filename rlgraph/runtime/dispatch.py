@@ -70,10 +70,11 @@ class Actors:
 
     def __init__(self) -> None:
         self._preparing: dict[Any, str] = {}
-        self._owns_ray = False
+        self._owns_ray = self._started_ray = False
 
     def begin(self, hosts: int) -> None:
         self._owns_ray = start_ray(hosts)
+        self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
     def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
         return ray_hosts(plan) if plan.cluster.hosts > 1 else ()
@@ -82,7 +83,7 @@ class Actors:
         return Distant(ray.remote(Host).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder))
 
     def folders(self) -> Sequence[str]:
-        return [session_folder()] if self._owns_ray else []
+        return [session_folder()] if self._started_ray else []
 
     def end(self) -> None:
         if self._owns_ray:
@@ -210,7 +211,8 @@ def start_ray(hosts: int = 1) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Payload never goes through the object store, so the smallest one does; workers are given no CPU resource, since
     # they share the cores as the plan says.
-    ray.init(include_dashboard=False, num_cpus=1, object_store_memory=100 * 2**20, log_to_driver=True, logging_level=logging.ERROR)
+    # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
+    ray.init("local", include_dashboard=False, num_cpus=1, object_store_memory=100 * 2**20, log_to_driver=True, logging_level=logging.ERROR)
     return True
 
 
