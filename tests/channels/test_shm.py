@@ -288,17 +288,16 @@ def test_nothing_is_left_after_close(make_shm, tmp_path, last):
 
 
 def test_a_writer_closed_before_its_readers_came_leaves_nothing(tmp_path):
-    before, threads = handles(), threading.active_count()
+    before, threads = handles(), set(threading.enumerate())
     writer = ShmWriter("edge", 1, 2, b"key", str(tmp_path / "a"))
     reader = ShmReader("edge", b"key", str(tmp_path / "a"), LONG)
     writer.close()
     with pytest.raises(ChannelClosed):
         reader.take(0, LONG)
     reader.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("door of"):
-            thread.join(LONG)
-    assert (handles(), threading.active_count(), os.listdir(tmp_path)) == (before, threads, [])
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(LONG)
+    assert (handles(), set(threading.enumerate()) - threads, os.listdir(tmp_path)) == (before, set(), [])
 
 
 def test_no_handle_is_inherited_by_child_processes(make_shm):
