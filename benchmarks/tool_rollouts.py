@@ -24,7 +24,7 @@ from rlgraph.engines.vllm import VllmEngine
 from rlgraph.nodes.base import Context
 
 REPEATS = 5
-STOPS = tuple(range(1, 7))  # of 257 tokens that are about as likely: a turn has some 40
+STOPS = tuple(range(1, 7))  # of 257 tokens that are about as likely: a turn has some 30
 
 
 class Slow:
@@ -48,9 +48,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_model(Path(folder) / "tiny"))
-        engine = VllmEngine(path, max_model_len=1024, dtype="float32", threads=1)
+        engine = VllmEngine(path, max_model_len=256, dtype="float32", threads=1)
         context = Context(engine=engine)
-        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=Sampling(max_tokens=600, stop_token_ids=STOPS), max_context=1000)
+        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=Sampling(max_tokens=200, stop_token_ids=STOPS), max_context=256)
         prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
         tools = rg.Tools(environment=Slow, pool=rg.Pool("tools", cpus=given.conversations))
         stage = generator.rollout(prompts, tools=tools, max_turns=given.turns).node.operation.start(context)
