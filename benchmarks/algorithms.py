@@ -4,7 +4,7 @@
 
 Needs `make oracle`, whose Python runs verl in a process beside this one. The two take turns on every item, so that both see the
 same machine. Losses are timed forward and backward. Both sides start from the same columns and must give the same result.
-The speed-up is that of the least times: other work on the machine only ever adds to a time.
+The speed-up is that of the medians, since both took turns under the same load.
 """
 
 import argparse
@@ -235,7 +235,7 @@ def compare(name: str, items: dict[str, Item], mask: torch.Tensor, verl: subproc
         if turn:
             mine.append(seconds)
             theirs.append(verl_seconds)
-    speedup = min(theirs) / min(mine)
+    speedup = statistics.median(theirs) / statistics.median(mine)
     return {"name": name, "rlgraph_s": mine, "verl_s": theirs, "speedup": speedup, "grouped": name in GROUPED}
 
 
