@@ -105,7 +105,8 @@ class Generator(Model):
         `interrupt` when versions arrive depends on the clock. The bound holds for every token.
 
         With `tools` a response has up to `max_turns` turns (8): what it asks for in one is answered before the next, while others decode.
-        Its tokens together, those of answers included, are at most the sampling's `max_tokens`; `response_mask` is 0 on answers.
+        Its tokens together, those of answers included, are at most the sampling's `max_tokens`; `response_mask` is 0 on answers. Which
+        turns decode together depends on when they are answered, and with it the last bits of their log-probs.
 
         `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: groups whose rewards are all equal are replaced, within the
         step, by the next prompts of the data order. The rollout then walks that order itself: what a prompt comes with (`answers`

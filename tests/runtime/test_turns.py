@@ -1,0 +1,68 @@
+"""Whole runs with tools: Ray samples what a single process does, and rewards go up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from digests import ITEMS, DigestPolicy, digest, here, odd_tokens, on_ray
+
+import rlgraph as rg
+from rlgraph.columns import Columns
+from rlgraph.engines.pretrained import tiny_model
+
+TURN = rg.Sampling(max_tokens=24, stop_token_ids=tuple(range(10, 60)))
+
+
+class Again:
+    """Asks for more, twice."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def reply(self, text: str) -> str | None:
+        self.turns += 1
+        return " more: " if self.turns < 3 else None
+
+
+@rg.node(reads="responses response_mask", writes="seen")
+def seen(batch: Columns) -> tuple[rg.Columns, dict[str, float]]:
+    """Digest what was sampled, and tell how many tokens were somebody else's words."""
+    mask, tokens = batch["response_mask"], batch["responses"]
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(tokens, torch.Tensor)
+    told = ~mask & (tokens != 0)
+    return {"seen": told.sum(-1).float()}, {"digest/responses": digest([tokens]), "told": float(told.sum())}
+
+
+def loop(model: Path, depth: int) -> rg.Graph:
+    generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=TURN, dtype="float32")
+    policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=2e-3), dtype="float32")
+    weights = rg.feedback("weights", depth=depth)
+    tools = rg.Tools(environment=Again, pool=rg.Pool("tools", cpus=2))
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, tools=tools, max_turns=3)
+    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_high=0.28))
+    weights.close(step.weights)
+    return rg.Graph("turns", step.metrics, seen(rollout))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_responses_of_several_turns_learn(model: Path) -> None:
+    found = here(loop(model, 1), 24)
+    assert all(step["told"] > 0 for step in found)
+    first, last = (sum(step["odd"] for step in part) / len(part) for part in (found[:5], found[-5:]))
+    assert last > first + 0.1, (first, last)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_turns_on_ray_are_sampled_as_in_one_process(model: Path) -> None:
+    # Which turns decode together depends on when they were answered, and with it the last bits: so the first step alone is compared.
+    graph = loop(model, 1)
+    ours, theirs = here(graph, 1), on_ray(graph, 3)
+    assert theirs[0]["digest/responses"] == ours[0]["digest/responses"]
+    assert [step["staleness/max"] for step in theirs] == [0, 1, 1]
