@@ -330,10 +330,9 @@ def measure(mode: str, kills: int, seed: int, minutes: float) -> dict[str, Any]:
             folder.mkdir()
             found = Found()
             budget = min(kills - total.kills.total(), 40)
-            if mode == "here":
-                found.kills = kill_here(folder, depth, steps, draw, budget)
-            else:
+            if mode == "ray":
                 kill_on_ray(folder, depth, steps, draw, budget, found)
+            found.kills = found.kills if mode == "ray" else kill_here(folder, depth, steps, draw, budget)
             checked = check(folder, whole, depth, steps)
             _add(total, found, checked)
             equal[f"depth {depth}"] += not checked.wrong
@@ -347,12 +346,10 @@ def measure(mode: str, kills: int, seed: int, minutes: float) -> dict[str, Any]:
 
 
 def _add(total: Found, found: Found, checked: Found) -> None:
-    total.kills += found.kills
+    total.kills, total.back_s = total.kills + found.kills, total.back_s + found.back_s
     total.wrong += found.wrong + checked.wrong
     total.steps += checked.steps
-    total.trained += checked.trained
-    total.sampled += checked.sampled
-    total.back_s += found.back_s
+    total.trained, total.sampled = total.trained + checked.trained, total.sampled + checked.sampled
 
 
 def _summary(mode: str, seed: int, runs: int, total: Found, equal: Counter[str]) -> dict[str, Any]:
@@ -394,9 +391,8 @@ def main() -> None:
     figures = measure(given.mode, given.kills, given.seed, given.minutes)
     print(json.dumps(figures, indent=1))
     if given.json:
-        before = json.loads(given.json.read_text()) if given.json.exists() else {"parts": []}
-        before["parts"].append(figures)
-        given.json.write_text(json.dumps(before, indent=1) + "\n")
+        before = json.loads(given.json.read_text())["parts"] if given.json.exists() else []
+        given.json.write_text(json.dumps({"parts": [*before, figures]}, indent=1) + "\n")
     sys.exit(bool(figures["wrong"]))
 
 
