@@ -239,7 +239,7 @@ def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path: Path, caps
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"asks for 'builtins\.print'"):
         stored.read(tmp_path, {"vector": torch.zeros(2)}, 1)
-    assert capsys.readouterr().out == ""
+    assert "code ran" not in capsys.readouterr().out
 
 
 def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
