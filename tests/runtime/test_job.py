@@ -165,7 +165,7 @@ def hanging(batch: Columns) -> dict[str, Column]:
 
 
 def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
-    with job(fakes.vector_loop(1, middle=hanging), deadline_s=2.0) as running:
+    with job(fakes.vector_loop(1, middle=hanging), deadline_s=5.0) as running:
         with pytest.raises(ChannelTimeout) as raised:
             list(running.steps(3))
         pids = running.pids
