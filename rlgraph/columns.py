@@ -56,6 +56,11 @@ COLUMNS: dict[str, ColumnSpec] = {
 }
 
 
+def share(count: int, rank: int, world: int) -> range:
+    """Return the rows of one of `world` ranks: those of all ranks below one another are all rows, in their order."""
+    return range(count * rank // world, count * (rank + 1) // world)
+
+
 def rows_of(columns: Columns) -> int:
     """Return how many rows the columns have; every column of one batch has the same number."""
     first = next(iter(columns.values()))

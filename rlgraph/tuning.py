@@ -21,15 +21,10 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Row):
     """One plan of a tuning, with the settings that gave its graph and what it is predicted to give."""
 
-    settings: Mapping[str, Any]
     plan: Plan
-    step_s: float
-    samples_per_s: float
-    tokens_per_s: float | None  # prompts and responses; None where the costs hold no lengths
-    gpu_s_per_sample: float
     staleness: int
 
 
@@ -56,8 +51,7 @@ class Tuning:
         return self.ranked[index]
 
     def __str__(self) -> str:
-        rows = [Row(t.settings, t.plan, t.step_s, t.samples_per_s, t.tokens_per_s, t.gpu_s_per_sample) for t in self.ranked[:SHOWN]]
-        return table(rows, self.looked_at, self.left_out, self.verdict)
+        return table(self.ranked[:SHOWN], self.looked_at, self.left_out, self.verdict)
 
 
 def replay(trace: "Job | str | Path", *, shares: Mapping[str, float] | None = None, depth: int | None = None) -> Replayed:

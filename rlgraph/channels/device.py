@@ -34,7 +34,7 @@ class DeviceMemory:
 
 @dataclass
 class Mapped:
-    """The device memories of a peer that this process has mapped, by handle. `device` is where this process computes."""
+    """The device memories of a peer that this process has mapped, by handle."""
 
     memories: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
 

@@ -55,7 +55,8 @@ class _Place:
 
 
 class Layout:
-    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a GPU.
+    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a GPU:
+    where there are any, `seal` is called with their memory before anything else.
 
     Without `devices` columns on a GPU are copied to host memory, for readers on other hosts.
     """
@@ -77,7 +78,8 @@ class Layout:
             ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
         self.device_size = ends[True]
         self._host_size = ends[False]
-        self.seal(None)
+        if not self.device_size:
+            self.seal(None)
 
     @property
     def device(self) -> torch.device:

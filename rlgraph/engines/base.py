@@ -242,6 +242,12 @@ class TrainEngine(Protocol):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from a `state` of the same names and shapes, whose tensors may be the live ones, filled."""
 
+    def sleep(self) -> None:
+        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile."""
+
+    def wake(self) -> None:
+        """Be ready to compute again."""
+
     def close(self) -> None:
         """Free the model."""
 

@@ -64,6 +64,14 @@ class ScoreEngine:
         scores: torch.Tensor = self._model(input_ids=tokens, attention_mask=mask).logits[:, self._label].float().cpu()
         return scores
 
+    def sleep(self) -> None:
+        """Give back what no tensor is in; the weights stay where they are."""
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Be ready to score again."""
+
     def close(self) -> None:
         """Free the model."""
         self._model = None

@@ -18,6 +18,7 @@ from rlgraph.engines.base import Request, Response
 from rlgraph.errors import RlgraphError
 from rlgraph.nodes.base import Context, Fired
 from rlgraph.nodes.calls import event_loop
+from rlgraph.nodes.responses import columns_of
 from rlgraph.nodes.tools import Environment, Tools
 
 if TYPE_CHECKING:
@@ -164,8 +165,6 @@ class Conversations:
         return tokens
 
     def _columns(self, conversations: Sequence[Conversation], ids: torch.Tensor) -> dict[str, Column]:
-        from rlgraph.nodes.rollout import columns_of
-
         responses = [Response(c.tokens, c.log_probs, c.versions) for c in conversations]
         columns = columns_of([c.request.prompt for c in conversations], responses, ids.clone())
         mask = columns["response_mask"]

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from rlgraph.columns import Column, Columns
+from rlgraph.columns import Column, Columns, share
 from rlgraph.engines.base import Request, Response, Running, Sampling
 from rlgraph.errors import GraphError
 from rlgraph.graph import Feedback, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, check_column
-from rlgraph.nodes.rollout import WRITES, Rollout, columns_of, seed_of
+from rlgraph.nodes.rollout import Rollout
 from rlgraph.nodes.scoring import Scoring, scoring
 
 
@@ -135,8 +136,8 @@ class DynamicSampler:
     drawn: int = 0
 
     def __call__(self, step: int, columns: Columns) -> Fired:
-        count, rank, world = self.operation.draws_from.count, self.context.rank, self.context.world
-        wanted = count * (rank + 1) // world - count * rank // world
+        world = self.context.world
+        wanted = len(share(self.operation.draws_from.count, self.context.rank, world))
         groups = self._sample(wanted)
         differing = [group for group in groups if not group.constant]
         unfilled = wanted - len(differing)

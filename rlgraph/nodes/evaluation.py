@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from rlgraph.columns import Column, Columns
+from rlgraph.columns import Column, Columns, share
 from rlgraph.engines.base import Sampling, check_count
 from rlgraph.errors import GraphError
 from rlgraph.graph import Due, Feedback, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.pass_at import summary
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
+from rlgraph.nodes.responses import columns_of
 from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S
-from rlgraph.nodes.rollout import Generator, check_prompts, columns_of
+from rlgraph.nodes.rollout import Generator, check_prompts
 from rlgraph.nodes.scoring import Scoring, scoring
 
 ANSWERS = ("responses", "response_mask", "weight_version", "group_ids")
@@ -98,7 +99,7 @@ class Answer:
 
     def fire(self, context: Context, step: int) -> dict[str, Column]:
         count = self.questions.count if self.due(step) else 0
-        mine = range(count * context.rank // context.world, count * (context.rank + 1) // context.world)
+        mine = share(count, context.rank, context.world)
         texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
         encoded = context.tokenizer(self.generator.path)(texts)["input_ids"] if texts else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]

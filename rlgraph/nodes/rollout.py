@@ -1,26 +1,25 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from rlgraph.columns import Column, Columns, repeat_rows
-from rlgraph.engines.base import Request, Response, Running, Sampling, check_count, check_real
+from rlgraph.columns import Column, Columns, repeat_rows, share
+from rlgraph.engines.base import Request, Running, Sampling, check_count, check_real
 from rlgraph.errors import DataError, GraphError
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import Conversations
 from rlgraph.nodes.decoding import Decoding, Joining, joining
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.tools import Tools
 
 if TYPE_CHECKING:
     from rlgraph.nodes.dynamic_sampling import Refill
-
-WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "group_ids")
 
 MAX_TURNS = 8  # of a rollout with tools, unless given
 
@@ -243,8 +242,8 @@ class Rollout:
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Return the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
         return [
-            part[len(part) * context.rank // context.world : len(part) * (context.rank + 1) // context.world].tolist()
-            for part in torch.arange(len(ids)).chunk(self.chunks)
+            [rows[place] for place in share(len(rows), context.rank, context.world)]
+            for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
     def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
@@ -289,36 +288,3 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
                 f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "
                 f"a context of {context} less {context - room} for the response; drop the prompt, or lower max_tokens"
             )
-
-
-def seed_of(seed: int, prompt: int, member: int) -> int:
-    """Return the seed of a response: of the generator's, the place of its prompt in the data order and its own in the group."""
-    return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
-
-
-def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
-    """Return the columns that every rollout writes, one row a response: prompts padded on the left, responses on the right."""
-    tokens, mask = _padded(prompts, torch.int64, left=True)
-    sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
-    log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)
-    versions, _ = _padded([r.versions for r in responses], torch.int32, left=False)
-    return {
-        "prompts": tokens,
-        "prompt_mask": mask,
-        "responses": sampled,
-        "response_mask": written,
-        "rollout_log_probs": log_probs,
-        "weight_version": versions,
-        "group_ids": group_ids,
-    }
-
-
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows as one tensor, padded with 0 to the longest, and a mask that is true where there was no padding."""
-    if not rows:  # of a rank that has no share of this part
-        return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)
-    side = "left" if left else "right"
-    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    full = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in rows], batch_first=True, padding_side=side)
-    return full, mask

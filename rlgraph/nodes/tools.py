@@ -20,15 +20,6 @@ CALL_EXAMPLE = '<tool_call>{"name": "python", "arguments": {"code": "print(2 ** 
 MOST_CALLS = 8  # of one turn
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What an environment says to a turn: text for the model to read, or None where the conversation ends; and what it counted."""
-
-    text: str | None
-    calls: int = 0
-    failures: int = 0
-
-
 class Environment(Protocol):
     """Answers the turns of one conversation. A user's own is a small class; `Tools(environment=Class)` makes one for each response.
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rlgraph.columns import Column, Columns, concat_rows
+from rlgraph.columns import Column, Columns, concat_rows, share
 from rlgraph.errors import CheckpointError
 from rlgraph.runtime.measure import averaged
 from rlgraph.runtime.messages import NotSaved, Part, Saved, Written
@@ -188,7 +188,8 @@ def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]
 
 
 def _share(column: Column, rank: int, world: int) -> Column:
-    return column[len(column) * rank // world : len(column) * (rank + 1) // world]
+    own = share(len(column), rank, world)
+    return column[own.start : own.stop]
 
 
 def read_parts(folder: Path) -> list[Part]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
-from rlgraph.columns import Column, Columns, repeat_rows
+from rlgraph.columns import Column, Columns, repeat_rows, share
 from rlgraph.engines.base import GenerateEngine, Running
 from rlgraph.errors import ChannelTimeout, StalenessError
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
@@ -139,7 +139,7 @@ class Worker:
         stage: Any = self.stages[task.name]
         before = stage.state() if hasattr(stage, "state") else None
         rank, world, count = self.context.rank, self.context.world, self.setup.prompts
-        mine = range(count * rank // world, count * (rank + 1) // world) if task.operation.work == "generate" else range(count)
+        mine = share(count, rank, world) if task.operation.work == "generate" else range(count)
         self.context.rank, self.context.world = 0, 1
         for prompt in mine:
             self.on_enter(step, probing(task.name, prompt))

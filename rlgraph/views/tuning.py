@@ -17,7 +17,7 @@ class Row:
     plan: Plan
     step_s: float
     samples_per_s: float
-    tokens_per_s: float | None
+    tokens_per_s: float | None  # prompts and responses; None where the costs hold no lengths
     gpu_s_per_sample: float
 
 

@@ -6,6 +6,7 @@ import random
 import socket
 import struct
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,7 +224,7 @@ def _send_message(dice: random.Random, far: Link) -> None:
 def told_writer(dice: random.Random) -> str:
     """Send malformed tokens to a writer; return how it took them."""
     near, far = _pair("a hostile reader")
-    writer = ShmWriter("edge", 2, 1, b"key", f"/tmp/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}")
+    writer = ShmWriter("edge", 2, 1, b"key", f"{tempfile.gettempdir()}/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}")
     writer._door.links.append(near)
     try:
         for _ in range(dice.randrange(1, 4)):

@@ -13,7 +13,7 @@ from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, checked_columns
 from rlgraph.nodes.prompts import Prompts, plural
-from rlgraph.nodes.rollout import seed_of
+from rlgraph.nodes.responses import seed_of
 from rlgraph.nodes.scoring import checked_rewards
 
 

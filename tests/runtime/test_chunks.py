@@ -10,7 +10,7 @@ from digests import ITEMS, DigestPolicy
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.engines.pretrained import tiny_model
-from rlgraph.nodes.rollout import WRITES
+from rlgraph.nodes.responses import WRITES
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.parts import joined
 
