@@ -6,6 +6,10 @@ A profile of one configuration (depth 1, one engine each) gives the costs; they 
 kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, a reference pass here and there, uniform
 lengths and a long tail. Then each runs, and its step is compared with the prediction made before: the mean one for a long
 tail, and the median one where every step takes as long, since a busy machine stops a stage now and then for seconds.
+
+Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
+the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
+the one that was fastest.
 """
 
 import argparse
@@ -30,7 +34,7 @@ from rlgraph.runtime.dispatch import start_ray, stop_ray
 
 SLOW_REWARD = Times(reward_s=0.06)
 WARM_UP = 6  # steps that fill the pipeline and warm the engines
-PROFILED = 60  # a tail of lengths must have been seen to be foreseen
+PROFILED = {"uniform": 40, "long tail": 200, "real engines": 40}  # steps; a tail of lengths must have been seen to be foreseen
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ class Case:
 class Found:
     family: str
     name: str
+    devices: int
     asynchronous: bool
     predicted_s: float
     cycle_s: float  # by the critical cycle, without lengths
     mean_s: float
     median_s: float
     standard_error_s: float
+    residual: float  # the share of device-seconds that nothing explains
     load: float  # of the machine, after the run
 
     @property
@@ -78,6 +84,7 @@ def simulated() -> Iterator[Case]:
             "depth 1, batch 32": replace(base, rows=32),
             "sync on 2, split 1:1": replace(base, depth=0, shared=True, generators=2, trainers=2),
             "depth 1, split 2:1": replace(base, generators=2),
+            "depth 1, split 1:2": replace(base, trainers=2),
             "depth 2, split 3:2": replace(base, depth=2, generators=3, trainers=2),
             "sync, colocated on 3": replace(base, depth=0, shared=True, generators=3, trainers=3),
             "depth 0, 4 chunks, slow reward": replace(base, depth=0, chunks=4, times=SLOW_REWARD),
@@ -144,17 +151,20 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
     plan = rg.compile(graph, rg.Cluster(cpus=case.cores), costs_for(case, costs))
     with plan.launch() as job:
         seconds = [step.seconds for step in job.steps(steps + WARM_UP)][WARM_UP:]
+        residual = job.bubbles().residual
     error = statistics.stdev(seconds) / len(seconds) ** 0.5
     predicted = plan.prediction
     return Found(
         family=case.family,
         name=case.name,
+        devices=case.cores,
         asynchronous=case.asynchronous,
         predicted_s=predicted.step_s,
         cycle_s=predicted.period_s,
         mean_s=statistics.mean(seconds),
         median_s=statistics.median(seconds),
         standard_error_s=error,
+        residual=residual,
         load=os.getloadavg()[0],
     )
 
@@ -183,6 +193,19 @@ def signs(found: list[Found]) -> tuple[int, int]:
     return right, pairs
 
 
+def choices(found: list[Found]) -> dict[str, float]:
+    """Return, for each family and number of devices, the measured step of the predicted best over that of the measured best."""
+    groups: dict[str, list[Found]] = {}
+    for one in found:
+        if not any(word in one.name for word in ("batch", "reference")):
+            groups.setdefault(f"{one.family}, {one.devices} devices", []).append(one)
+    return {
+        name: min(group, key=lambda one: one.predicted_s).measured_s / min(one.measured_s for one in group)
+        for name, group in groups.items()
+        if len(group) > 1
+    }
+
+
 def comparable(sync: str, asynchronous: str) -> bool:
     """Whether two configurations do the same work on equally many devices."""
     return not any(word in sync + asynchronous for word in ("batch", "reference", "split", "on 3"))
@@ -207,6 +230,8 @@ def figures(found: list[Found], steps: int, load: tuple[float, float, float]) ->
         "worst_error": max(errors),
         "signs_right": right,
         "signs": pairs,
+        "worst_residual": max(one.residual for one in found),
+        "predicted best over measured best": choices(found),
         "configurations": [{**asdict(one), "measured_s": one.measured_s, "error": one.error} for one in found],
     }
 
@@ -224,8 +249,8 @@ def main() -> None:
 
         def profile(family: str) -> rg.Costs:
             if family == "real engines":
-                return rg.profile(real_graph(model, 1, 8, 48), rg.Cluster(cpus=2), PROFILED // 2)
-            return rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED)
+                return rg.profile(real_graph(model, 1, 8, 48), rg.Cluster(cpus=2), PROFILED[family])
+            return rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED[family.split(",")[0]])
 
         cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "")]
         for one in measure(cases, profile, given.steps):
@@ -237,6 +262,8 @@ def main() -> None:
     errors = [abs(one.error) for one in found]
     right, pairs = signs(found)
     print(f"{len(found)} configurations: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    print(f"device-seconds not explained: at most {max(one.residual for one in found):.3%}")
+    print("; ".join(f"{name}: the predicted best takes {ratio:.3f} of the best" for name, ratio in choices(found).items()))
     print(f"the faster of sync and async named in {right} of {pairs} pairs; {time.time() - began:.0f} s, load {load[0]:.1f} before")
 
 

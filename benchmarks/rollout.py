@@ -1,9 +1,11 @@
 """Decoding batch by batch against batches and weights that join while responses decode, on vLLM.
 
-    python benchmarks/rollout.py [--json PATH] [--batches N] [--model FOLDER]
+    python benchmarks/rollout.py [--json PATH] [--rows N] [--batches N] [--rounds N] [--model FOLDER]
 
 One engine, one run: the ways take turns, batch lengths are the same for all. Lengths are log-normal with p99 / median = 10, forced on
 each request. A pretended trainer publishes version k + 1 some time after it gets batch k. Medians over rounds, with the extremes.
+
+A decode step takes a + b * active: what joining saves is a. On a CPU b is large, so that few rows gain more than many.
 """
 
 import argparse
@@ -28,8 +30,8 @@ from rlgraph.engines.vllm import VllmEngine
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.decoding import Decoding, Joining
 
-ROWS, MEDIAN, RATIO, CAP, PROMPT = 64, 16, 10, 240, 16
-WARM_UP, ROUNDS = 3, 3
+MEDIAN, RATIO, CAP, PROMPT = 16, 10, 240, 16
+WARM_UP = 3
 SIGMA = math.log(RATIO) / statistics.NormalDist().inv_cdf(0.99)
 BATCHWISE = "batch by batch"
 
@@ -68,36 +70,41 @@ class Trainer:
         self.loads_s += time.perf_counter() - start
 
 
-def lengths(step: int) -> list[int]:
-    """Return the lengths of a batch: one draw from each of ROWS equal parts of the distribution."""
+def lengths(step: int, rows: int) -> list[int]:
+    """Return the lengths of a batch: one draw from each of as many equal parts of the distribution."""
     draw = random.Random(step)
     normal = statistics.NormalDist()
-    return [min(CAP, max(1, round(MEDIAN * math.exp(SIGMA * normal.inv_cdf((row + draw.random()) / ROWS))))) for row in range(ROWS)]
+    return [min(CAP, max(1, round(MEDIAN * math.exp(SIGMA * normal.inv_cdf((row + draw.random()) / rows))))) for row in range(rows)]
 
 
-def requests(step: int) -> list[Request]:
+def requests(step: int, rows: int) -> list[Request]:
     draw = random.Random(step)
     found = []
-    for row, length in enumerate(lengths(step)):
+    for row, length in enumerate(lengths(step, rows)):
         prompt = [draw.randint(1, 256) for _ in range(PROMPT)]
-        found.append(Request(f"r: {step}.{row}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=step * ROWS + row))
+        found.append(Request(f"r: {step}.{row}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=step * rows + row))
     return found
 
 
-def run(
-    engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule: Joining, update_s: float, batches: int
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class Size:
+    rows: int
+    batches: int
+    rounds: int
+
+
+def run(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule: Joining, update_s: float, size: Size) -> dict[str, float]:
     """Return the pace of a run once it is under way, and how old its tokens were when they were trained on."""
     assert rule.depth is not None
     engine.load_weights(weights[0], version=0)
     context = Context(engine=engine)
     trainer = context.arrivals = Trainer(context, weights, update_s, rule)
-    decoding = Decoding(context, "r: ", rule, requests)
+    decoding = Decoding(context, "r: ", rule, lambda step: requests(step, size.rows))
     start, tokens, staleness, waited_s = 0.0, 0, [], 0.0
-    for step in range(WARM_UP + batches):
+    for step in range(WARM_UP + size.batches):
         trainer.wait(rule.needs(step))
-        decoding.begin(step, requests(step))
-        batch = decoding.take(step, requests(step))
+        decoding.begin(step, requests(step, size.rows))
+        batch = decoding.take(step, requests(step, size.rows))
         trainer.deliver(step)
         check_bound(step, rule.depth, batch)
         if step == WARM_UP - 1:
@@ -109,8 +116,8 @@ def run(
     engine.abort(list(engine.written()))
     return {
         "tokens_per_s": tokens / seconds,
-        "step_s": seconds / batches,
-        "waited_s": (trainer.waited_s - waited_s) / batches,
+        "step_s": seconds / size.batches,
+        "waited_s": (trainer.waited_s - waited_s) / size.batches,
         "load_s": trainer.loads_s / max(context.version, 1),
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": max(staleness),
@@ -134,9 +141,9 @@ def ways(depth: int) -> dict[str, Joining]:
     }
 
 
-def compare(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], depth: int, update_s: float, batches: int) -> dict[str, Any]:
+def compare(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], depth: int, update_s: float, size: Size) -> dict[str, Any]:
     """Return the median of each figure of each way, and its speed against batch by batch, round by round."""
-    rounds = [{name: run(engine, weights, rule, update_s, batches) for name, rule in ways(depth).items()} for _ in range(ROUNDS)]
+    rounds = [{name: run(engine, weights, rule, update_s, size) for name, rule in ways(depth).items()} for _ in range(size.rounds)]
     found: dict[str, Any] = {}
     for name in ways(depth):
         ratios = [one[name]["tokens_per_s"] / one[BATCHWISE]["tokens_per_s"] for one in rounds]
@@ -153,28 +160,32 @@ def compare(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    parser.add_argument("--batches", type=int, default=5, help="batches that are timed in each round")
+    parser.add_argument("--rows", type=int, default=16, help="responses of a batch")
+    parser.add_argument("--batches", type=int, default=15, help="batches that are timed in each round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     arguments = parser.parse_args()
+    size = Size(arguments.rows, arguments.batches, arguments.rounds)
     folder = arguments.model or tiny_model(Path(tempfile.mkdtemp()) / "tiny", context=1024)
     engine = VllmEngine(folder, max_model_len=CAP + PROMPT, dtype="bfloat16", threads=1)
     from safetensors.torch import load_file
 
     first = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     weights = [first, {name: tensor * 1.01 for name, tensor in first.items()}]
-    drawn = sorted(length for step in range(100) for length in lengths(step))
+    drawn = sorted(length for step in range(100) for length in lengths(step, size.rows))
     figures: dict[str, Any] = {
         "machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "python": platform.python_version()},
-        "lengths": {"rows": ROWS, "median": drawn[len(drawn) // 2], "p99": drawn[len(drawn) * 99 // 100], "longest": drawn[-1]},
-        "timed": {"batches": arguments.batches, "rounds": ROUNDS, "after": WARM_UP},
+        "lengths": {"rows": size.rows, "median": drawn[len(drawn) // 2], "p99": drawn[len(drawn) * 99 // 100], "longest": drawn[-1]},
+        "timed": {"batches": size.batches, "rounds": size.rounds, "after": WARM_UP},
+        "model": str(arguments.model.name) if arguments.model else "tiny",
     }
     import vllm
 
     figures["versions"] = {"vllm": vllm.__version__, "torch": torch.__version__}
     print(f"{'depth':>5} {'update':>8} {'way':22} {'tokens/s':>9} {'against batch by batch':>18} {'step':>7} {'stale':>6}")
-    alone = run(engine, weights, Joining(None, False, 1), 0.0, arguments.batches)["step_s"]
+    alone = run(engine, weights, Joining(None, False, 1), 0.0, size)["step_s"]
     for depth, share in ((1, 0.0), (1, 0.3), (2, 0.3)):
-        figures[f"depth {depth}, update {share:.1f} of a step"] = compare(engine, weights, depth, share * alone, arguments.batches)
+        figures[f"depth {depth}, update {share:.1f} of a step"] = compare(engine, weights, depth, share * alone, size)
         if arguments.json:  # after each, so that a run that is cut short leaves what it has measured
             arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     engine.close()

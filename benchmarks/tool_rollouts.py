@@ -60,10 +60,10 @@ def main() -> None:
             columns, metrics = stage(step, batch)
             with_tools = time.perf_counter() - start
             lengths = columns["response_mask"].sum(-1).tolist()
+            start, done = time.perf_counter(), 0
             for i, length in enumerate(lengths):
                 sampling = Sampling(max_tokens=length, ignore_eos=True)
                 engine.submit(Request(f"plain {step}.{i}", columns["prompts"][i][columns["prompt_mask"][i]].tolist(), sampling, seed=i))
-            start, done = time.perf_counter(), 0
             while done < len(lengths):
                 done += len(engine.step("plain"))
             without = time.perf_counter() - start

@@ -44,7 +44,7 @@ class Forked:
     def begin(self, hosts: int) -> None:
         pass
 
-    def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
         return [(f"node{i}", f"127.0.0.{i + 1}") for i in range(plan.cluster.hosts)] if plan.cluster.hosts > 1 else ()
 
     def keeper(self, host: str, folder: str) -> Host:

@@ -18,7 +18,7 @@ from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import prompts
 from rlgraph.planning.lengths import Lengths
 
-UNIFORM = Lengths((0.0, 1.0), (100.0, 120.0), prompt_tokens=8.0)
+UNIFORM = Lengths((0.0, 1.0), (60.0, 120.0), prompt_tokens=8.0)
 LONG_TAIL = Lengths((0.0, 0.5, 0.9, 0.98, 1.0), (20.0, 60.0, 120.0, 250.0, 400.0), prompt_tokens=8.0)
 PROMPT_TOKENS = 8
 

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
+from rlgraph.planning import stalls
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.events import load_event, publish_event, receive_event
 from rlgraph.planning.handover import handovers
@@ -30,7 +31,7 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
 
     def moving(event: str) -> float:
         found = [span.end_s - span.start_s for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
-        return float(np.mean(found)) + late[event] if found else 0.0
+        return stalls.mean(np.array(found)) + late[event] if found else 0.0
 
     first = min((span.step for span in spans), default=0) + WARM_UP
     kept = [span for span in spans if span.step >= first]
@@ -95,21 +96,12 @@ def _cost(plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, 
     if node.work in ("train", "forward") and sources:
         read = [sum(_total(s) for name in sources for (_, at), s in tokens[name].items() if at == step) for step in steps]
         return _by_tokens(setting, np.array(read, dtype=float), seconds)
-    return NodeCost(parallel_s=float(seconds.mean()) * setting.devices, spread=_spread(seconds, seconds.mean()), measured=setting)
+    return _plain(setting, seconds)
 
 
-def _whole(sampled: Iterable[Sampled]) -> Tokens:
-    """Return what each worker sampled in each step, the parts of a batch together."""
-    found: dict[tuple[str, int], Sampled] = {}
-    for part in sampled:
-        before = found.get((part.worker, part.step))
-        found[part.worker, part.step] = part if before is None else _joined(before, part)
-    return found
-
-
-def _joined(one: Sampled, other: Sampled) -> Sampled:
-    prompts = one.prompt_tokens + other.prompt_tokens
-    return replace(one, prompt_tokens=prompts, response_tokens=one.response_tokens + other.response_tokens)
+def _plain(setting: Setting, seconds: Array) -> NodeCost:
+    usual = stalls.mean(seconds)
+    return NodeCost(parallel_s=usual * setting.devices, spread=_spread(seconds, usual), measured=setting)
 
 
 def _total(sampled: Sampled) -> int:
@@ -118,16 +110,17 @@ def _total(sampled: Sampled) -> int:
 
 def _by_tokens(setting: Setting, tokens: Array, seconds: Array) -> NodeCost:
     """Seconds by tokens, with a constant part where the steps show one; by rows where tokens explain nothing."""
-    plain = NodeCost(parallel_s=float(seconds.mean()) * setting.devices, spread=_spread(seconds, seconds.mean()), measured=setting)
+    plain = _plain(setting, seconds)
     if (tokens <= 0).any():
         return plain
     if not _varies(tokens):
-        slope = float(seconds.mean() / tokens.mean())
+        slope = stalls.mean(seconds) / float(tokens.mean())
         return NodeCost(token_s=slope * setting.devices, spread=_spread(seconds, slope * tokens), measured=setting)
     columns = {"serial": np.ones_like(tokens), "token": tokens}
     found = _fewest(columns, seconds)
     fitted = found.get("serial", 0.0) + found.get("token", 0.0) * tokens
-    if ((seconds - fitted) ** 2).sum() > EXPLAINED * ((seconds - seconds.mean()) ** 2).sum() and _varies(seconds):
+    kept = stalls.steady(seconds, fitted)
+    if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and _varies(seconds):
         return plain
     return NodeCost(
         serial_s=found.get("serial", 0.0),
@@ -167,6 +160,18 @@ def _varies(values: Array) -> bool:
 
 
 def _fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
+    """Return coefficients of at least 0 for the subset of columns that the firings support, read off those that are no stalls."""
+    kept = np.ones(len(seconds), dtype=bool)
+    while True:
+        found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
+        fitted = sum((found.get(name, 0.0) * column for name, column in columns.items()), np.zeros_like(seconds))
+        steady = kept & stalls.steady(seconds, fitted)
+        if steady.sum() == kept.sum():
+            return found
+        kept = steady
+
+
+def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
     """Return coefficients of at least 0 by least squares, for the subset of columns that the data support.
 
     The Bayesian information criterion (Schwarz, 1978) sets what a further number must explain; with as many firings as
@@ -189,9 +194,8 @@ def _fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
 
 
 def _spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
-    """Return single firings over the law, as quantiles where there are many; they keep the mean seconds of the run."""
+    """Return single firings over the law, as quantiles where there are many."""
     ratios = seconds / np.maximum(fitted, 1e-12)
-    ratios = ratios * (seconds.mean() / max(float((ratios * fitted).mean()), 1e-12))
     if len(ratios) > KEPT_SPREAD:
         ratios = np.quantile(ratios, (np.arange(KEPT_SPREAD) + 0.5) / KEPT_SPREAD)
     return tuple(float(f"{ratio:.6g}") for ratio in ratios)

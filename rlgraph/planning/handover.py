@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from rlgraph.planning import stalls
 from rlgraph.planning.period import firing_order
 from rlgraph.planning.schedule import Dependency, Schedule, Span
 
@@ -34,7 +37,7 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Map
                 ready = max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0)
                 if step >= first_step and ready > 0:
                     late[event.name].append(span.start_s - ready)
-    return {name: max(sum(values) / len(values), 0.0) if values else 0.0 for name, values in late.items()}
+    return {name: max(stalls.mean(np.array(values)), 0.0) if values else 0.0 for name, values in late.items()}
 
 
 def _ready(ends: Ends, dependency: Dependency, step: int, worker: str) -> float:

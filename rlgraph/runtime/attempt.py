@@ -27,9 +27,18 @@ ABANDON_S = 0.25  # for workers of an attempt that failed
 class Attempt:
     """The workers of a plan: start them, tick them, hear their reports, end them. A failed attempt is of no further use."""
 
-    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, start: Start | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        *,
+        dispatch_name: str,
+        deadline_s: float,
+        start: Start | None = None,
+        patience_s: float = 0.0,  # for a host that was lost to come back
+    ) -> None:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
-        self._start_at = start
+        self._start_at, self._patience_s = start, patience_s
         # Whatever is in flight is finished before a graceful end, so that no more of it is than overlaps.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
@@ -71,7 +80,7 @@ class Attempt:
         leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
         self._dispatch.begin(self.plan.cluster.hosts)
-        found = self._dispatch.hosts(self.plan)
+        found = self._dispatch.hosts(self.plan, self._patience_s)
         self._hosts = self._made_hosts(found)
         crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at, self._hosts.addresses)
         muster(self._dispatch, self._crew, crew, self._actors, self._hosts, [host for host, _ in found])

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ log = logging.getLogger("rlgraph.dispatch")
 
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 REHEARSAL = -1  # a tick before the first step, at which no node fires
+ANSWER_S = 30  # of a host, which may have to start a process for it
 RAY_S = 60  # for what Ray does at once, unless it hangs
 
 
@@ -35,8 +37,11 @@ class Dispatch(Protocol):
     def begin(self, hosts: int) -> None:
         """Start what the workers run on, on so many hosts, unless it runs."""
 
-    def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
-        """Return (id, address) of the hosts of the plan, the driver's first; nothing where it is the only one."""
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
+        """Return (id, address) of the hosts of the plan, the driver's first; nothing where it is the only one.
+
+        Raises PlanError where there are fewer and, after one was lost, none comes back within `patience_s`.
+        """
 
     def folders(self) -> Sequence[str]:
         """Return the folders of what `begin` started, which a killed driver would leave behind."""
@@ -76,8 +81,10 @@ class Actors:
         self._owns_ray = start_ray(hosts)
         self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
-    def hosts(self, plan: Plan) -> Sequence[tuple[str, str]]:
-        return ray_hosts(plan) if plan.cluster.hosts > 1 else ()
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
+        if plan.cluster.hosts == 1:
+            return ()
+        return returned_hosts(plan, patience_s) if patience_s else ray_hosts(plan)
 
     def keeper(self, host: str, folder: str) -> Keeper:
         return Distant(ray.remote(Host).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder))
@@ -177,6 +184,30 @@ def ray_hosts(plan: Plan) -> list[tuple[str, str]]:
         if there < wanted:
             raise PlanError(f"the plan takes {wanted} GPUs of host {index} ({node['NodeManagerAddress']}), which has {there:g}")
     return [(node["NodeID"], node["NodeManagerAddress"]) for node in alive[:needed]]
+
+
+def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
+    """Return what `ray_hosts` does, once each of them answers: Ray calls a lost host alive for a while."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            found = ray_hosts(plan)
+            silent = [address for node, address in found[1:] if not _answers(node)]
+            if not silent:
+                return found
+            raise PlanError(f"the plan takes {len(found)} hosts, and {silent} did not answer for {patience_s:g} s; start Ray there again")
+        except PlanError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(1.0)  # Ray has no word for a host that joins
+
+
+def _answers(host: str) -> bool:
+    """Return whether a host runs something new."""
+    try:
+        return bool(ray.get(ray.remote(bool).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(host)).remote(1), timeout=ANSWER_S))
+    except ray.exceptions.RayError:
+        return False
 
 
 def _on(host: str) -> NodeAffinitySchedulingStrategy:

@@ -20,6 +20,7 @@ from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.planning.watch import Observed, Watch
 from rlgraph.runtime.attempt import Attempt
 from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.runtime.history import Metrics, Spans
 from rlgraph.runtime.measure import Step, averaged, timings
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.restarts import Restarts
@@ -32,9 +33,10 @@ from rlgraph.views.findings import findings
 from rlgraph.views.run import Run
 from rlgraph.views.settings import settings
 
-KEPT_SPANS = 100_000  # some thousand steps, so that a long run does not fill the memory
+KEPT_SPANS = 100_000  # some thousand steps
 KEPT_SAMPLED = 2_000
 KEPT_STEPS = 50_000
+HOST_BACK_S = 300.0  # a host that was lost may be started again, or another in its place
 
 
 class Job:
@@ -47,8 +49,7 @@ class Job:
     def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None) -> None:
         self.plan = plan
         self._graph, self._dispatch_name, self._deadline_s = graph, dispatch_name, deadline_s
-        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self._metrics: deque[Mapping[str, float]] = deque(maxlen=KEPT_STEPS)
+        self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._suspects = Suspects(graph, plan)
@@ -61,8 +62,9 @@ class Job:
         self._watch = Watch(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
 
-    def _new_attempt(self, start: Start | None = None) -> Attempt:
-        return Attempt(self._graph, self.plan, dispatch_name=self._dispatch_name, deadline_s=self._deadline_s, start=start)
+    def _new_attempt(self, start: Start | None = None, patience_s: float = 0.0) -> Attempt:
+        dispatch_name, deadline_s = self._dispatch_name, self._deadline_s
+        return Attempt(self._graph, self.plan, dispatch_name=dispatch_name, deadline_s=deadline_s, start=start, patience_s=patience_s)
 
     @property
     def finished(self) -> int:
@@ -161,7 +163,7 @@ class Job:
             )
             assert self._checkpoints is not None
             self._look_for_poison(self._checkpoints)
-            self._attempt = self._new_attempt(self._checkpoints.start(self._suspects.probe))
+            self._attempt = self._new_attempt(self._checkpoints.start(self._suspects.probe), HOST_BACK_S)
             try:
                 self._attempt.start()
             except (RlgraphError, ray.exceptions.RayError) as again:
@@ -186,14 +188,14 @@ class Job:
         now = time.monotonic()
         seconds, self._last_s, self._finished = now - self._last_s, now, index + 1
         spans = [span for report in reports for span in report.spans]
-        self._spans += spans
+        self._spans.add(spans)
         self._sampled += [sampled for report in reports for sampled in report.sampled]
         self._published_bytes = sum(report.published_bytes for report in reports)
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
         self._watch.see(index, spans, behind, {end: peak for report in reports for end, peak in report.peaks.items()})
-        self._metrics.append(metrics)
+        self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
 
     def _hear(self) -> None:
@@ -227,7 +229,7 @@ class Job:
 
     def spans(self) -> Sequence[Span]:
         """Return what each worker did so far, in seconds from the first tick."""
-        return [Span(s.name, s.kind, s.step, s.worker, s.start_s - self._start_s, s.end_s - self._start_s, s.version) for s in self._spans]
+        return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
         """Return the record of the run so far, for `rlgraph.replay`."""
@@ -246,7 +248,7 @@ class Job:
         """
         spans = self.spans()
         start_s = self._launch_s - self._start_s if self._start_s else 0.0
-        if len(spans) == KEPT_SPANS:
+        if self._spans.full:
             start_s = max(span.end_s for span in spans if span.step == spans[0].step)
         ends = [max((s.end_s for s in spans if s.worker == worker.name), default=0.0) for worker in self.plan.workers]
         return Run(
@@ -277,7 +279,7 @@ class Job:
 
         The first step, which warms up, is left out; the lengths of the responses are those of all steps.
         """
-        return measured_costs(self.plan, list(self._spans), list(self._sampled), self._published_bytes)
+        return measured_costs(self.plan, self._spans.since(0.0), list(self._sampled), self._published_bytes)
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.

@@ -1,9 +1,13 @@
-"""A job over two Ray nodes of this machine: placed, equal to the oracle, stopped by the loss of a node, and started again."""
+"""A job over two Ray nodes of this machine: placed, equal to the oracle, stopped by the loss of a node, and started again, by
+the user or by itself."""
 
+import contextlib
 import logging
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -16,19 +20,53 @@ from ray.cluster_utils import Cluster as RayCluster
 from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.checkpoint import Recovery
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
 
 STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
-def job() -> Job:
+def job(recovery: Recovery | None = None) -> Job:
     graph = fakes.vector_loop(1)
-    return Job(graph, compile_plan(graph, Cluster(cpus=4, hosts=2)), dispatch_name="calls", deadline_s=60)
+    return Job(graph, compile_plan(graph, Cluster(cpus=4, hosts=2)), dispatch_name="calls", deadline_s=60, recovery=recovery)
 
 
 def losses(running: Job | LocalJob) -> list[float]:
     return [step.metrics["loss"] for step in running.steps(5)]
+
+
+def bits(step: Step) -> tuple[int, float, int]:
+    return step.index, step.metrics["loss"], step.staleness
+
+
+def goes_on_by_itself(cluster: RayCluster, other: object, folder: str) -> None:
+    """A host is lost and another comes: the job waits for it, and repeats what it would have been."""
+    graph = fakes.vector_loop(1)
+    with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
+        expected = [bits(step) for step in here.steps(12)]
+    with job(Recovery(Path(folder), every=4, keep=2, restarts=1)) as running:
+        steps = running.steps(12)
+        found = [bits(next(steps)) for _ in range(6)]
+        cluster.remove_node(other, allow_graceful=False)
+        with late_host(cluster):
+            found += [bits(step) for step in steps]
+    assert found == expected, (found, expected)
+    print("the job waited for another host")
+
+
+@contextlib.contextmanager
+def late_host(cluster: RayCluster) -> Iterator[None]:
+    """A Ray node that joins in a while, when the job has found out that it lacks one."""
+    ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block", "--num-cpus=1"]
+    limited = [*ray_start, f"--object-store-memory={STORE['object_store_memory']}"]
+    node = subprocess.Popen(["sh", "-c", 'sleep 5; exec "$@"', "sh", *limited], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        node.terminate()
+        node.wait(60)
 
 
 def node_of(actor: object) -> str:
@@ -75,9 +113,11 @@ def run(cluster: RayCluster) -> None:
     with pytest.raises(PlanError, match="the plan takes 2 hosts, Ray has 1"), job():
         pass
 
-    cluster.add_node(**STORE)
+    other = cluster.add_node(**STORE)
     with job() as again:
         assert losses(again) == expected
+    with tempfile.TemporaryDirectory() as folder:
+        goes_on_by_itself(cluster, other, folder)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""What a job remembers of its steps: numbers in arrays and each name once, so that a long run holds little and no more later on."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
+
+import numpy as np
+
+from rlgraph.planning.schedule import EventKind, Span, SpanKind
+
+_KINDS: tuple[SpanKind, ...] = (*get_args(EventKind), *get_args(get_args(SpanKind)[1]))
+_ROW = np.dtype([("name", "i4"), ("kind", "i1"), ("step", "i8"), ("worker", "i4"), ("start_s", "f8"), ("end_s", "f8"), ("version", "i8")])
+_NO_VERSION = -1
+
+
+class Spans:
+    """The last `kept` spans. The memory for them is taken at the start."""
+
+    def __init__(self, kept: int) -> None:
+        self._rows = np.zeros(kept, _ROW)
+        self._rows["version"] = _NO_VERSION  # which touches every page of it
+        self._added = 0
+        self._codes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return min(self._added, len(self._rows))
+
+    @property
+    def full(self) -> bool:
+        """Whether the next span takes the place of the first."""
+        return len(self) == len(self._rows)
+
+    def add(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            version = _NO_VERSION if span.version is None else span.version
+            kind, row = _KINDS.index(span.kind), self._added % len(self._rows)
+            self._rows[row] = (self._code(span.name), kind, span.step, self._code(span.worker), span.start_s, span.end_s, version)
+            self._added += 1
+
+    def since(self, start_s: float) -> list[Span]:
+        """Return the spans, oldest first, in seconds from `start_s`."""
+        names, first = list(self._codes), self._added if self.full else 0
+        return [
+            Span(
+                names[name], _KINDS[kind], step, names[worker], start - start_s, end - start_s, None if version == _NO_VERSION else version
+            )
+            for name, kind, step, worker, start, end, version in np.roll(self._rows, -first)[: len(self)].tolist()
+        ]
+
+    def _code(self, name: str) -> int:
+        return self._codes.setdefault(name, len(self._codes))
+
+
+class Metrics:
+    """The metrics of the last steps: at least `kept` of them, and fewer than twice as many."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._columns: dict[str, array[float]] = {}
+        self._steps = 0
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        for step in range(self._steps):
+            found = {name: column[step] for name, column in self._columns.items()}
+            yield {name: value for name, value in found.items() if value == value}  # NaN: that step did not tell it
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add a step, whose metrics are numbers: a node that tells NaN was refused before."""
+        for name in metrics.keys() - self._columns.keys():
+            self._columns[name] = array("d", [np.nan]) * self._steps
+        for name, column in self._columns.items():
+            column.append(metrics.get(name, np.nan))
+        self._steps += 1
+        if self._steps == 2 * self._kept:
+            self._steps = self._kept
+            for column in self._columns.values():
+                del column[: self._kept]

@@ -1,0 +1,42 @@
+"""A machine that stands still now and then does not change what a node is said to cost."""
+
+import numpy as np
+import pytest
+
+from rlgraph.planning import stalls
+from rlgraph.planning.fit import _by_tokens, _fewest
+from rlgraph.planning.laws import Setting
+
+draw = np.random.default_rng(3)
+TOKENS = draw.uniform(500, 1500, 100)
+SECONDS = 0.02 + 1e-4 * TOKENS + draw.normal(0, 5e-4, 100)
+STALLED = SECONDS + np.where(np.arange(100) % 40 == 7, 0.5, 0.0)
+
+
+def test_the_law_of_a_node_is_found_although_three_firings_of_a_hundred_stalled() -> None:
+    found = _by_tokens(Setting(2, 1, 16), TOKENS, STALLED)
+    assert found.serial_s == pytest.approx(0.02, rel=0.1)
+    assert found.token_s == pytest.approx(2e-4, rel=0.05)
+
+
+def test_stalls_stay_in_the_spread_where_they_are_seen_often_enough() -> None:
+    assert max(_by_tokens(Setting(1, 1, 16), TOKENS, STALLED).spread) > 2
+
+
+def test_a_constant_node_costs_what_it_usually_takes() -> None:
+    assert stalls.mean(np.array([0.1] * 30 + [0.9])) == pytest.approx(0.1)
+
+
+def test_what_happens_in_one_firing_of_ten_is_the_nodes_own_way() -> None:
+    seconds = np.array([0.1] * 27 + [0.9] * 3)
+    assert stalls.mean(seconds) == pytest.approx(0.18)
+
+
+def test_fast_firings_are_no_stalls() -> None:
+    assert stalls.steady(np.array([0.1] * 30 + [0.01])).all()
+
+
+def test_without_stalls_the_law_is_that_of_least_squares() -> None:
+    columns = {"serial": np.ones_like(TOKENS), "token": TOKENS}
+    table = np.stack(list(columns.values()), axis=1)
+    assert list(_fewest(columns, SECONDS).values()) == pytest.approx(np.linalg.lstsq(table, SECONDS, rcond=None)[0].tolist())
