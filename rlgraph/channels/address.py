@@ -22,8 +22,13 @@ def is_path(address: str) -> bool:
     return address.startswith("/")
 
 
-def check_address(channel: str, address: str) -> None:
-    """Raise ChannelError for a path that no Unix-domain socket can have."""
+def check_address(channel: str, address: str, carrier: str | None = None) -> None:
+    """Raise ChannelError for a path that no Unix-domain socket can have, or that is no place for a carrier."""
+    if is_path(address) and carrier is not None:
+        raise ChannelError(
+            f"channel '{channel}' listens at the path '{address}' and has the carrier '{carrier}'; on one host readers map the "
+            "writer's memory, so give an address host:port, or no carrier"
+        )
     size = len(os.fsencode(address))
     if is_path(address) and size > MAX_PATH_BYTES:
         raise ChannelError(

@@ -7,6 +7,7 @@ from multiprocessing import AuthenticationError
 
 from rlgraph.channels import tokens
 from rlgraph.channels.address import bound, close_listener, is_path, listen
+from rlgraph.channels.carry import Cargo
 from rlgraph.channels.link import Link
 from rlgraph.channels.relay import relayed
 from rlgraph.channels.tokens import Failed, Goodbye, Welcome
@@ -17,9 +18,9 @@ HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the othe
 class Door:
     """Links to the readers, in the order in which they came."""
 
-    def __init__(self, channel: str, address: str, authkey: bytes, readers: int, welcome: Welcome) -> None:
+    def __init__(self, channel: str, address: str, authkey: bytes, readers: int, welcome: Welcome, cargo: Cargo | None) -> None:
         self.links: list[Link] = []
-        self._channel, self._authkey, self._readers, self._welcome = channel, authkey, readers, welcome
+        self._channel, self._authkey, self._readers, self._welcome, self._cargo = channel, authkey, readers, welcome, cargo
         self._lock = threading.Lock()
         self._shut = False
         self._listener = listen(channel, address, backlog=readers + 8)
@@ -69,7 +70,7 @@ class Door:
             except (AuthenticationError, EOFError, OSError):
                 continue  # whoever it was has been told, and the place stays free for a reader
             if not link.local:
-                link = relayed(self._channel, link, outward=True)
+                link = relayed(self._channel, link, outward=True, cargo=self._cargo)
             with self._lock:
                 if self._shut:
                     link.close()

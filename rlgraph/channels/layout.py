@@ -1,6 +1,7 @@
 """How columns lie in a slot: a msgpack header, which holds the text, then the tensors as aligned raw bytes.
 
-Columns on a GPU lie in memory of that GPU instead, and the header holds the handle under which a reader maps it.
+Columns on a GPU lie in memory of that GPU instead: the header holds the handle under which a reader of the same host maps it,
+or, between hosts, its bytes are carried into memory of the reader's GPU.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from rlgraph.channels.device import DeviceMemory, Handle, Mapped
+from rlgraph.channels.device import Handle, Mapped
 from rlgraph.channels.link import UNREADABLE
 from rlgraph.columns import Column, Columns
 
@@ -55,13 +56,13 @@ class _Place:
 
 
 class Layout:
-    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a GPU:
+    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a device:
     where there are any, `seal` is called with their memory before anything else.
 
-    Without `devices` columns on a GPU are copied to host memory, for readers on other hosts.
+    Those are the columns on devices of type `apart`; all others are copied to host memory.
     """
 
-    def __init__(self, columns: Columns, dtype: torch.dtype | None, *, devices: bool = True) -> None:
+    def __init__(self, columns: Columns, dtype: torch.dtype | None, *, apart: str | None = "cuda") -> None:
         self._entries: _Header = []
         self._host: list[_Place] = []
         self._device: list[_Place] = []
@@ -71,7 +72,7 @@ class Layout:
                 self._entries.append(TextColumn(name, column))
                 continue
             stored = dtype if dtype is not None and column.is_floating_point() else column.dtype
-            on_device = column.is_cuda and devices
+            on_device = column.device.type == apart
             place = _Place(column.detach(), stored, ends[on_device])
             self._entries.append(TensorColumn(name, str(stored).removeprefix("torch."), tuple(column.shape), place.offset, on_device))
             (self._device if on_device else self._host).append(place)
@@ -79,17 +80,17 @@ class Layout:
         self.device_size = ends[True]
         self._host_size = ends[False]
         if not self.device_size:
-            self.seal(None)
+            self.seal(None, None)
 
     @property
     def device(self) -> torch.device:
-        """The GPU that the columns of `device_size` lie on."""
+        """The device that the columns of `device_size` lie on."""
         return self._device[0].tensor.device
 
-    def seal(self, memory: DeviceMemory | None) -> None:
+    def seal(self, memory: torch.Tensor | None, handle: Handle | None) -> None:
         """Fix the header; `header` and `size` are its bytes and those of the slot in host memory."""
         self._memory = memory
-        self._header = msgspec.msgpack.encode([*self._entries, *([] if memory is None else [memory.handle])])
+        self._header = msgspec.msgpack.encode([*self._entries, *([] if handle is None else [handle])])
         self.header = len(self._header)
         self.size = _aligned(self.header) + self._host_size
 
@@ -100,14 +101,15 @@ class Layout:
         for place in self._host:
             _view(slot, place.dtype, place.tensor.shape, start + place.offset).copy_(place.tensor)
         if self._memory is not None:
-            views = [device_view(self._memory.bytes, p.dtype, p.tensor.shape, p.offset) for p in self._device]
+            views = [device_view(self._memory, p.dtype, p.tensor.shape, p.offset) for p in self._device]
             with torch.no_grad():
                 torch._foreach_copy_(views, [p.tensor for p in self._device])
-            torch.cuda.current_stream(self.device).synchronize()  # a reader may copy as soon as it is told
+            if self._memory.is_cuda:
+                torch.cuda.current_stream(self.device).synchronize()  # a reader may copy as soon as it is told
 
 
-def read(slot: mmap, header: int, size: int, mapped: Mapped) -> dict[str, Column]:
-    """Return the columns that were written with a header of so many bytes; tensors are views of the slot.
+def read(slot: mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
+    """Return the columns that were written with a header of so many bytes; tensors are views of the slot, or of what was `carried`.
 
     Raises Malformed for a header whose columns do not lie within the `size` bytes of the message.
     """
@@ -115,7 +117,7 @@ def read(slot: mmap, header: int, size: int, mapped: Mapped) -> dict[str, Column
         entries = _decoder.decode(memoryview(slot)[:header])
     except UNREADABLE as error:
         raise Malformed(f"its header cannot be read ({error})") from error
-    memory = next((_mapped(entry, mapped) for entry in entries if isinstance(entry, Handle)), None)
+    memory = next((_mapped(entry, mapped) for entry in entries if isinstance(entry, Handle)), carried)
     start = _aligned(header)
     columns: dict[str, Column] = {}
     for entry in entries:

@@ -2,9 +2,11 @@
 
 A slot is a memfd segment of the writer, whose handle travels over the socket: when the last process that maps it ends, however it
 ends, the memory is gone. Columns on a GPU stay in its memory, where a reader on any GPU of the host maps them. Where the channel
-listens at a port instead of a path, readers may be on other hosts: a relay on each side carries tokens and bytes over TCP.
+listens at a port instead of a path, readers may be on other hosts: a relay on each side carries tokens and bytes over TCP, and a
+carrier the columns on a GPU, if there is one.
 """
 
+import functools
 import mmap
 import os
 import threading
@@ -16,7 +18,8 @@ import torch
 from rlgraph.channels import address as places
 from rlgraph.channels import layout, tokens
 from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.device import DeviceMemory, Mapped
+from rlgraph.channels.carry import DEVICES, Cargo, Kind
+from rlgraph.channels.device import DeviceMemory, Handle, Mapped
 from rlgraph.channels.door import Door
 from rlgraph.channels.link import Garbled, Link
 from rlgraph.channels.memory import map_segment, new_segment
@@ -28,29 +31,32 @@ from rlgraph.errors import ChannelError
 
 class ShmWriter:
     """The writer; listens at `address` for `readers` readers that know `authkey`: at a path in a folder of the job, or at
-    `host:port` for readers of any host (port 0 is one that is free; `address` tells which).
+    `host:port` for readers of any host (port 0 is one that is free; `address` tells which). There `carrier` "nccl" takes columns
+    on a GPU from GPU to GPU ("gloo" those in host memory, as NCCL would); without one they go through the memory of both hosts.
 
     Returns at once; the first `put` waits for the readers. Raises ChannelError for slots, readers or an address that cannot be.
     """
 
-    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str) -> None:
+    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str, carrier: Kind | None = None) -> None:
         check_channel(name, slots, readers)
-        places.check_address(name, address)
+        places.check_address(name, address, carrier)
         self._end = End(name, "the writer")
         self._meter = Meter(slots)
         self._readers = readers
         self._free = list(range(slots))
         self._unread: dict[int, list[Link]] = {}  # for each slot, the readers that have not released it
         self._segments: dict[int, mmap.mmap] = {}
-        self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU
+        self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
+        self._cargo = None if carrier is None else Cargo.here(carrier)
+        self._apart = DEVICES[carrier] if carrier is not None else "cuda" if places.is_path(address) else None
         self._stop: Stop | None = None
         self._lock = threading.Lock()  # close() and fail() may come from another thread
-        self._door = Door(name, address, authkey, readers, tokens.Welcome(slots))
+        self._door = Door(name, address, authkey, readers, tokens.Welcome(slots, carrier), self._cargo)
         self.address = self._door.address
 
     def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
         check_columns(self._end, step, columns)
-        message = layout.Layout(columns, dtype, devices=places.is_path(self.address))
+        message = layout.Layout(columns, dtype, apart=self._apart)
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
@@ -72,21 +78,29 @@ class ShmWriter:
 
     def _send(self, step: int, slot: int, message: layout.Layout) -> None:
         if message.device_size:
-            if slot not in self._device or self._device[slot].handle.size < message.device_size:
-                self._device[slot] = DeviceMemory(message.device_size, message.device)
-            message.seal(self._device[slot])
+            message.seal(*self._room(slot, message))
         handle, segment = None, self._segments.get(slot)
         if segment is None or len(segment) < message.size:
             handle, segment = new_segment(self._end.channel, message.size)
         try:
             message.write(segment)
-            full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment))
+            carried = 0 if self._cargo is None else message.device_size
+            full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment), carried)
             for link in self._door.links:
                 tokens.send(link, full, handle)
         finally:
             if handle is not None:
                 os.close(handle)
         self._segments[slot] = segment
+
+    def _room(self, slot: int, message: layout.Layout) -> tuple[torch.Tensor, Handle | None]:
+        """Return the slot's memory on the message's device, and under which handle readers of this host map it."""
+        if self._cargo is not None:
+            new = functools.partial(torch.empty, dtype=torch.uint8, device=message.device)
+            return self._cargo.room(slot, message.device_size, new), None
+        if slot not in self._device or self._device[slot].handle.size < message.device_size:
+            self._device[slot] = DeviceMemory(message.device_size, message.device)
+        return self._device[slot].bytes, self._device[slot].handle
 
     def _await(self, step: int, timeout_s: float) -> None:
         """Return when there is a free slot and every reader has come, or the channel has stopped."""
@@ -140,7 +154,9 @@ class ShmReader:
         places.check_address(name, address)
         self._end = End(name, "a reader")
         link, welcome = tokens.connect(name, address, authkey, timeout_s)
-        self._link = link if link.local else relayed(name, link, outward=False)
+        cargo = None if welcome.carrier is None else Cargo.here(welcome.carrier)
+        self._carried = {} if cargo is None else cargo.memories
+        self._link = link if link.local else relayed(name, link, outward=False, cargo=cargo)
         self._meter = Meter(welcome.slots)
         self._segments: dict[int, mmap.mmap] = {}
         self._mapped = Mapped()
@@ -160,12 +176,13 @@ class ShmReader:
                 raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
             self._full.popleft()
             try:
-                columns = layout.read(self._segments[full.slot], full.header, full.size, self._mapped)
+                carried = self._carried[full.slot][: full.carried] if full.carried and self._carried else None
+                columns = layout.read(self._segments[full.slot], full.header, full.size, self._mapped, carried)
             except layout.Malformed as error:
                 self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}")
                 raise self._end.stopped(step, self._stop) from error
         self._taken.append((full.slot, Taken(step, columns)))
-        self._meter.message(full.size, len(self._taken))
+        self._meter.message(full.size + full.carried, len(self._taken))
         return columns
 
     def release(self) -> None:

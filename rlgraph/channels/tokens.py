@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -17,19 +17,43 @@ Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, forbid_unknown_fields=True):
-    """Writer to reader, first of all: the slots of the channel."""
+    """Writer to reader, first of all: the slots of the channel, and what carries its columns on a GPU where TCP does not."""
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
+    carrier: Literal["nccl", "gloo"] | None = None
+
+
+class Told(msgspec.Struct, tag="told", array_like=True, forbid_unknown_fields=True):
+    """Either way, before the first message: what one end of a carrier tells the other, so that they find each other."""
+
+    key: str
+    value: bytes
 
 
 class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=True):
-    """Writer to reader: a slot holds a message. Where `segment` is not 0, a handle of that slot's new memory follows."""
+    """Writer to reader: a slot holds a message. Where `segment` is not 0, a handle of that slot's new memory follows.
+
+    `carried` bytes of it go another way than the rest, once the reader's host asks for them.
+    """
 
     step: int
     slot: Slot
     header: Size
     size: Size
     segment: Size
+    carried: Size = 0
+
+
+class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
+    """The reader's relay to the writer's: memory waits for the bytes of the slot that are carried apart."""
+
+    slot: Slot
+
+
+class Arrived(msgspec.Struct, tag="arrived", array_like=True, forbid_unknown_fields=True):
+    """The reader's relay to the writer's: those bytes are there, and the writer's end may go."""
+
+    slot: Slot
 
 
 class Free(msgspec.Struct, tag="free", array_like=True, forbid_unknown_fields=True):
@@ -55,7 +79,7 @@ class Lost:
     why: str
 
 
-Token: TypeAlias = Welcome | Full | Free | Goodbye | Failed
+Token: TypeAlias = Welcome | Told | Full | Posted | Arrived | Free | Goodbye | Failed
 DIED = Lost("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(Token)
 

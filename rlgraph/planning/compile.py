@@ -205,6 +205,15 @@ def _wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> Transp
     return "shm" if len({worker.host for worker in crew if names & set(worker.nodes)}) == 1 else "tcp"
 
 
+def _weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> Transport:
+    """Return how weights travel: of GPUs, by memory that readers of the same host map, and by NCCL between hosts."""
+    wire = _wire(crew, writer, *readers)
+    if on_gpus and wire == "shm":
+        return "peer"
+    names = {node.name for node in (writer, *readers)}
+    return "nccl" if wire == "tcp" and all(worker.gpus for worker in crew if names & set(worker.nodes)) else wire
+
+
 def _stream(writer: Node) -> str | None:
     return writer.stream.name if writer.stream else None
 
@@ -277,7 +286,6 @@ def _loops(
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
-        wire = _wire(crew, feedback.source.node, *events.readers(graph, feedback))
         publish_s = sum(e.seconds for e in schedule.events if e.kind != "fire" and e.name in moving)
         planned.append(
             PlannedLoop(
@@ -288,7 +296,7 @@ def _loops(
                 buffers=feedback.buffers,
                 freshest=feedback.freshest,
                 staleness=expected.staleness(graph, feedback),
-                transport="peer" if on_gpus and wire == "shm" else wire,
+                transport=_weights_wire(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
                 slots=max(feedback.depth, 1) if on_gpus else feedback.depth + 1,  # staging on a GPU is dear
                 publish_s=publish_s,
                 hidden=hidden,

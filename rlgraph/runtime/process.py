@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Mapping
 
 from rlgraph.channels.address import dial, free_port
+from rlgraph.channels.carry import Kind
 from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
@@ -65,7 +66,8 @@ class Process:
 
     def _listen(self, post: Post) -> ShmWriter:
         address = f"{self.setup.listen_at}:0" if post.remote else post.address
-        writer = ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, address)
+        carrier: Kind | None = "nccl" if post.transport == "nccl" else None
+        writer = ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, address, carrier)
         self.addresses[post.address] = writer.address
         return writer
 

@@ -7,7 +7,7 @@ from rlgraph.columns import Column
 from rlgraph.graph import Due, Graph, Model, Operation
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.planning.cut import leads, open_nodes
-from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker, Transport
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,12 @@ class Post:
     readers: int
     writer: str
     read_by: tuple[str, ...]
-    remote: bool = False  # whether another host may connect
+    transport: Transport = "shm"
+
+    @property
+    def remote(self) -> bool:
+        """Whether another host may connect."""
+        return self.transport in ("tcp", "nccl")
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,10 @@ def setups(
     lead = leads(plan) if start.folder else {}
     begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
     channels = tuple(
-        (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", remote=c.transport == "tcp"))
-        for i, c in enumerate(plan.channels)
+        (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", c.transport)) for i, c in enumerate(plan.channels)
     )
     loops = tuple(
-        (p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", shards=True, remote=p.transport == "tcp"))
+        (p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", p.transport, shards=True))
         for i, p in enumerate(plan.loops)
     )
     return tuple(
@@ -187,7 +191,7 @@ def _task(graph: Graph, name: str) -> Task:
 
 
 def _posts(
-    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, *, shards: bool = False, remote: bool = False
+    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: Transport, *, shards: bool = False
 ) -> tuple[Post, ...]:
     """Return the writing ends. Ranks of a generator write their own rows each; of a trained model rank 0 writes all of them,
     but for weights (`shards`), of which each rank holds its own part."""
@@ -195,4 +199,4 @@ def _posts(
     many = shards or node.work == "generate"
     listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
     ranks = node.workers if many else node.workers[:1]
-    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, remote) for rank, worker in enumerate(ranks))
+    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, transport) for rank, worker in enumerate(ranks))

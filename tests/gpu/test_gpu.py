@@ -40,3 +40,13 @@ def test_memory_of_a_gpu_is_read_by_a_process_that_sees_another_gpu_alone(alone:
 @pytest.mark.multi_gpu
 def test_a_writer_on_a_gpu_that_is_killed_breaks_the_channel_at_once(alone: Alone) -> None:
     assert "ChannelBroken" in alone("peer_here.py", "kill")
+
+
+@pytest.mark.multi_gpu
+def test_nccl_carries_messages_and_weights_bit_for_bit(alone: Alone) -> None:
+    assert "equal" in alone("nccl_here.py")
+
+
+@pytest.mark.multi_gpu
+def test_a_writer_that_is_killed_while_nccl_carries_breaks_the_channel_at_once(alone: Alone) -> None:
+    assert "ChannelBroken channel 'batches', a reader, step 5: the writer" in alone("nccl_here.py", "kill")

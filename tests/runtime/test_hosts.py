@@ -15,6 +15,7 @@ from rlgraph.graph import Pool
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime.local import LocalJob
+from rlgraph.views.text import text
 
 TWO = Cluster(cpus=4, hosts=2)
 
@@ -38,9 +39,9 @@ def test_pools_side_by_side_fill_one_host_after_another_and_channels_between_the
         "score (tcp)": "tcp",
     }
     assert [loop.transport for loop in plan.loops] == ["tcp"]
-    text = str(compile(fakes.vector_loop(1), TWO))
-    assert text.startswith("vector on 4 cores of 2 hosts: ")
-    assert re.search(r"policy +1 +2 threads, host 1 ", text)
+    printed = str(compile(fakes.vector_loop(1), TWO))
+    assert printed.startswith("vector on 4 cores of 2 hosts: ")
+    assert re.search(r"policy +1 +2 threads, host 1 ", printed)
 
 
 def test_gpus_say_how_many_hosts_there_are_and_a_worker_never_spans_two() -> None:
@@ -49,6 +50,9 @@ def test_gpus_say_how_many_hosts_there_are_and_a_worker_never_spans_two() -> Non
     plan = compile_plan(fakes.vector_loop(1, pools=(Pool("rollout", gpus=8), Pool("train", gpus=8))), Cluster(gpus=16, cpus=64))
     assert {worker.host for worker in plan.workers if worker.pool == "rollout"} == {0}
     assert {worker.host for worker in plan.workers if worker.pool == "train"} == {1}
+    assert [loop.transport for loop in plan.loops] == ["nccl"]
+    assert {channel.transport for channel in plan.channels} <= {"local", "shm", "tcp"}  # batches lie in host memory
+    assert "1 buffer, nccl" in text(plan)
 
 
 def test_more_hosts_than_cores_are_refused() -> None:

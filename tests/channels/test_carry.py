@@ -1,0 +1,256 @@
+"""What channels do whose columns are carried apart, between hosts and by a library: here by gloo, as on GPUs by NCCL."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import carrying
+import forked
+import pytest
+import torch
+from carrying import LARGE
+
+from rlgraph.channels import ShmReader, ShmWriter, relay
+from rlgraph.channels.gloo import Gloo
+from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
+
+LONG, START_S = 20.0, 90.0
+HERE = "127.0.0.1:0"
+
+
+@pytest.fixture
+def carried(make_shm: Any) -> Callable[..., tuple[ShmWriter, list[ShmReader]]]:
+    return lambda slots=2, readers=1: make_shm(slots, readers, HERE, "gloo")
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[..., Any]]:
+    """Return a function that starts a process, which is gone after the test."""
+    started = []
+
+    def start(target: Callable[..., None], *arguments: Any) -> Any:
+        started.append(forked.server.Process(target=target, args=arguments, daemon=True))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.join()
+
+
+def test_messages_whose_size_changes_cross_with_text_and_with_nothing_beside(carried: Any) -> None:
+    writer, [reader] = carried(slots=2)
+    sent = [
+        {"x": torch.arange(10), "who": ["écrivain"]},
+        {"x": LARGE, "empty": torch.ones(0, 3), "y": torch.ones(3, dtype=torch.bool)},
+        {"who": ["only", "text"]},
+        {},
+        {"empty": torch.ones(2, 0)},
+        {"y": torch.full((), 2.5)},
+    ]
+    for step, columns in enumerate(sent):
+        writer.put(step, columns, LONG)
+        got = reader.take(step, LONG)
+        assert list(got) == list(columns)
+        for name, column in columns.items():
+            assert torch.equal(got[name], column) if isinstance(column, torch.Tensor) else got[name] == column
+        del got
+        reader.release()
+
+
+def test_columns_do_not_take_the_way_over_tcp(carried: Any) -> None:
+    writer, [reader] = carried()
+    writer.put(0, {"x": LARGE}, LONG)
+    assert torch.equal(reader.take(0, LONG)["x"], LARGE)
+    assert all(len(segment) < 10_000 for segment in reader._segments.values())
+
+
+def test_a_slot_is_not_written_over_while_a_slow_reader_holds_it(carried: Any) -> None:
+    writer, [fast, slow] = carried(slots=2, readers=2)
+    for step in range(2):
+        writer.put(step, {"x": torch.full((1000,), step)}, LONG)
+    held = [slow.take(step, LONG)["x"] for step in range(2)]
+    for step in range(2):
+        fast.take(step, LONG)
+        fast.release()
+    with pytest.raises(ChannelTimeout, match="all 2 slots are taken"):
+        writer.put(2, {"x": torch.full((1000,), 2)}, 0.1)
+    assert [view.unique().tolist() for view in held] == [[0], [1]]
+
+
+def test_channels_carry_in_both_directions_at_once(carried: Any) -> None:
+    ends = [carried(slots=2, readers=2) for _ in range(3)]
+    seen: list[bool] = []
+
+    def read(reader: ShmReader) -> None:
+        for step in range(4):
+            seen.append(torch.equal(reader.take(step, LONG)["x"], LARGE[step:]))
+            reader.release()
+
+    threads = [threading.Thread(target=read, args=(reader,)) for _, readers in ends for reader in readers]
+    for thread in threads:
+        thread.start()
+    for step in range(4):
+        for writer, _ in ends:
+            writer.put(step, {"x": LARGE[step:]}, LONG)
+    for thread in threads:
+        thread.join(LONG)
+    assert seen == [True] * 24
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_version_of_weights_arrives_bit_for_bit(carried: Any, buffers: int, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = {"embed": torch.randn(7, 5, generator=generator), "norm": torch.randn(2, generator=generator)}
+    ends = [carried(slots=2) for _ in range(ranks)]
+    writers = [WeightsWriter(writer, torch.bfloat16) for writer, _ in ends]
+    reader = WeightsReader([readers[0] for _, readers in ends], buffers)
+    for version in range(1, 5):
+        for rank, writer in enumerate(writers):
+            parts = {name: (tensor * version).chunk(ranks) for name, tensor in whole.items()}
+            rows = {name: part[rank] if rank < len(part) else whole[name][:0] for name, part in parts.items()}
+            writer.publish(version, rows, LONG)
+        got = reader.receive(version, LONG)
+        assert all(torch.equal(got[name], (tensor * version).bfloat16()) for name, tensor in whole.items())
+        del got
+        reader.done()
+    for writer in writers:
+        writer.writer.close()
+
+
+def test_a_writer_that_closes_or_goes_lets_its_reader_take_what_was_put(carried: Any) -> None:
+    writer, [reader] = carried(slots=2)
+    for step in range(2):
+        writer.put(step, {"x": LARGE[step:]}, LONG)
+    writer.close()
+    for step in range(2):
+        assert torch.equal(reader.take(step, LONG)["x"], LARGE[step:])
+        reader.release()
+
+
+def test_a_reader_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(process: Any) -> None:
+    writer = ShmWriter("edge", 1, 1, b"key", HERE, "gloo")
+    process(carrying.read, writer.address, signal.SIGKILL)
+    writer.put(0, {"x": LARGE}, START_S)
+    since = time.monotonic()
+    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader \(at 127.0.0.1, port \d+\) died"):
+        writer.put(1, {"x": LARGE}, LONG)
+    assert time.monotonic() - since < 2
+    writer.close()
+
+
+def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(process: Any) -> None:
+    here, there = forked.server.Pipe()
+    process(carrying.write, there, signal.SIGKILL)
+    reader = ShmReader("edge", b"key", here.recv(), LONG)
+    since = time.monotonic()
+    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer \(at 127.0.0.1, port \d+\) died"):
+        reader.take(0, LONG)
+    assert time.monotonic() - since < 2
+    reader.close()
+
+
+def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "FAREWELL_S", 0.1)
+    here, there = forked.server.Pipe()
+    process(carrying.write, there, signal.SIGSTOP)
+    threads = set(threading.enumerate())
+    reader = ShmReader("edge", b"key", here.recv(), LONG)
+    with pytest.raises(ChannelTimeout, match=r"'edge', a reader, step 0: waited 0\.5 s, no message came"):
+        reader.take(0, 0.5)
+    reader.close()
+    ended({thread for thread in set(threading.enumerate()) - threads if thread.name != "carrier"})
+
+
+def test_a_reader_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_writer(process: Any) -> None:
+    writer = ShmWriter("edge", 1, 1, b"key", HERE, "gloo")
+    process(carrying.read, writer.address, signal.SIGSTOP)
+    writer.put(0, {"x": LARGE}, START_S)
+    with pytest.raises(ChannelTimeout, match=r"'edge', the writer, step 1: waited 0\.5 s, all 1 slots are taken"):
+        writer.put(1, {"x": LARGE}, 0.5)
+    writer.close()
+
+
+def ended(threads: set[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(LONG)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_transfer_that_hangs_breaks_the_channel_at_both_ends(carried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, [reader] = carried(slots=1)
+    writer.put(0, {"x": torch.ones(3)}, LONG)
+    reader.take(0, LONG)
+    reader.release()
+    go_on = threading.Event()
+    monkeypatch.setattr(relay, "STALL_S", 0.3)
+    monkeypatch.setattr(Gloo, "send", lambda self, memory: lambda: go_on.wait(LONG))
+    writer.put(1, {"x": torch.ones(3)}, LONG)
+    with pytest.raises(
+        ChannelBroken, match=r"'edge', a reader, step 1: the writer .* columns on a GPU were not carried: no end of it within 0\.3 s"
+    ):
+        reader.take(1, LONG)
+    with pytest.raises(
+        ChannelBroken, match=r"'edge', the writer, step 2: a reader .* columns on a GPU were not carried: no end of it within 0\.3 s"
+    ):
+        writer.put(2, {"x": torch.ones(3)}, LONG)
+    go_on.set()
+
+
+@pytest.mark.parametrize("method", ["memory", "receive", "send"])
+def test_what_a_carrier_cannot_do_breaks_the_channel_with_its_words(carried: Any, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def fails(self: Gloo, argument: object) -> None:
+        raise RuntimeError("out of memory")
+
+    writer, [reader] = carried(slots=1)
+    monkeypatch.setattr(Gloo, method, fails)
+    writer.put(0, {"x": torch.ones(3)}, LONG)
+    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer .* columns on a GPU were not carried: out of memory"):
+        reader.take(0, LONG)
+    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader .* columns on a GPU were not carried: out of memory"):
+        writer.put(1, {}, LONG)
+
+
+def put_both(writer: ShmWriter) -> None:
+    for step in range(2):
+        writer.put(step, {}, LONG)
+
+
+def test_a_carrier_that_one_end_cannot_make_breaks_the_channel_with_its_words(carried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Gloo.__init__
+
+    def fails(self: Gloo, meeting: Any, rank: int, timeout_s: float) -> None:
+        if rank:
+            raise RuntimeError("no library")
+        make(self, meeting, rank, timeout_s)
+
+    monkeypatch.setattr(Gloo, "__init__", fails)
+    writer, [reader] = carried(slots=1)
+    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: .* columns on a GPU were not carried: no library"):
+        reader.take(0, LONG)
+    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step [01]: .* columns on a GPU were not carried: no library"):
+        put_both(writer)
+
+
+def test_a_carrier_is_refused_at_a_path() -> None:
+    with pytest.raises(ChannelError, match=r"'edge' listens at the path '/tmp/x' and has the carrier 'nccl'.* give an address host:port"):
+        ShmWriter("edge", 1, 1, b"key", "/tmp/x", "nccl")
+
+
+def test_no_thread_and_no_handle_is_left_when_both_ends_have_closed(carried: Any) -> None:
+    threads, handles = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    writer = ShmWriter("edge", 2, 1, b"key", HERE, "gloo")
+    reader = ShmReader("edge", b"key", writer.address, LONG)
+    writer.put(0, {"x": LARGE}, LONG)
+    reader.take(0, LONG)
+    reader.release()
+    writer.close()
+    reader.close()
+    ended(set(threading.enumerate()) - threads)
+    assert set(os.listdir("/proc/self/fd")) <= handles
