@@ -145,7 +145,13 @@ def test_a_reader_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     writer.close()
 
 
-def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(process: Any) -> None:
+@pytest.mark.parametrize("library", ["hears of it", "does not hear of it"])
+def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
+    process: Any, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    go_on = threading.Event()
+    if library == "does not hear of it":
+        monkeypatch.setattr(Gloo, "receive", lambda self, memory: lambda: go_on.wait(LONG))
     here, there = forked.server.Pipe()
     process(carrying.write, there, signal.SIGKILL)
     reader = ShmReader("edge", b"key", here.recv(), LONG)
@@ -153,6 +159,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer \(at 127.0.0.1, port \d+\) died"):
         reader.take(0, LONG)
     assert time.monotonic() - since < 2
+    go_on.set()
     reader.close()
 
 
