@@ -149,6 +149,10 @@ class Taken:
         self._tensors = {name: c for name, c in columns.items() if isinstance(c, torch.Tensor) and not c.is_inference()}
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
 
+    def as_given(self) -> bool:
+        """Return whether the tensors can be given again, for the slot's next message: nobody changed them, or asked for gradients."""
+        return all(t._version == self._versions[name] and not t.requires_grad for name, t in self._tensors.items())
+
     def check_unchanged(self, end: End) -> None:
         for name, tensor in self._tensors.items():
             if tensor._version != self._versions[name]:

@@ -50,22 +50,34 @@ _MOST = 1 << 48  # elements
 
 @dataclass(frozen=True)
 class _Place:
-    tensor: torch.Tensor
+    name: str
     dtype: torch.dtype
+    shape: torch.Size
     offset: int
 
 
-class Layout:
-    """The place of every column of one message. Floating-point columns become `dtype`; `device_size` bytes lie on a device:
-    where there are any, `seal` is called with their memory before anything else.
+Signature: TypeAlias = tuple[torch.dtype | None, list[tuple[str, torch.Size, torch.dtype, torch.device]]]
 
-    Those are the columns on devices of type `apart`; all others are copied to host memory.
+
+def signature(columns: Columns, dtype: torch.dtype | None) -> Signature | None:
+    """Return what the layout of a message depends on; None where there is text, which lies in the header itself."""
+    tensors = [(name, c.shape, c.dtype, c.device) for name, c in columns.items() if isinstance(c, torch.Tensor)]
+    return (dtype, tensors) if len(tensors) == len(columns) else None
+
+
+class Layout:
+    """The place of every column of a message. Floating-point columns become `dtype`.
+
+    The columns on devices of type `apart` lie together in `device_size` bytes on theirs, all others in host memory. It serves all
+    messages whose `signature` is the same.
     """
 
     def __init__(self, columns: Columns, dtype: torch.dtype | None, *, apart: str | None = "cuda") -> None:
+        self.signature = signature(columns, dtype)
+        self.device = torch.device("cpu")
+        self.host: list[_Place] = []
+        self.apart: list[_Place] = []
         self._entries: _Header = []
-        self._host: list[_Place] = []
-        self._device: list[_Place] = []
         ends = {False: 0, True: 0}
         for name, column in columns.items():
             if not isinstance(column, torch.Tensor):
@@ -73,39 +85,59 @@ class Layout:
                 continue
             stored = dtype if dtype is not None and column.is_floating_point() else column.dtype
             on_device = column.device.type == apart
-            place = _Place(column.detach(), stored, ends[on_device])
+            place = _Place(name, stored, column.shape, ends[on_device])
             self._entries.append(TensorColumn(name, str(stored).removeprefix("torch."), tuple(column.shape), place.offset, on_device))
-            (self._device if on_device else self._host).append(place)
+            (self.apart if on_device else self.host).append(place)
             ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
-        self.device_size = ends[True]
-        self._host_size = ends[False]
-        if not self.device_size:
-            self.seal(None, None)
+            if on_device:
+                self.device = column.device
+        self.host_size, self.device_size = ends[False], ends[True]
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the columns of `device_size` lie on."""
-        return self._device[0].tensor.device
+    def header(self, handle: Handle | None) -> bytes:
+        """Return the header of a slot whose memory on a GPU has that handle."""
+        return msgspec.msgpack.encode([*self._entries, *([] if handle is None else [handle])])
 
-    def seal(self, memory: torch.Tensor | None, handle: Handle | None) -> None:
-        """Fix the header; `header` and `size` are its bytes and those of the slot in host memory."""
-        self._memory = memory
-        self._header = msgspec.msgpack.encode([*self._entries, *([] if handle is None else [handle])])
-        self.header = len(self._header)
-        self.size = _aligned(self.header) + self._host_size
 
-    def write(self, slot: mmap) -> None:
-        """Copy the header and every column into the slot, each tensor once, cast and made contiguous on the way."""
-        slot[: self.header] = self._header
+class Laid:
+    """A layout in the memory of one slot, whose messages need only be copied. `memory` is the slot's on the layout's device."""
+
+    def __init__(self, layout: Layout, header: bytes, segment: mmap, memory: torch.Tensor | None) -> None:
+        self.layout, self.header = layout, len(header)
+        self.size = size_of(layout, header)
+        segment[: self.header] = header
         start = _aligned(self.header)
-        for place in self._host:
-            _view(slot, place.dtype, place.tensor.shape, start + place.offset).copy_(place.tensor)
-        if self._memory is not None:
-            views = [device_view(self._memory, p.dtype, p.tensor.shape, p.offset) for p in self._device]
-            with torch.no_grad():
-                torch._foreach_copy_(views, [p.tensor for p in self._device])
-            if self._memory.is_cuda:
-                torch.cuda.current_stream(self.device).synchronize()  # a reader may copy as soon as it is told
+        self._host = [_view(segment, p.dtype, p.shape, start + p.offset) for p in layout.host]
+        self._apart = [] if memory is None else [device_view(memory, p.dtype, p.shape, p.offset) for p in layout.apart]
+
+    def write(self, columns: Columns) -> None:
+        """Copy every column into the slot, each tensor once, cast and made contiguous on the way."""
+        for places, views in ((self.layout.host, self._host), (self.layout.apart, self._apart)):
+            if views:
+                with torch.no_grad():
+                    torch._foreach_copy_(views, [columns[place.name] for place in places])  # type: ignore[misc]
+        if self._apart and self._apart[0].is_cuda:
+            torch.cuda.current_stream(self.layout.device).synchronize()  # a reader may copy as soon as it is told
+
+
+def size_of(layout: Layout, header: bytes) -> int:
+    """Return the bytes of a slot in host memory: the header, and the columns there."""
+    return _aligned(len(header)) + layout.host_size
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was read from a slot: while its header and memory stay, so do the views."""
+
+    header: bytes
+    size: int
+    segment: mmap
+    carried: torch.Tensor | None
+    columns: dict[str, Column]
+
+    def again(self, header: bytes, size: int, segment: mmap, carried: torch.Tensor | None) -> bool:
+        """Return whether a message lies where the last one lay. Its text would be in the header, and is never given twice."""
+        same = self.segment is segment and self.carried is carried and self.size == size and self.header == header
+        return same and all(isinstance(column, torch.Tensor) for column in self.columns.values())
 
 
 def read(slot: mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
@@ -153,7 +185,8 @@ def _check(entry: TensorColumn, room: int) -> None:
 
 def device_view(memory: torch.Tensor, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
     """Return the tensor that lies `offset` bytes into a flat memory."""
-    return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    with torch.inference_mode(False):  # a slot keeps its views, whatever mode the caller is in
+        return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _view(slot: mmap, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:

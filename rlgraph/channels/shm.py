@@ -45,6 +45,8 @@ class ShmWriter:
         self._readers = readers
         self._free = list(range(slots))
         self._unread: dict[int, list[Link]] = {}  # for each slot, the readers that have not released it
+        self._layout: layout.Layout | None = None  # of the last message
+        self._laid: dict[int, layout.Laid] = {}  # for each slot, what lies there
         self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
         self._cargo = None if carrier is None else Cargo.here(carrier)
@@ -56,16 +58,17 @@ class ShmWriter:
 
     def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
         check_columns(self._end, step, columns)
-        message = layout.Layout(columns, dtype, apart=self._apart)
+        if self._layout is None or self._layout.signature is None or self._layout.signature != layout.signature(columns, dtype):
+            self._layout = layout.Layout(columns, dtype, apart=self._apart)
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
                 raise self._end.stopped(step, self._stop)
             slot = self._free[-1]  # the one used last: its pages are the warmest
-            self._send(step, slot, message)
+            size = self._send(step, slot, self._layout, columns)
             self._free.pop()
             self._unread[slot] = list(self._door.links)
-            self._meter.message(message.size + message.device_size, self._meter.slots - len(self._free))
+            self._meter.message(size, self._meter.slots - len(self._free))
 
     def close(self) -> None:
         self._end_with(Goodbye(), Stop("this end"))
@@ -76,30 +79,43 @@ class ShmWriter:
     def statistics(self) -> Statistics:
         return self._meter.statistics()
 
-    def _send(self, step: int, slot: int, message: layout.Layout) -> None:
-        if message.device_size:
-            message.seal(*self._room(slot, message))
-        handle, segment = None, self._segments.get(slot)
-        if segment is None or len(segment) < message.size:
-            handle, segment = new_segment(self._end.channel, message.size)
+    def _send(self, step: int, slot: int, wanted: layout.Layout, columns: Columns) -> int:
+        """Fill the slot and tell the readers; return the message's bytes."""
+        laid, handle = self._laid.get(slot), None
+        if laid is None or laid.layout is not wanted:
+            laid, segment, handle = self._lay(slot, wanted)
+        else:
+            segment = self._segments[slot]
         try:
-            message.write(segment)
-            carried = 0 if self._cargo is None else message.device_size
-            full = Full(step, slot, message.header, message.size, 0 if handle is None else len(segment), carried)
+            laid.write(columns)
+            carried = 0 if self._cargo is None else wanted.device_size
+            full = Full(step, slot, laid.header, laid.size, 0 if handle is None else len(segment), carried)
             for link in self._door.links:
                 tokens.send(link, full, handle)
         finally:
             if handle is not None:
                 os.close(handle)
-        self._segments[slot] = segment
+        self._segments[slot], self._laid[slot] = segment, laid
+        return laid.size + wanted.device_size
 
-    def _room(self, slot: int, message: layout.Layout) -> tuple[torch.Tensor, Handle | None]:
-        """Return the slot's memory on the message's device, and under which handle readers of this host map it."""
+    def _lay(self, slot: int, wanted: layout.Layout) -> tuple[layout.Laid, mmap.mmap, int | None]:
+        """Return the layout in the slot's memory, that memory, and its handle where it is new."""
+        self._laid.pop(slot, None)
+        memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
+        header = wanted.header(exported)
+        size = layout.size_of(wanted, header)
+        handle, segment = None, self._segments.get(slot)
+        if segment is None or len(segment) < size:
+            handle, segment = new_segment(self._end.channel, size)
+        return layout.Laid(wanted, header, segment, memory), segment, handle
+
+    def _room(self, slot: int, wanted: layout.Layout) -> tuple[torch.Tensor, Handle | None]:
+        """Return the slot's memory on the layout's device, and under which handle readers of this host map it."""
         if self._cargo is not None:
-            new = functools.partial(torch.empty, dtype=torch.uint8, device=message.device)
-            return self._cargo.room(slot, message.device_size, new), None
-        if slot not in self._device or self._device[slot].handle.size < message.device_size:
-            self._device[slot] = DeviceMemory(message.device_size, message.device)
+            new = functools.partial(torch.empty, dtype=torch.uint8, device=wanted.device)
+            return self._cargo.room(slot, wanted.device_size, new), None
+        if slot not in self._device or self._device[slot].handle.size < wanted.device_size:
+            self._device[slot] = DeviceMemory(wanted.device_size, wanted.device)
         return self._device[slot].bytes, self._device[slot].handle
 
     def _await(self, step: int, timeout_s: float) -> None:
@@ -140,6 +156,7 @@ class ShmWriter:
         with self._lock:
             self._stop = stop
             self._door.shut(last)
+            self._laid.clear()
             self._segments.clear()
             self._device.clear()
 
@@ -160,6 +177,7 @@ class ShmReader:
         self._meter = Meter(welcome.slots)
         self._segments: dict[int, mmap.mmap] = {}
         self._mapped = Mapped()
+        self._found: dict[int, layout.Found] = {}  # for each slot, what was read there last
         self._full: deque[Full] = deque()
         self._taken: deque[tuple[int, Taken]] = deque()
         self._stop: Stop | None = None
@@ -176,8 +194,7 @@ class ShmReader:
                 raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
             self._full.popleft()
             try:
-                carried = self._carried[full.slot][: full.carried] if full.carried and self._carried else None
-                columns = layout.read(self._segments[full.slot], full.header, full.size, self._mapped, carried)
+                columns = self._read(full)
             except layout.Malformed as error:
                 self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}")
                 raise self._end.stopped(step, self._stop) from error
@@ -193,6 +210,8 @@ class ShmReader:
         with self._lock:
             if self._open:
                 tokens.send(self._link, Free(slot))
+        if not taken.as_given():
+            self._found.pop(slot, None)
         taken.check_unchanged(self._end)
 
     def close(self) -> None:
@@ -203,6 +222,15 @@ class ShmReader:
 
     def statistics(self) -> Statistics:
         return self._meter.statistics()
+
+    def _read(self, full: Full) -> dict[str, Column]:
+        """Return the message's columns: the views of the slot's last message, where they are laid out as those were."""
+        segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
+        found, header = self._found.get(full.slot), segment[: full.header]
+        if found is None or not found.again(header, full.size, segment, carried):
+            columns = layout.read(segment, full.header, full.size, self._mapped, carried)
+            found = self._found[full.slot] = layout.Found(header, full.size, segment, carried, columns)
+        return dict(found.columns)
 
     def _await(self, step: int, timeout_s: float) -> None:
         """Return when the next message is there, or the channel has stopped."""
@@ -253,4 +281,5 @@ class ShmReader:
             tokens.send(self._link, last)
             self._link.close()
             self._full.clear()
+            self._found.clear()
             self._segments.clear()

@@ -11,50 +11,64 @@ class Staging:
     """Holds one version of the weights: every parameter whole, whatever rows the trainer's ranks sent.
 
     On a GPU it is one flat buffer, which a single trainer rank's memory is copied into as a whole: one burst on a stream of
-    its own disturbs decoding for the shortest time.
+    its own disturbs decoding for the shortest time. What is copied where is kept while the rows lie where they lay: to look at each
+    parameter again takes longer than to copy it.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
+        self._rows: list[torch.Tensor] = []  # of the last version, parameter by parameter and rank by rank
+        self._to: list[torch.Tensor] = []
+        self._from: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def fill(self, parts: Sequence[Weights]) -> None:
         """Copy the rows of all ranks below one another; returns when they have arrived."""
-        source = _whole_memory(parts[0]) if len(parts) == 1 else None
-        if not self.weights:
-            self._allocate(parts, source)
+        rows = [part[name] for name in parts[0] for part in parts]
+        if len(rows) != len(self._rows) or any(new is not old for new, old in zip(rows, self._rows, strict=True)):
+            self._prepare(parts, rows)
+        if not self._to:
+            return
         if self._stream is None:
-            self._copy(parts, source)
+            torch._foreach_copy_(self._to, self._from)
             return
         with torch.cuda.stream(self._stream):
-            self._copy(parts, source)
+            torch._foreach_copy_(self._to, self._from, non_blocking=True)
         self._stream.synchronize()
 
-    def _allocate(self, parts: Sequence[Weights], source: torch.Tensor | None) -> None:
-        first = parts[0]
+    def _prepare(self, parts: Sequence[Weights], rows: list[torch.Tensor]) -> None:
+        """Find out what to copy where; parameters that changed their shape or dtype get new memory."""
+        source = _whole_memory(parts[0]) if len(parts) == 1 else None
+        shapes = {name: (sum(len(part[name]) for part in parts), *tuple(first.shape)[1:]) for name, first in parts[0].items()}
+        kinds = {name: (shapes[name], first.dtype) for name, first in parts[0].items()}
+        if {name: (tuple(weight.shape), weight.dtype) for name, weight in self.weights.items()} != kinds:
+            self._allocate(parts[0], shapes, source)
+        self._rows = rows
+        flat = self._flat
+        if source is not None and flat is not None and len(source) == len(flat) and _offsets(parts[0]) == _offsets(self.weights):
+            self._to, self._from = [flat], [source]
+            return
+        targets: list[torch.Tensor] = []
+        for name in parts[0]:
+            targets += torch.split(self.weights[name], [len(part[name]) for part in parts])
+        pairs = [(to, of) for to, of in zip(targets, rows, strict=True) if of.numel()]
+        self._to, self._from = [to for to, _ in pairs], [of for _, of in pairs]
+
+    def _allocate(self, first: Weights, shapes: Mapping[str, tuple[int, ...]], source: torch.Tensor | None) -> None:
         if next(iter(first.values())).is_cuda:
             self._stream = torch.cuda.Stream()
-        if source is not None:
-            self._flat = torch.empty_like(source)
-            for name, weight in first.items():
-                start = weight.storage_offset() * weight.itemsize
-                self.weights[name] = self._flat[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        if source is None:
+            self._flat, self.weights = None, {name: weight.new_empty(shapes[name]) for name, weight in first.items()}
             return
+        self._flat, self.weights = torch.empty_like(source), {}
         for name, weight in first.items():
-            rows = sum(len(part[name]) for part in parts)
-            self.weights[name] = weight.new_empty((rows, *weight.shape[1:]))
+            start = weight.storage_offset() * weight.itemsize
+            self.weights[name] = self._flat[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
 
-    def _copy(self, parts: Sequence[Weights], source: torch.Tensor | None) -> None:
-        if source is not None and self._flat is not None:
-            self._flat.copy_(source, non_blocking=True)
-            return
-        for name, weight in self.weights.items():
-            start = 0
-            for part in parts:
-                rows = part[name]
-                weight[start : start + len(rows)].copy_(rows, non_blocking=True)
-                start += len(rows)
+
+def _offsets(weights: Weights) -> dict[str, int]:
+    return {name: int(weight.storage_offset()) * weight.itemsize for name, weight in weights.items()}
 
 
 def _whole_memory(weights: Weights) -> torch.Tensor | None:

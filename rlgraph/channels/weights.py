@@ -4,6 +4,7 @@ The payload goes through ordinary channels, one for each trainer rank, whose slo
 copy (and cast) into a free slot, and no rank ever builds a full parameter that it does not own.
 """
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from rlgraph.channels.base import Reader, Writer
 from rlgraph.channels.staging import Staging
 from rlgraph.errors import ChannelError, ChannelTimeout
 
+SWITCH_S = 0.0005  # after which one thread gives the interpreter to another
 A_DAY_S = 86_400.0  # the receiving thread has no deadline of its own: who waits for it has one
 
 
@@ -88,6 +90,7 @@ class _Ahead:
         self.staged = threading.Semaphore(0)
         self.empty = threading.Semaphore(1)
         self.error: ChannelError | RuntimeError | None = None
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # else each of its steps waits 5 ms for the loop that decodes
         threading.Thread(target=self._run, name="receive weights", daemon=True).start()
 
     def _run(self) -> None:

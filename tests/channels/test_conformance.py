@@ -191,6 +191,42 @@ def test_a_message_without_columns_passes(make):
     reader.release()
 
 
+def test_what_changes_from_message_to_message_in_one_slot_is_seen(make):
+    writer, [reader] = make(slots=1)
+    x = torch.arange(6.0)
+    messages = [
+        *({"x": x}, {"x": x + 1}, {"y": x + 1}, {"x": x.view(2, 3)}, {"x": x.view(3, 2) + 1}, {"x": x.view(2, 3).T}),
+        *({"x": x.double()}, {"x": x.long()}, {"x": x, "y": x + 1}, {"y": x + 2, "x": x}, {"x": x[:5], "y": x}),
+        *({"x": x, "who": ["a"]}, {"x": x, "who": ["b"]}, {"x": x}, {}, {"x": x}, {"x": torch.arange(10_000.0)}, {"x": x}),
+    ]
+    for step, columns in enumerate(messages):
+        writer.put(step, columns, LONG)
+        got = reader.take(step, LONG)
+        assert list(got) == list(columns)
+        assert [bits(c) for c in got.values()] == [bits(c) for c in columns.values()], step
+        reader.release()
+
+
+def test_a_cast_that_changes_from_message_to_message_is_seen(make):
+    writer, [reader] = make(slots=1)
+    x = torch.arange(6.0)
+    for step, dtype in enumerate([None, torch.bfloat16, torch.bfloat16, torch.float64, None]):
+        writer.put(step, {"x": x + step}, LONG, dtype=dtype)
+        got = reader.take(step, LONG)["x"]
+        assert got.dtype == (dtype or torch.float32)
+        assert got.tolist() == (x + step).tolist()
+        reader.release()
+
+
+def test_a_gradient_asked_of_one_message_is_not_asked_of_the_next(make):
+    writer, [reader] = make(slots=1)
+    writer.put(0, {"x": torch.ones(2)}, LONG)
+    reader.take(0, LONG)["x"].requires_grad_()
+    reader.release()
+    writer.put(1, {"x": torch.ones(2)}, LONG)
+    assert not reader.take(1, LONG)["x"].requires_grad
+
+
 @st.composite
 def tensors(draw):
     dtype = draw(st.sampled_from(DTYPES))

@@ -1,5 +1,6 @@
 """What only channels in shared memory do: growth, authentication, real processes, and leaving nothing behind."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -52,6 +53,28 @@ def test_a_view_is_the_memory_of_the_slot(make_shm):
     [segment] = writer._segments.values()
     segment[segment[:].index(bytes(range(8)))] = 99
     assert [view.tolist() for view in views] == [[99, 1, 2, 3, 4, 5, 6, 7]] * 2
+
+
+def test_a_slot_keeps_its_views_while_messages_are_laid_out_alike(make_shm):
+    writer, [reader] = make_shm(slots=1)
+    views = []
+    for step, size in enumerate([3, 3, 3, 4, 4]):
+        writer.put(step, {"x": torch.full((size,), step), "y": torch.ones(2)}, LONG)
+        got = reader.take(step, LONG)
+        assert got["x"].tolist() == [step] * size
+        views.append(got["x"])
+        reader.release()
+    assert [new is old for old, new in itertools.pairwise(views)] == [True, True, False, True]
+
+
+def test_a_batch_that_cannot_be_stored_spoils_no_layout(make_shm):
+    writer, [reader] = make_shm(slots=1)
+    for step, size in enumerate([2, 3, 2]):
+        writer.put(step, {"x": torch.full((size,), float(step))}, LONG)
+        assert reader.take(step, LONG)["x"].tolist() == [step] * size
+        reader.release()
+        with pytest.raises(RuntimeError):
+            writer.put(step + 1, {"y": torch.ones(1), "x": torch.ones(size, device="meta")}, LONG)
 
 
 def test_columns_are_aligned_to_cache_lines(make_shm):

@@ -30,3 +30,36 @@ def test_a_later_version_lands_in_the_same_memory():
     staging.fill([{name: tensor + 1 for name, tensor in WHOLE.items()}])
     assert {name: tensor.data_ptr() for name, tensor in staging.weights.items()} == places
     assert all(torch.equal(staging.weights[name], tensor + 1) for name, tensor in WHOLE.items())
+
+
+def test_parameters_that_change_their_shape_or_dtype_get_memory_that_fits():
+    staging = Staging()
+    for weights in (
+        WHOLE,
+        {**WHOLE, "norm": torch.arange(5.0)},
+        {name: tensor.double() for name, tensor in WHOLE.items()},
+        {"one": torch.ones(1)},
+    ):
+        staging.fill([weights])
+        assert {name: (t.dtype, t.tolist()) for name, t in staging.weights.items()} == {
+            n: (t.dtype, t.tolist()) for n, t in weights.items()
+        }
+
+
+def test_the_order_of_the_parameters_may_change():
+    staging = Staging()
+    square = {"a": torch.zeros(2, 2), "b": torch.ones(2, 2)}
+    for names in ("ab", "ba"):
+        staging.fill([{name: square[name].clone() for name in names}])
+        assert {name: tensor.tolist() for name, tensor in staging.weights.items()} == {n: t.tolist() for n, t in square.items()}
+
+
+def test_rows_that_lie_where_they_lay_bring_their_new_values():
+    parts = [{name: tensor.clone() for name, tensor in part.items()} for part in split(2)]
+    staging = Staging()
+    for _ in range(3):
+        staging.fill(parts)
+        assert all(torch.equal(staging.weights[name], torch.cat([part[name] for part in parts])) for name in WHOLE)
+        for part in parts:
+            for tensor in part.values():
+                tensor += 1
