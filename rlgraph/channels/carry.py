@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from rlgraph.channels import tokens
 from rlgraph.channels.link import Garbled, Link
 from rlgraph.channels.tokens import Failed, Told
+from rlgraph.errors import ChannelError
 
 Kind: TypeAlias = Literal["nccl", "gloo"]
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
@@ -68,8 +69,13 @@ class Cargo:
     memories: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, kind: Kind) -> "Cargo":
-        """Return an empty one for the device that is current where the end is made."""
+    def here(cls, channel: str, kind: Kind) -> "Cargo":
+        """Return an empty one for the device that is current where the end is made. Raises ChannelError where there is none."""
+        if kind == "nccl" and not torch.cuda.is_available():
+            raise ChannelError(
+                f"channel '{channel}': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU; "
+                "give both ends one, or no carrier"
+            )
         return cls(kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"))
 
     def room(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -49,7 +49,7 @@ class ShmWriter:
         self._laid: dict[int, layout.Laid] = {}  # for each slot, what lies there
         self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
-        self._cargo = None if carrier is None else Cargo.here(carrier)
+        self._cargo = None if carrier is None else Cargo.here(name, carrier)
         self._apart = DEVICES[carrier] if carrier is not None else "cuda" if places.is_path(address) else None
         self._stop: Stop | None = None
         self._lock = threading.Lock()  # close() and fail() may come from another thread
@@ -171,7 +171,7 @@ class ShmReader:
         places.check_address(name, address)
         self._end = End(name, "a reader")
         link, welcome = tokens.connect(name, address, authkey, timeout_s)
-        cargo = None if welcome.carrier is None else Cargo.here(welcome.carrier)
+        cargo = None if welcome.carrier is None else Cargo.here(name, welcome.carrier)
         self._carried = {} if cargo is None else cargo.memories
         self._link = link if link.local else relayed(name, link, outward=False, cargo=cargo)
         self._meter = Meter(welcome.slots)

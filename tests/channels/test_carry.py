@@ -250,6 +250,12 @@ def test_a_carrier_is_refused_at_a_path() -> None:
         ShmWriter("edge", 1, 1, b"key", "/tmp/x", "nccl")
 
 
+def test_nccl_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ChannelError, match="'edge': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU"):
+        ShmWriter("edge", 1, 1, b"key", HERE, "nccl")
+
+
 def test_no_thread_and_no_handle_is_left_when_both_ends_have_closed(carried: Any) -> None:
     threads, handles = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     writer = ShmWriter("edge", 2, 1, b"key", HERE, "gloo")
