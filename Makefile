@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Two tests at a time: they wait for processes to start more than they compute.
+TESTS := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-gpu check oracle setup clean
 setup: $(READY)
@@ -17,7 +19,7 @@ demo: $(READY)
 	$(BIN)/python recipes/one_step_off.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 # On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
 test-gpu:
@@ -28,7 +30,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 # The golden results that the tests of the algorithms compare with, written anew by verl itself, in an environment of its own.
 oracle: .venv-oracle/.ready

@@ -49,8 +49,10 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("dispatch", "depth", "buffers"),
+    [("compiled_graph", 0, 1), ("compiled_graph", 1, 1), ("compiled_graph", 2, 2), ("calls", 1, 1)],
+)
 def test_a_run_on_ray_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
     with job(graph, dispatch) as running:
@@ -80,8 +82,10 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(busy))
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("worker", ["prompts", "generator", "score", "policy"])
+@pytest.mark.parametrize(
+    ("dispatch", "worker"),
+    [*(("compiled_graph", worker) for worker in ("prompts", "generator", "score", "policy")), ("calls", "generator")],
+)
 def test_a_killed_worker_is_named_and_its_peers_end(dispatch: str, worker: str) -> None:
     with job(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), dispatch) as running:
         steps = running.steps(1000)
@@ -123,7 +127,8 @@ def test_a_killed_worker_leaves_no_process_no_file_and_no_shared_memory() -> Non
     _, folder, *pids = next(line for line in run.stdout.splitlines() if line.startswith("left:")).split()
     assert not Path(folder).exists()
     assert not any(alive(int(pid)) for pid in pids)
-    assert {p for p in set(Path("/dev/shm").iterdir()) - before if p.exists()} == set()
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
+    assert not [name for name in left if any(pid in name for pid in pids)]  # others may run here too
 
 
 @node(reads="values group_ids", writes="rewards")

@@ -3,6 +3,8 @@ the user or by itself."""
 
 import contextlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,13 +47,15 @@ def goes_on_by_itself(cluster: RayCluster, other: object, folder: str) -> None:
     """A host is lost and another comes: the job waits for it, and repeats what it would have been."""
     graph = fakes.vector_loop(1)
     with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
-        expected = [bits(step) for step in here.steps(12)]
-    with job(Recovery(Path(folder), every=4, keep=2, restarts=1)) as running:
-        steps = running.steps(12)
+        expected = [bits(step) for step in here.steps(60)]
+    with contextlib.ExitStack() as hosts, job(Recovery(Path(folder), every=4, keep=2, restarts=1)) as running:
+        steps = running.steps(60)  # many more than are under way when the host is lost
         found = [bits(next(steps)) for _ in range(6)]
         cluster.remove_node(other, allow_graceful=False)
-        with late_host(cluster):
-            found += [bits(step) for step in steps]
+        os.kill(running.pids["policy"], signal.SIGKILL)  # a host takes its processes along, a killed raylet leaves them for a while
+        hosts.enter_context(late_host(cluster))
+        found += [bits(step) for step in steps]
+        assert running._restarts.used == 1
     assert found == expected, (found, expected)
     print("the job waited for another host")
 
@@ -61,11 +65,11 @@ def late_host(cluster: RayCluster) -> Iterator[None]:
     """A Ray node that joins in a while, when the job has found out that it lacks one."""
     ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block", "--num-cpus=1"]
     limited = [*ray_start, f"--object-store-memory={STORE['object_store_memory']}"]
-    node = subprocess.Popen(["sh", "-c", 'sleep 5; exec "$@"', "sh", *limited], stdout=subprocess.DEVNULL)
+    node = subprocess.Popen(["sh", "-c", 'sleep 5; exec "$@"', "sh", *limited], stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
     finally:
-        node.terminate()
+        os.killpg(node.pid, signal.SIGKILL)  # asked politely, it drains for half a minute
         node.wait(60)
 
 
