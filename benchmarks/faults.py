@@ -241,7 +241,7 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             continue
         if _until(functools.partial(_went_on, driver, folder, before), 120) and driver.poll() is None:
             found.back_s.append(float(_beat(folder)) - killed_s)
-    left = _until(lambda: not processes(folder), 20)
+    left = _until(lambda: not processes(folder), 60)  # helpers of a Ray whose driver was killed end by themselves, in half a minute
     if not left:
         found.wrong.append(f"processes were left: {processes(folder)}")
 

@@ -7,6 +7,10 @@ kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, 
 lengths and a long tail. Then each runs, and its step is compared with the prediction made before: the mean one for a long
 tail, and the median one where every step takes as long, since a busy machine stops a stage now and then for seconds.
 
+Real engines that compute at the same time slow each other down on the cores of one small machine, which is no property of
+either: synchronous runs of them are predicted from a synchronous profile, the others from one in which they overlap. And a shared
+machine computes faster at one time than at another, so the profile is made just before each.
+
 Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
 the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
 the one that was fastest.
@@ -130,14 +134,15 @@ def length_reward(responses: list[str]) -> list[float]:
 
 def real(folder: str) -> Iterator[Case]:
     shapes = {
-        "sync, colocated": (0, 8, 48, True),
+        "sync, colocated on 1 core": (0, 8, 48, True),
         "depth 0": (0, 8, 48, False),
         "depth 1": (1, 8, 48, False),
         "depth 2": (2, 8, 48, False),
+        "depth 0, batch 64": (0, 16, 48, False),
         "depth 1, batch 64": (1, 16, 48, False),
     }
     for name, (depth, prompts, tokens, shared) in shapes.items():
-        yield Case("real engines", name, lambda s=(depth, prompts, tokens, shared): real_graph(folder, *s), 2, depth > 0)
+        yield Case("real engines", name, lambda s=(depth, prompts, tokens, shared): real_graph(folder, *s), 1 if shared else 2, depth > 0)
 
 
 def costs_for(case: Case, costs: rg.Costs) -> rg.Costs:
@@ -169,13 +174,15 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
     )
 
 
-def measure(cases: list[Case], profile: Callable[[str], rg.Costs], steps: int) -> Iterator[Found]:
-    profiles = dict[str, rg.Costs]()
+def measure(cases: list[Case], profile: Callable[[str, bool], rg.Costs], steps: int) -> Iterator[Found]:
+    profiles = dict[tuple[str, bool], rg.Costs]()
     print(f"{'family':22} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
     for case in cases:
-        if case.family not in profiles:
-            profiles[case.family] = profile(case.family)
-        one = measured(case, profiles[case.family], steps)
+        real = case.family == "real engines"
+        key = (case.family, case.asynchronous and real)
+        if key not in profiles or real:
+            profiles[key] = profile(*key)
+        one = measured(case, profiles[key], steps)
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
         print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}", flush=True)
         yield one
@@ -247,9 +254,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(tiny(Path(folder)))
 
-        def profile(family: str) -> rg.Costs:
+        def profile(family: str, overlapping: bool) -> rg.Costs:
             if family == "real engines":
-                return rg.profile(real_graph(model, 1, 8, 48), rg.Cluster(cpus=2), PROFILED[family])
+                return rg.profile(real_graph(model, int(overlapping), 8, 48), rg.Cluster(cpus=2), PROFILED[family])
             return rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED[family.split(",")[0]])
 
         cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "")]
