@@ -241,8 +241,7 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             continue
         if _until(functools.partial(_went_on, driver, folder, before), 120) and driver.poll() is None:
             found.back_s.append(float(_beat(folder)) - killed_s)
-    left = _until(lambda: not processes(folder), 60)  # helpers of a Ray whose driver was killed end by themselves, in half a minute
-    if not left:
+    if not _until(lambda: not processes(folder), 60):  # helpers of a Ray whose driver was killed end by themselves, in half a minute
         found.wrong.append(f"processes were left: {processes(folder)}")
 
 
@@ -332,7 +331,8 @@ def measure(mode: str, kills: int, seed: int, minutes: float) -> dict[str, Any]:
             budget = min(kills - total.kills.total(), 40)
             if mode == "ray":
                 kill_on_ray(folder, depth, steps, draw, budget, found)
-            found.kills = found.kills if mode == "ray" else kill_here(folder, depth, steps, draw, budget)
+            else:
+                found.kills = kill_here(folder, depth, steps, draw, budget)
             checked = check(folder, whole, depth, steps)
             _add(total, found, checked)
             equal[f"depth {depth}"] += not checked.wrong

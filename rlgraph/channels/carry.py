@@ -14,17 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Literal, Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from rlgraph.channels import tokens
 from rlgraph.channels.link import Garbled, Link
-from rlgraph.channels.tokens import Failed, Told
+from rlgraph.channels.tokens import Failed, Kind, Told
 from rlgraph.errors import ChannelError
 
-Kind: TypeAlias = Literal["nccl", "gloo"]
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
 

@@ -20,6 +20,11 @@ def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
         raise
 
 
+def segment_of(channel: str, segment: mmap.mmap | None, size: int) -> tuple[int | None, mmap.mmap]:
+    """Return a slot's memory where it holds `size` bytes, else new memory and its handle."""
+    return (None, segment) if segment is not None and len(segment) >= size else new_segment(channel, size)
+
+
 def map_segment(handle: int, size: int) -> mmap.mmap:
     """Map the memory that a peer sent, and close its handle.
 

@@ -19,7 +19,7 @@ from rlgraph.channels.address import ready
 from rlgraph.channels.carry import Cargo, Carrier, HungUp, Meeting, PeerFailed, watched
 from rlgraph.channels.gloo import Gloo
 from rlgraph.channels.link import Garbled, Link
-from rlgraph.channels.memory import map_segment, new_segment
+from rlgraph.channels.memory import map_segment, segment_of
 from rlgraph.channels.nccl import Nccl
 from rlgraph.channels.tokens import Arrived, Failed, Full, Lost, Posted, Token, Welcome
 
@@ -192,10 +192,8 @@ class _Inward(_Relay):
             super().carry(token, source)
 
     def _receive(self, full: Full) -> None:
-        handle, segment = None, self.segments.get(full.slot)
-        if segment is None or len(segment) < full.size:
-            handle, segment = new_segment(self.channel, full.size)
-            self.segments[full.slot] = segment
+        handle, segment = segment_of(self.channel, self.segments.get(full.slot), full.size)
+        self.segments[full.slot] = segment
         try:
             self.remote.receive_into(memoryview(segment)[: full.size])
             if full.carried:

@@ -18,13 +18,13 @@ import torch
 from rlgraph.channels import address as places
 from rlgraph.channels import layout, tokens
 from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.carry import DEVICES, Cargo, Kind
+from rlgraph.channels.carry import DEVICES, Cargo
 from rlgraph.channels.device import DeviceMemory, Handle, Mapped
 from rlgraph.channels.door import Door
 from rlgraph.channels.link import Garbled, Link
-from rlgraph.channels.memory import map_segment, new_segment
+from rlgraph.channels.memory import map_segment, segment_of
 from rlgraph.channels.relay import relayed
-from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Lost, Token
+from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Kind, Lost, Token
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 
@@ -104,9 +104,7 @@ class ShmWriter:
         memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
         header = wanted.header(exported)
         size = layout.size_of(wanted, header)
-        handle, segment = None, self._segments.get(slot)
-        if segment is None or len(segment) < size:
-            handle, segment = new_segment(self._end.channel, size)
+        handle, segment = segment_of(self._end.channel, self._segments.get(slot), size)
         return layout.Laid(wanted, header, segment, memory), segment, handle
 
     def _room(self, slot: int, wanted: layout.Layout) -> tuple[torch.Tensor, Handle | None]:

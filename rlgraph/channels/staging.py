@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rlgraph.channels.layout import device_view
+
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -62,9 +64,8 @@ class Staging:
             self._flat, self.weights = None, {name: weight.new_empty(shapes[name]) for name, weight in first.items()}
             return
         self._flat, self.weights = torch.empty_like(source), {}
-        for name, weight in first.items():
-            start = weight.storage_offset() * weight.itemsize
-            self.weights[name] = self._flat[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        for name, start in _offsets(first).items():
+            self.weights[name] = device_view(self._flat, first[name].dtype, first[name].shape, start)
 
 
 def _offsets(weights: Weights) -> dict[str, int]:

@@ -13,6 +13,7 @@ from rlgraph.errors import ChannelError, ChannelTimeout
 
 MAX_REASON = 4000  # characters: the token that carries it still fits into one write
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Kind: TypeAlias = Literal["nccl", "gloo"]  # of what carries columns on a GPU between hosts
 Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
 
 
@@ -20,7 +21,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, forbid_unknown_fie
     """Writer to reader, first of all: the slots of the channel, and what carries its columns on a GPU where TCP does not."""
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
-    carrier: Literal["nccl", "gloo"] | None = None
+    carrier: Kind | None = None
 
 
 class Told(msgspec.Struct, tag="told", array_like=True, forbid_unknown_fields=True):

@@ -118,7 +118,7 @@ def _by_tokens(setting: Setting, tokens: Array, seconds: Array) -> NodeCost:
         return NodeCost(token_s=slope * setting.devices, spread=_spread(seconds, slope * tokens), measured=setting)
     columns = {"serial": np.ones_like(tokens), "token": tokens}
     found = _fewest(columns, seconds)
-    fitted = found.get("serial", 0.0) + found.get("token", 0.0) * tokens
+    fitted = _fitted(columns, found)
     kept = stalls.steady(seconds, fitted)
     if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and _varies(seconds):
         return plain
@@ -144,7 +144,7 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
         columns["start_s"] = np.ones_like(seconds)
     found = _fewest(columns, seconds)
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
-    fitted = sum((found.get(name, 0.0) * column for name, column in columns.items()), np.zeros_like(seconds))
+    fitted = _fitted(columns, found)
     return NodeCost(decode=decode, spread=_spread(*_by_step(both, seconds, fitted)), measured=setting)
 
 
@@ -164,11 +164,15 @@ def _fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
     kept = np.ones(len(seconds), dtype=bool)
     while True:
         found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
-        fitted = sum((found.get(name, 0.0) * column for name, column in columns.items()), np.zeros_like(seconds))
-        steady = kept & stalls.steady(seconds, fitted)
+        steady = kept & stalls.steady(seconds, _fitted(columns, found))
         if steady.sum() == kept.sum():
             return found
         kept = steady
+
+
+def _fitted(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
+    """Return the seconds that a law gives each firing."""
+    return np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)  # type: ignore[no-any-return]
 
 
 def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:

@@ -2,14 +2,13 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import get_args
+from typing import Any
 
 import numpy as np
 
-from rlgraph.planning.schedule import EventKind, Span, SpanKind
+from rlgraph.planning.schedule import Span
 
-_KINDS: tuple[SpanKind, ...] = (*get_args(EventKind), *get_args(get_args(SpanKind)[1]))
-_ROW = np.dtype([("name", "i4"), ("kind", "i1"), ("step", "i8"), ("worker", "i4"), ("start_s", "f8"), ("end_s", "f8"), ("version", "i8")])
+_ROW = np.dtype([("name", "i4"), ("kind", "i4"), ("step", "i8"), ("worker", "i4"), ("start_s", "f8"), ("end_s", "f8"), ("version", "i8")])
 _NO_VERSION = -1
 
 
@@ -33,17 +32,16 @@ class Spans:
     def add(self, spans: Iterable[Span]) -> None:
         for span in spans:
             version = _NO_VERSION if span.version is None else span.version
-            kind, row = _KINDS.index(span.kind), self._added % len(self._rows)
-            self._rows[row] = (self._code(span.name), kind, span.step, self._code(span.worker), span.start_s, span.end_s, version)
+            name, kind, worker = self._code(span.name), self._code(span.kind), self._code(span.worker)
+            self._rows[self._added % len(self._rows)] = (name, kind, span.step, worker, span.start_s, span.end_s, version)
             self._added += 1
 
     def since(self, start_s: float) -> list[Span]:
         """Return the spans, oldest first, in seconds from `start_s`."""
-        names, first = list(self._codes), self._added if self.full else 0
+        names: list[Any] = list(self._codes)
+        first = self._added if self.full else 0
         return [
-            Span(
-                names[name], _KINDS[kind], step, names[worker], start - start_s, end - start_s, None if version == _NO_VERSION else version
-            )
+            Span(names[name], names[kind], step, names[worker], start - start_s, end - start_s, None if version == _NO_VERSION else version)
             for name, kind, step, worker, start, end, version in np.roll(self._rows, -first)[: len(self)].tolist()
         ]
 

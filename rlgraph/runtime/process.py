@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Mapping
 
 from rlgraph.channels.address import dial, free_port
-from rlgraph.channels.carry import Kind
 from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
+from rlgraph.channels.tokens import Kind
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout
 from rlgraph.nodes.base import Context

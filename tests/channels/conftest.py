@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from rlgraph.channels import Reader, ShmReader, ShmWriter, Writer, local_channel
-from rlgraph.channels.carry import Kind
+from rlgraph.channels.tokens import Kind
 
 Ends: TypeAlias = tuple[Writer, list[Reader]]
 MakeShm: TypeAlias = Callable[..., tuple[ShmWriter, list[ShmReader]]]
