@@ -18,6 +18,7 @@ from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.muster import muster
 from rlgraph.runtime.status import Doing
 from rlgraph.runtime.tasks import Start, setups
+from rlgraph.runtime.watchdog import FIRST_S
 
 T = TypeVar("T")
 GOODBYE_S = 5.0  # for workers that have nothing left to do
@@ -82,7 +83,8 @@ class Attempt:
         self._dispatch.begin(self.plan.cluster.hosts)
         found = self._dispatch.hosts(self.plan, self._patience_s)
         self._hosts = self._made_hosts(found)
-        crew = setups(self._graph, self.plan, self.folder, authkey, self._deadline_s, self._start_at, self._hosts.addresses)
+        patience_s = self._deadline_s + FIRST_S
+        crew = setups(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
         muster(self._dispatch, self._crew, crew, self._actors, self._hosts, [host for host, _ in found])
         leftovers.claim(Path(self.folder), self._crew.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)

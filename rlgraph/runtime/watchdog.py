@@ -21,7 +21,8 @@ LOOK_S = 0.25  # of silence between two looks; a look reads one small file a wor
 SLOW = 5.0  # a firing of so many medians is slow
 SLOW_LEAST_S = 2.0
 REMEMBERED = 50  # firings that a median is taken of
-LATE_S = 2.0  # a wait of a worker ends by itself at the deadline; so much later it is the driver that ends it
+FIRST_S = 0.75  # a wait of a worker ends by itself so much after the deadline: by then the node that it waits for has been named
+LATE_S = 2.0  # where it does not, it is the driver that ends it
 
 
 @dataclass

@@ -65,9 +65,7 @@ def test_a_node_stuck_in_c_code_is_named_with_its_peer_its_channel_and_both_stac
         took = time.monotonic() - since
     message = str(raised.value)
     assert "'stuck_in_c' has been running node 'stuck_in_c', step 0" in message
-    by_driver = "'policy' has been waiting for channel 'stuck_in_c' (written by node 'stuck_in_c'), step 0"
-    by_policy = "worker 'policy', step 0: channel 'stuck_in_c', a reader, step 0: waited 3 s"  # whose own deadline came first
-    assert by_driver in message or by_policy in message
+    assert "'policy' has been waiting for channel 'stuck_in_c' (written by node 'stuck_in_c'), step 0" in message
     assert "channel 'stuck_in_c' (stuck_in_c -> update): " in message
     assert re.search(r"worker 'stuck_in_c', Python stacks:.*in _deadlock", message, re.DOTALL)
     assert "in take" in message
