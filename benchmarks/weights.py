@@ -1,6 +1,6 @@
 """Weights from a trainer on one GPU to an engine that decodes on another: bytes a second, stalls of both, against vLLM's own transfer.
 
-    python benchmarks/weights.py [0.6B 4B 8B] [--json PATH]
+    python benchmarks/weights.py [0.6B 4B 8B] [--bucket-mib 128] [--checksum] [--json PATH]
 
 Two GPUs of one host. The trainer publishes float32 weights as bfloat16 through an rlgraph channel; the engine receives them into
 its second buffer while it decodes, and swaps between two decode steps. Every version is compared by checksum of each parameter.
@@ -46,7 +46,7 @@ def checksums(tensors: Any) -> dict[str, int]:
     return {name: int(t.contiguous().view(torch.int16).sum(dtype=torch.int64)) for name, t in tensors.items()}
 
 
-def trainer(folder: str, address: str, port: int, orders: Any, results: Any) -> None:
+def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders: Any, results: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
@@ -56,7 +56,7 @@ def trainer(folder: str, address: str, port: int, orders: Any, results: Any) -> 
 
     torch.manual_seed(1)
     weights = {name: torch.randn(shape, device="cuda").mul_(0.02) for name, shape in parameter_shapes(folder).items()}
-    writer = WeightsWriter(ShmWriter("weights", 1, 1, KEY, address), torch.bfloat16)
+    writer = WeightsWriter(ShmWriter("weights", 1, 1, KEY, address), torch.bfloat16, *how)
     group = None
     while (order := orders.get()) is not None:
         if order == "vllm":
@@ -121,9 +121,9 @@ def engine(folder: str, address: str, port: int, memory: float, orders: Any, res
     fills: list[tuple[float, float]] = []
     fill = Staging.fill
 
-    def timed(self: Staging, parts: Any) -> None:
+    def timed(self: Staging, *given: Any) -> None:
         start = time.monotonic()
-        fill(self, parts)
+        fill(self, *given)
         fills.append((start, time.monotonic()))
 
     Staging.fill = timed  # type: ignore[method-assign]
@@ -201,7 +201,7 @@ def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orde
     return rows[1:]
 
 
-def measure(shape: str, models: str) -> dict[str, Any]:
+def measure(shape: str, models: str, how: tuple[int, bool]) -> dict[str, Any]:
     from shapes import random_model
 
     folder = random_model(shape, models, headers_only=True)
@@ -211,7 +211,7 @@ def measure(shape: str, models: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlgraph-") as job:
         address = f"{job}/w"
         processes = [
-            context.Process(target=trainer, args=(folder, address, port, orders, results), daemon=True),
+            context.Process(target=trainer, args=(folder, address, port, how, orders, results), daemon=True),
             context.Process(target=engine, args=(folder, address, port, 0.6, orders, results, out), daemon=True),
         ]
         for process in processes:
@@ -240,6 +240,8 @@ def measure(shape: str, models: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["0.6B", "4B", "8B"])
+    parser.add_argument("--bucket-mib", type=int, default=128, help="the engine begins to receive when so much is staged")
+    parser.add_argument("--checksum", action="store_true", help="compare every version with what was sent")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=".models")
     given = parser.parse_args()
@@ -250,9 +252,10 @@ def main() -> None:
     peer = raw.get(timeout=120)
     process.join()
     print(f"a plain copy between the GPUs: {peer:.0f} GB/s", flush=True)
-    found: dict[str, Any] = {"raw_copy_gb_per_s": peer, "shapes": {}}
+    how = (given.bucket_mib << 20, given.checksum)
+    found: dict[str, Any] = {"raw_copy_gb_per_s": peer, "bucket_mib": given.bucket_mib, "checksum": given.checksum, "shapes": {}}
     for shape in given.shapes:
-        row = found["shapes"][shape] = measure(shape, given.models)
+        row = found["shapes"][shape] = measure(shape, given.models, how)
         m = row["median"]
         print(
             f"{shape}: {row['bytes'] / 1e9:.2f} GB, bit-exact {row['bit_exact']}; staged after {m['staged_s'] * 1e3:.1f} ms "

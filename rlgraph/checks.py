@@ -30,7 +30,7 @@ def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | Non
         raise GraphError(f"pool '{name}' has a share and an exact count; give one of them")
 
 
-def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
+def check_feedback(name: str, depth: int, buffers: int, freshest: bool, bucket_bytes: int) -> None:
     where = f"feedback '{name}'"
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise GraphError(
@@ -45,6 +45,8 @@ def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
         raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
     if depth == 0 and freshest:
         raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise GraphError(f"{where} has bucket_bytes={bucket_bytes!r}; weights are received in buckets of at least 1 byte: 1 << 27 is usual")
 
 
 def check_close(feedback: "Feedback", weights: Any) -> None:

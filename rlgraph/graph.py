@@ -156,9 +156,10 @@ class Output:
 class Feedback:
     """The back edge of a graph: weights of a later step for an earlier stage. Made by `rlgraph.feedback`."""
 
-    def __init__(self, name: str, depth: int, buffers: int, freshest: bool) -> None:
-        checks.check_feedback(name, depth, buffers, freshest)
+    def __init__(self, name: str, depth: int, buffers: int, freshest: bool, bucket_bytes: int, checksum: bool) -> None:
+        checks.check_feedback(name, depth, buffers, freshest, bucket_bytes)
         self.name, self.depth, self.buffers, self.freshest = name, depth, buffers, freshest
+        self.bucket_bytes, self.checksum = bucket_bytes, checksum
         self.source: Output | None = None
 
     def close(self, weights: Output) -> None:
@@ -167,16 +168,20 @@ class Feedback:
         self.source = weights
 
 
-def feedback(name: str, *, depth: int, buffers: int = 1, freshest: bool = False) -> Feedback:
+def feedback(
+    name: str, *, depth: int, buffers: int = 1, freshest: bool = False, bucket_bytes: int = 128 << 20, checksum: bool = False
+) -> Feedback:
     """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
 
     A version is one step of the graph. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
     seed and depth alone; `freshest=True` takes the newest published version instead. `buffers=2` lets the generator
-    receive the next version while it decodes; with 1 it receives between two steps.
+    receive the next version while it decodes; with 1 it receives between two steps. The second buffer begins to fill as
+    soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` every version is compared with what
+    the trainer sent, parameter by parameter, before the generator uses it.
 
-    Raises GraphError for a negative depth, or for buffers other than 1 and 2.
+    Raises GraphError for a negative depth, buffers other than 1 and 2, or buckets without a byte.
     """
-    return Feedback(name, depth, buffers, freshest)
+    return Feedback(name, depth, buffers, freshest, bucket_bytes, checksum)
 
 
 def declare(

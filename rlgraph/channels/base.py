@@ -32,10 +32,13 @@ class Statistics:
 class Writer(Protocol):
     """The end that puts messages in."""
 
-    def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
+    def put(
+        self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
+    ) -> None:
         """Copy the columns into a free slot for every reader; blocks while all slots are taken.
 
-        Floating-point columns are stored as a copy of type `dtype` where one is given.
+        Floating-point columns are stored as a copy of type `dtype` where one is given. With `bucket_bytes` a reader of this host that
+        calls `begin` gets at the first columns while the others are being copied, each time that so many bytes more are there.
         Raises ChannelTimeout after `timeout_s` without a free slot (the channel stays usable), ChannelClosed when a reader
         closed its end, ChannelBroken when one failed or died, ChannelError for what is no column.
         """
@@ -59,6 +62,15 @@ class Reader(Protocol):
         Tensors are views of the slot, valid until `release`, and are read-only: `release` finds changes in place.
         Raises ChannelTimeout after `timeout_s` of silence (the channel stays usable), ChannelClosed when the writer closed and all is
         taken, ChannelBroken when it failed or died, ChannelError for a message of another step.
+        """
+
+    def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
+        """Take the next message as soon as it is begun: `arrived` says which of its tensors are there. Raises as `take` does."""
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        """Return how many tensors of the message begun last are there; blocks until it is more than `beyond`, or all.
+
+        Raises as `take` does.
         """
 
     def release(self) -> None:
@@ -145,6 +157,7 @@ class Taken:
 
     def __init__(self, step: int, columns: Mapping[str, Column]) -> None:
         self.step = step
+        self.tensors = sum(isinstance(column, torch.Tensor) for column in columns.values())
         # inference tensors keep no count of their changes
         self._tensors = {name: c for name, c in columns.items() if isinstance(c, torch.Tensor) and not c.is_inference()}
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}

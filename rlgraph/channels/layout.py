@@ -6,6 +6,7 @@ or, between hosts, its bytes are carried into memory of the reader's GPU.
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import TypeAlias
@@ -92,6 +93,7 @@ class Layout:
             if on_device:
                 self.device = column.device
         self.host_size, self.device_size = ends[False], ends[True]
+        self.tensors = len(self.host) + len(self.apart)
 
     def header(self, handle: Handle | None) -> bytes:
         """Return the header of a slot whose memory on a GPU has that handle."""
@@ -106,17 +108,57 @@ class Laid:
         self.size = size_of(layout, header)
         segment[: self.header] = header
         start = _aligned(self.header)
-        self._host = [_view(segment, p.dtype, p.shape, start + p.offset) for p in layout.host]
-        self._apart = [] if memory is None else [device_view(memory, p.dtype, p.shape, p.offset) for p in layout.apart]
+        room = torch.empty(0, dtype=torch.uint8, device=layout.device) if memory is None else memory
+        self._views = {p.name: _view(segment, p.dtype, p.shape, start + p.offset) for p in layout.host}
+        self._views |= {p.name: device_view(room, p.dtype, p.shape, p.offset) for p in layout.apart}
+        self._buckets: tuple[int | None, list[Bucket]] = (0, [])
 
-    def write(self, columns: Columns) -> None:
-        """Copy every column into the slot, each tensor once, cast and made contiguous on the way."""
-        for places, views in ((self.layout.host, self._host), (self.layout.apart, self._apart)):
-            if views:
-                with torch.no_grad():
-                    torch._foreach_copy_(views, [columns[place.name] for place in places])  # type: ignore[misc]
-        if self._apart and self._apart[0].is_cuda:
-            torch.cuda.current_stream(self.layout.device).synchronize()  # a reader may copy as soon as it is told
+    def write(self, columns: Columns, bucket_bytes: int | None = None) -> Iterator[int]:
+        """Copy every tensor into the slot once, cast and made contiguous on the way, a bucket after the other.
+
+        Yields how many tensors are there, in the order of the columns, each time that a reader may look at more.
+        """
+        if self._buckets[0] != bucket_bytes:
+            views = [(name, self._views[name]) for name, column in columns.items() if isinstance(column, torch.Tensor)]
+            self._buckets = (bucket_bytes, _in_buckets(views, bucket_bytes))
+        under_way: list[tuple[int, torch.cuda.Event]] = []
+        for bucket in self._buckets[1]:
+            event = bucket.copy(columns)
+            if event is not None:
+                under_way.append((bucket.end, event))
+            else:
+                yield bucket.end
+        for end, event in under_way:
+            event.synchronize()
+            yield end
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors on one kind of device that are copied together; with them the first `end` tensors are there."""
+
+    end: int
+    views: list[tuple[str, torch.Tensor]]
+
+    def copy(self, columns: Columns) -> torch.cuda.Event | None:
+        """Begin to copy the columns in; return what tells when they are there, where it is not at once."""
+        with torch.no_grad():
+            torch._foreach_copy_([view for _, view in self.views], [columns[name] for name, _ in self.views])  # type: ignore[misc]
+        device = self.views[0][1].device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | None) -> list[Bucket]:
+    """Return the views in buckets of at least so many bytes; None is a single one of each device."""
+    buckets: list[Bucket] = []
+    first, size = 0, 0
+    for end, (_, view) in enumerate(views, 1):
+        size += view.nbytes
+        full = bucket_bytes is not None and size >= bucket_bytes
+        if full or end == len(views) or views[end][1].device != view.device:
+            buckets.append(Bucket(end, list(views[first:end])))
+            first, size = end, 0
+    return buckets
 
 
 def size_of(layout: Layout, header: bytes) -> int:

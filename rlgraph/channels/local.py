@@ -46,7 +46,9 @@ class LocalWriter:
         self._end = End(shared.name, "the writer")
         self._meter = Meter(shared.slots)
 
-    def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
+    def put(
+        self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
+    ) -> None:
         check_columns(self._end, step, columns)
         shared = self._shared
         stop = shared.stop or shared.reader_stop
@@ -97,6 +99,12 @@ class LocalReader:
         queue.taken.append(Taken(step, message.columns))
         self._meter.message(message.size, len(queue.taken))
         return dict(message.columns)
+
+    def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
+        return self.take(step, timeout_s)
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        return self._queue.taken[-1].tensors
 
     def release(self) -> None:
         if not self._queue.taken:

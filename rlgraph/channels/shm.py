@@ -12,19 +12,20 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from rlgraph.channels import address as places
 from rlgraph.channels import layout, tokens
-from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.base import MAX_SLOTS, End, Meter, Statistics, Stop, Taken, check_channel, check_columns
 from rlgraph.channels.carry import DEVICES, Cargo
 from rlgraph.channels.device import DeviceMemory, Handle, Mapped
 from rlgraph.channels.door import Door
 from rlgraph.channels.link import Garbled, Link
 from rlgraph.channels.memory import map_segment, segment_of
 from rlgraph.channels.relay import relayed
-from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Kind, Lost, Token
+from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Kind, Lost, More, Token
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 
@@ -50,13 +51,16 @@ class ShmWriter:
         self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
         self._cargo = None if carrier is None else Cargo.here(name, carrier)
-        self._apart = DEVICES[carrier] if carrier is not None else "cuda" if places.is_path(address) else None
+        self._local = places.is_path(address)  # a relay passes on whole messages alone
+        self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
         self._stop: Stop | None = None
         self._lock = threading.Lock()  # close() and fail() may come from another thread
         self._door = Door(name, address, authkey, readers, tokens.Welcome(slots, carrier), self._cargo)
         self.address = self._door.address
 
-    def put(self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None) -> None:
+    def put(
+        self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
+    ) -> None:
         check_columns(self._end, step, columns)
         if self._layout is None or self._layout.signature is None or self._layout.signature != layout.signature(columns, dtype):
             self._layout = layout.Layout(columns, dtype, apart=self._apart)
@@ -65,7 +69,7 @@ class ShmWriter:
             if self._stop is not None:
                 raise self._end.stopped(step, self._stop)
             slot = self._free[-1]  # the one used last: its pages are the warmest
-            size = self._send(step, slot, self._layout, columns)
+            size = self._send(step, slot, self._layout, columns, self._bucket_bytes(bucket_bytes, self._layout))
             self._free.pop()
             self._unread[slot] = list(self._door.links)
             self._meter.message(size, self._meter.slots - len(self._free))
@@ -79,24 +83,38 @@ class ShmWriter:
     def statistics(self) -> Statistics:
         return self._meter.statistics()
 
-    def _send(self, step: int, slot: int, wanted: layout.Layout, columns: Columns) -> int:
-        """Fill the slot and tell the readers; return the message's bytes."""
+    def _send(self, step: int, slot: int, wanted: layout.Layout, columns: Columns, bucket_bytes: int | None) -> int:
+        """Fill the slot and tell the readers, with `bucket_bytes` of each bucket; return the message's bytes."""
         laid, handle = self._laid.get(slot), None
         if laid is None or laid.layout is not wanted:
             laid, segment, handle = self._lay(slot, wanted)
         else:
             segment = self._segments[slot]
         try:
-            laid.write(columns)
             carried = 0 if self._cargo is None else wanted.device_size
-            full = Full(step, slot, laid.header, laid.size, 0 if handle is None else len(segment), carried)
-            for link in self._door.links:
-                tokens.send(link, full, handle)
+            coming = 0 if bucket_bytes is None else wanted.tensors
+            full = Full(step, slot, laid.header, laid.size, 0 if handle is None else len(segment), carried, coming)
+            if coming:
+                self._tell(full, handle)
+            for tensors in laid.write(columns, bucket_bytes):
+                if coming:
+                    self._tell(More(slot, tensors))
+            if not coming:
+                self._tell(full, handle)
         finally:
             if handle is not None:
                 os.close(handle)
         self._segments[slot], self._laid[slot] = segment, laid
         return laid.size + wanted.device_size
+
+    def _bucket_bytes(self, wanted: int | None, of: layout.Layout) -> int | None:
+        """Return the size of buckets whose tokens fit into the socket's buffer with those of all slots; None for a single one."""
+        most = MAX_SLOTS // self._meter.slots - 2
+        return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
+
+    def _tell(self, token: Full | More, handle: int | None = None) -> None:
+        for link in self._door.links:
+            tokens.send(link, token, handle)
 
     def _lay(self, slot: int, wanted: layout.Layout) -> tuple[layout.Laid, mmap.mmap, int | None]:
         """Return the layout in the slot's memory, that memory, and its handle where it is new."""
@@ -177,15 +195,35 @@ class ShmReader:
         self._mapped = Mapped()
         self._found: dict[int, layout.Found] = {}  # for each slot, what was read there last
         self._full: deque[Full] = deque()
+        self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
         self._taken: deque[tuple[int, Taken]] = deque()
         self._stop: Stop | None = None
         self._open = True
         self._lock = threading.Lock()  # close() and fail() may come from another thread
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
-        self._await(step, timeout_s)
+        return self._next(step, timeout_s, whole=True)
+
+    def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
+        return self._next(step, timeout_s, whole=False)
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        slot, taken = self._taken[-1]
+        if slot not in self._there:
+            return taken.tensors
+        self._await(taken.step, timeout_s, lambda: slot not in self._there or self._there[slot][0] > beyond)
+        if slot in self._there and self._there[slot][0] <= beyond:
+            assert self._stop is not None
+            raise self._end.stopped(taken.step, self._stop)
+        return self._there[slot][0] if slot in self._there else taken.tensors
+
+    def _next(self, step: int, timeout_s: float, *, whole: bool) -> dict[str, Column]:
+        def ready() -> bool:
+            return bool(self._full) and not (whole and self._full[0].slot in self._there)
+
+        self._await(step, timeout_s, ready)
         with self._lock:
-            if self._stop is not None and not (self._full and self._stop.reason is None):
+            if self._stop is not None and not (ready() and self._stop.reason is None):
                 raise self._end.stopped(step, self._stop)
             full = self._full[0]
             if full.step != step:
@@ -204,6 +242,8 @@ class ShmReader:
         if not self._taken:
             raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
         slot, taken = self._taken.popleft()
+        if slot in self._there:
+            raise self._end.defect(taken.step, "release() while the message is still being written; wait until all of it has arrived")
         self._meter.use(len(self._taken))
         with self._lock:
             if self._open:
@@ -230,11 +270,11 @@ class ShmReader:
             found = self._found[full.slot] = layout.Found(header, full.size, segment, carried, columns)
         return dict(found.columns)
 
-    def _await(self, step: int, timeout_s: float) -> None:
-        """Return when the next message is there, or the channel has stopped."""
+    def _await(self, step: int, timeout_s: float, ready: Callable[[], bool]) -> None:
+        """Return when what is waited for is there, or the channel has stopped."""
         deadline = time.monotonic() + timeout_s
         self._hear(deadline=0)
-        while self._stop is None and not self._full:
+        while self._stop is None and not ready():
             with self._meter.blocked():
                 heard = self._hear(deadline)
             if not heard and self._stop is None:
@@ -255,8 +295,16 @@ class ShmReader:
             why = self._accept(token)
             if why is None:
                 self._full.append(token)
+                if token.coming:
+                    self._there[token.slot] = (0, token.coming)
                 return
             token = why
+        if isinstance(token, More) and token.slot in self._there:
+            there, of = self._there.pop(token.slot)
+            if there < token.tensors < of:
+                self._there[token.slot] = (token.tensors, of)
+            if there < token.tensors <= of:
+                return
         self._stop = tokens.stop(token, "the writer", self._link)
 
     def _accept(self, full: Full) -> Lost | None:

@@ -1,43 +1,64 @@
 """A second buffer for all weights, filled in one burst while the engine goes on with its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TypeAlias
 
 import torch
 
 from rlgraph.channels.layout import device_view
 
-Weights = Mapping[str, torch.Tensor]
+Weights: TypeAlias = Mapping[str, torch.Tensor]
+Arrived: TypeAlias = Callable[[int, int], int]
 
 
 class Staging:
     """Holds one version of the weights: every parameter whole, whatever rows the trainer's ranks sent.
 
-    On a GPU it is one flat buffer, which a single trainer rank's memory is copied into as a whole: one burst on a stream of
-    its own disturbs decoding for the shortest time. What is copied where is kept while the rows lie where they lay: to look at each
+    On a GPU it is one flat buffer, which a single trainer rank's memory is copied into as a whole, or in few parts: bursts on a stream
+    of its own disturb decoding for the shortest time. What is copied where is kept while the rows lie where they lay: to look at each
     parameter again takes longer than to copy it.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self._rows: list[torch.Tensor] = []  # of the last version, parameter by parameter and rank by rank
-        self._to: list[torch.Tensor] = []
-        self._from: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []  # of the last version, rank by rank and parameter by parameter
+        self.parts: list[dict[str, torch.Tensor]] = []  # of the weights, the rows of each rank
         self._flat: torch.Tensor | None = None
+        self._whole: tuple[torch.Tensor, list[int]] | None = None  # memory that is copied as it is, and where parameters begin and it ends
         self._stream: torch.cuda.Stream | None = None
 
-    def fill(self, parts: Sequence[Weights]) -> None:
-        """Copy the rows of all ranks below one another; returns when they have arrived."""
-        rows = [part[name] for name in parts[0] for part in parts]
+    def fill(self, parts: Sequence[Weights], arrived: Arrived | None = None, after: torch.cuda.Event | None = None) -> None:
+        """Copy the rows of all ranks below one another; returns when they are here.
+
+        `arrived(rank, beyond)` waits until more than `beyond` parameters of a rank are there, and says how many; without it all are.
+        On a GPU nothing is overwritten before `after`.
+        """
+        rows = [row for part in parts for row in part.values()]
         if len(rows) != len(self._rows) or any(new is not old for new, old in zip(rows, self._rows, strict=True)):
             self._prepare(parts, rows)
-        if not self._to:
-            return
-        if self._stream is None:
-            torch._foreach_copy_(self._to, self._from)
-            return
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(self._to, self._from, non_blocking=True)
-        self._stream.synchronize()
+            if self._stream is not None and after is not None:
+                self._stream.wait_event(after)
+            there = [0] * len(parts)
+            while waiting := [rank for rank, part in enumerate(parts) if there[rank] < len(part)]:
+                for rank in waiting:
+                    first = there[rank]
+                    there[rank] = len(parts[rank]) if arrived is None else arrived(rank, first)
+                    self._copy(rank, first, there[rank], parts[rank])
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, rank: int, first: int, end: int, part: Weights) -> None:
+        """Copy the rank's parameters from number `first` up to `end`."""
+        if self._whole is not None and self._flat is not None:
+            source, starts = self._whole
+            piece = slice(starts[first], starts[end])
+            self._flat[piece].copy_(source[piece], non_blocking=True)
+            return
+        rows = [(to, part[name]) for name, to in islice(self.parts[rank].items(), first, end) if to.numel()]
+        if rows:
+            torch._foreach_copy_([to for to, _ in rows], [of for _, of in rows], non_blocking=True)
 
     def _prepare(self, parts: Sequence[Weights], rows: list[torch.Tensor]) -> None:
         """Find out what to copy where; parameters that changed their shape or dtype get new memory."""
@@ -46,16 +67,13 @@ class Staging:
         kinds = {name: (shapes[name], first.dtype) for name, first in parts[0].items()}
         if {name: (tuple(weight.shape), weight.dtype) for name, weight in self.weights.items()} != kinds:
             self._allocate(parts[0], shapes, source)
-        self._rows = rows
-        flat = self._flat
-        if source is not None and flat is not None and len(source) == len(flat) and _offsets(parts[0]) == _offsets(self.weights):
-            self._to, self._from = [flat], [source]
-            return
-        targets: list[torch.Tensor] = []
-        for name in parts[0]:
-            targets += torch.split(self.weights[name], [len(part[name]) for part in parts])
-        pairs = [(to, of) for to, of in zip(targets, rows, strict=True) if of.numel()]
-        self._to, self._from = [to for to, _ in pairs], [of for _, of in pairs]
+        pieces = {name: torch.split(weight, [len(part[name]) for part in parts]) for name, weight in self.weights.items()}
+        self.parts = [{name: pieces[name][rank] for name in part} for rank, part in enumerate(parts)]
+        self._rows, self._whole = rows, None
+        starts = list(_offsets(parts[0]).values())
+        alike = source is not None and self._flat is not None and len(source) == len(self._flat) and starts == sorted(starts)
+        if source is not None and alike and _offsets(parts[0]) == _offsets(self.weights):
+            self._whole = source, [*starts, len(source)]
 
     def _allocate(self, first: Weights, shapes: Mapping[str, tuple[int, ...]], source: torch.Tensor | None) -> None:
         if next(iter(first.values())).is_cuda:

@@ -34,7 +34,8 @@ class Told(msgspec.Struct, tag="told", array_like=True, forbid_unknown_fields=Tr
 class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=True):
     """Writer to reader: a slot holds a message. Where `segment` is not 0, a handle of that slot's new memory follows.
 
-    `carried` bytes of it go another way than the rest, once the reader's host asks for them.
+    `carried` bytes of it go another way than the rest, once the reader's host asks for them. `coming` tensors of it are still being
+    written, one after the other: `More` says how far.
     """
 
     step: int
@@ -43,6 +44,14 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
     size: Size
     segment: Size
     carried: Size = 0
+    coming: Size = 0
+
+
+class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=True):
+    """Writer to reader: the first so many tensors of the slot's message are there now."""
+
+    slot: Slot
+    tensors: Size
 
 
 class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
@@ -80,7 +89,7 @@ class Lost:
     why: str
 
 
-Token: TypeAlias = Welcome | Told | Full | Posted | Arrived | Free | Goodbye | Failed
+Token: TypeAlias = Welcome | Told | Full | More | Posted | Arrived | Free | Goodbye | Failed
 DIED = Lost("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(Token)
 

@@ -36,15 +36,19 @@ class CopyPlan:
         self.copies = copies
         self._to = [copy.to for copy in copies]
         self._sources: list[torch.Tensor] = []
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, torch.Tensor] = {}
 
     def replay(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load new weights of the same names, shapes and strides; the views are kept while they lie where they lay."""
-        places = {name: tensor.data_ptr() for name, tensor in weights.items()}
-        if places != self._seen:
-            self._sources, self._seen = [copy.source(weights) for copy in self.copies], places
+        """Load new weights of the same names, shapes and strides; the views are kept while the tensors are the same."""
+        if not same_tensors(weights, self._seen):
+            self._sources, self._seen = [copy.source(weights) for copy in self.copies], dict(weights)
         with torch.no_grad():
             torch._foreach_copy_(self._to, self._sources)
+
+
+def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether these are the very same tensors, in the same order: a buffer that was only filled again."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some.values(), others.values(), strict=True)) and [*some] == [*others]
 
 
 def record(load: Callable[[Weights], Any], weights: Mapping[str, torch.Tensor]) -> CopyPlan | None:

@@ -94,6 +94,7 @@ class VllmEngine(GenerateEngine):
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads = 0
         self._copies: copy_plan.CopyPlan | None = None
+        self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
@@ -162,7 +163,9 @@ class VllmEngine(GenerateEngine):
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Take new weights; see `GenerateEngine`."""
-        check_weights(weights, self._shapes)
+        if not copy_plan.same_tensors(weights, self._checked):
+            check_weights(weights, self._shapes)
+            self._checked = dict(weights)
         self._wake("weights")
         self._catch_up()
         if self._on_cpu or self._parallel:
@@ -178,12 +181,14 @@ class VllmEngine(GenerateEngine):
             self._begin_again([row.request for row in self._running.values() if not row.tokens])
 
     def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load by the recorded copies of the model's loader; by the loader itself the first time, or where it does more than copy."""
+        """Load by the recorded copies of the model's loader; by the loader itself the first time, or where it does more than copy.
+
+        The copies are under way when this returns, and done before the next decode step of this thread begins.
+        """
         if self._copies is None:
             self._copies = copy_plan.record(self._model().load_weights, weights)
         else:
             self._copies.replay(weights)
-        torch.cuda.current_stream().synchronize()  # the buffer that the weights came in is about to be filled again
 
     def _catch_up(self) -> None:
         """Take the tokens of decode steps that are under way, which the old weights compute."""

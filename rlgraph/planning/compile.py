@@ -295,6 +295,8 @@ def _loops(
                 depth=feedback.depth,
                 buffers=feedback.buffers,
                 freshest=feedback.freshest,
+                bucket_bytes=feedback.bucket_bytes,
+                checksum=feedback.checksum,
                 staleness=expected.staleness(graph, feedback),
                 transport=_weights_wire(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
                 slots=max(feedback.depth, 1) if on_gpus else feedback.depth + 1,  # staging on a GPU is dear

@@ -94,6 +94,8 @@ class PlannedLoop:
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing
+    bucket_bytes: int = 128 << 20
+    checksum: bool = False
     due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
 
     def carries(self, step: int) -> bool:

@@ -72,7 +72,7 @@ class LocalJob:
         for plan, posts, dtype in setup.loops:
             loop = Loop(replace(plan, buffers=1))  # nothing decodes while weights arrive
             if posts[0].writer == name:
-                loop.writer = WeightsWriter(self._writer(posts[0]), getattr(torch, dtype))
+                loop.writer = WeightsWriter(self._writer(posts[0]), getattr(torch, dtype), plan.bucket_bytes, plan.checksum)
             if any(task.name in plan.readers for task in setup.tasks):
                 loop.reader = WeightsReader([self._reader(posts[0], name)], buffers=1)
             loops.append(loop)

@@ -105,7 +105,7 @@ class Process:
 
         loop = Loop(plan)
         if plan.name in self.weights:
-            loop.writer = WeightsWriter(self.weights[plan.name], getattr(torch, dtype))
+            loop.writer = WeightsWriter(self.weights[plan.name], getattr(torch, dtype), plan.bucket_bytes, plan.checksum)
         if any(task.name in plan.readers for task in self.setup.tasks):
             loop.reader = WeightsReader(
                 [self._connect(post) for post in posts], plan.buffers, self.setup.resume.step if self.setup.resume else 1

@@ -17,8 +17,8 @@ def settings(graph: Graph) -> Mapping[str, Mapping[str, str]]:
         used = [node.name for node in graph.nodes if node.model is model]
         found[f"{model.role} of {', '.join(used)}"] = {"pool": model.pool.name, **dict(_values(model))}
     for feedback in graph.feedbacks:
-        values = {"depth": feedback.depth, "buffers": feedback.buffers, "freshest": feedback.freshest}
-        found[f"feedback {feedback.name}"] = {name: str(value) for name, value in values.items()}
+        names = ("depth", "buffers", "freshest", "bucket_bytes", "checksum")
+        found[f"feedback {feedback.name}"] = {name: str(getattr(feedback, name)) for name in names}
     for node in graph.nodes:
         found[f"node {node.name}"] = {"rows": str(node.rows), **dict(_values(node.operation))}
     return found

@@ -20,7 +20,7 @@ from rlgraph.channels.address import close_listener, set_deadline
 from rlgraph.channels.device import Mapped
 from rlgraph.channels.link import Link
 from rlgraph.channels.memory import new_segment
-from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Welcome
+from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, More, Welcome
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
 
@@ -98,13 +98,14 @@ def mutated(dice: random.Random, data: bytes) -> bytes:
 def token(dice: random.Random) -> bytes:
     """Return a token that is wrong in some way, or is right in the wrong place."""
     number = lambda: dice.choice(NUMBERS)  # noqa: E731
-    valid = dice.choice([Full(0, 0, 10, 100, 4096), Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1)])
+    fulls = [Full(0, 0, 10, 100, 4096), Full(0, 0, 10, 100, 4096, 0, 2)]
+    valid = dice.choice([*fulls, Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1)])
     match dice.randrange(5):
         case 0:
             return mutated(dice, tokens.encode(valid))
         case 1:
             return msgspec.msgpack.encode(
-                [dice.choice(["full", "free", "welcome", "failed", "goodbye", "no"]), *(number() for _ in range(5))]
+                [dice.choice(["full", "free", "welcome", "failed", "goodbye", "more", "no"]), *(number() for _ in range(5))]
             )
         case 2:
             return msgspec.msgpack.encode(value(dice))

@@ -1,0 +1,204 @@
+"""Messages that are read while they are being written, bucket by bucket."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from rlgraph.channels import layout
+from rlgraph.channels.local import local_channel
+from rlgraph.channels.shm import MAX_SLOTS
+from rlgraph.channels.weights import CHECKSUMS, WeightsReader, WeightsWriter
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
+
+LONG, SHORT = 20.0, 0.02
+COLUMNS = {"a": torch.arange(3.0), "b": torch.arange(4.0), "c": torch.arange(0.0), "d": torch.arange(5.0)}
+A_TENSOR = 8  # bytes: each tensor but the empty one fills a bucket
+
+
+class Gate:
+    """Lets one bucket after another be copied; told to, the copy of a bucket fails."""
+
+    def __init__(self) -> None:
+        self.open = threading.Semaphore(0)
+        self.broken = False
+
+    def copy(self, bucket: layout.Bucket, columns: object) -> None:
+        assert self.open.acquire(timeout=LONG)
+        if self.broken:
+            raise RuntimeError("no memory")
+        return COPY(bucket, columns)  # type: ignore[arg-type]
+
+
+COPY = layout.Bucket.copy
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate()
+    monkeypatch.setattr(layout.Bucket, "copy", lambda bucket, columns: gate.copy(bucket, columns))
+    return gate
+
+
+@pytest.fixture
+def beside() -> Iterator[Callable[..., threading.Thread]]:
+    """Return a function that calls another in a thread of its own."""
+    threads = []
+
+    def start(work: Callable[[], object]) -> threading.Thread:
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    yield start
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+def test_a_reader_that_begins_sees_each_bucket_as_soon_as_it_is_there(make_shm, gate, beside):
+    writer, [reader] = make_shm()
+    thread = beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
+    columns = reader.begin(0, LONG)
+    with pytest.raises(ChannelTimeout):
+        reader.arrived(0, SHORT)
+    there = 0
+    for expected in (1, 2, 4):  # an empty tensor comes with the next
+        gate.open.release()
+        there = reader.arrived(there, LONG)
+        assert there == expected
+        for name in list(COLUMNS)[:there]:
+            assert torch.equal(columns[name], COLUMNS[name])
+    assert reader.arrived(there, LONG) == len(COLUMNS)
+    thread.join(LONG)
+    reader.release()
+
+
+def test_a_reader_that_takes_gets_the_message_when_all_of_it_is_there(make_shm, gate, beside):
+    writer, [early, late] = make_shm(readers=2)
+    beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
+    early.begin(0, LONG)
+    gate.open.release()
+    assert early.arrived(0, LONG) == 1
+    with pytest.raises(ChannelTimeout):
+        late.take(0, SHORT)
+    gate.open.release(2)
+    got = late.take(0, LONG)
+    assert all(torch.equal(got[name], column) for name, column in COLUMNS.items())
+
+
+def test_a_message_that_is_being_written_is_not_released(make_shm, gate, beside):
+    writer, [reader] = make_shm()
+    beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
+    reader.begin(0, LONG)
+    with pytest.raises(ChannelError, match="still being written"):
+        reader.release()
+    gate.open.release(3)
+
+
+def test_a_writer_that_fails_on_the_way_breaks_the_channel(make_shm, gate, beside):
+    writer, readers = make_shm(readers=2)
+
+    def put() -> None:
+        with pytest.raises(RuntimeError):
+            writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR)
+        writer.fail("no memory")
+
+    beside(put)
+    readers[0].begin(0, LONG)
+    gate.open.release()
+    assert readers[0].arrived(0, LONG) == 1
+    gate.broken = True
+    gate.open.release()
+    with pytest.raises(ChannelBroken, match="no memory"):
+        readers[0].arrived(1, LONG)
+    with pytest.raises(ChannelBroken, match="no memory"):
+        readers[1].take(0, LONG)
+
+
+def test_a_writer_that_ends_on_the_way_is_found_out(make_shm, gate, beside):
+    writer, [reader] = make_shm()
+
+    def put() -> None:
+        with pytest.raises(RuntimeError):
+            writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR)
+        writer.close()
+
+    gate.broken = True
+    gate.open.release()
+    beside(put)
+    with pytest.raises(ChannelClosed):
+        reader.take(0, LONG)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 21, 22, MAX_SLOTS])
+def test_no_number_of_buckets_fills_the_socket_of_a_reader_that_does_not_listen(make_shm, slots):
+    writer, [reader] = make_shm(slots=slots)
+    columns = {str(number): torch.full((2,), number) for number in range(500)}
+    for step in range(slots):
+        writer.put(step, columns, LONG, bucket_bytes=1)
+    assert len(writer._laid[0]._buckets[1]) * slots <= MAX_SLOTS
+    for step in range(slots):
+        assert reader.take(step, LONG)["499"].tolist() == [499, 499]
+
+
+def test_buckets_make_no_difference_between_hosts_and_within_a_process(make):
+    writer, [reader] = make()
+    writer.put(0, COLUMNS, LONG, bucket_bytes=1)
+    columns = reader.begin(0, LONG)
+    there = 0
+    while there < len(COLUMNS):
+        there = reader.arrived(there, LONG)
+    assert all(torch.equal(columns[name], column) for name, column in COLUMNS.items())
+    reader.release()
+
+
+def parameters(version: int, rank: int) -> dict[str, torch.Tensor]:
+    """Return a rank's rows: 0 to 3 of each of some parameters."""
+    draw = torch.Generator().manual_seed(100 * version + rank)
+    return {f"p{number}": torch.randn((number + rank) % 4, 3, generator=draw) for number in range(9)}
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 30])
+def test_weights_that_arrive_in_buckets_are_those_that_were_published(make_shm, buffers, checksum, bucket_bytes):
+    ends = [make_shm(slots=1) for _ in range(2)]
+    writers = [WeightsWriter(writer, torch.bfloat16, bucket_bytes, checksum) for writer, _ in ends]
+    reader = WeightsReader([readers[0] for _, readers in ends], buffers)
+    for version in range(1, 5):
+        parts = [parameters(version, rank) for rank in range(2)]
+        for writer, part in zip(writers, parts, strict=True):
+            writer.publish(version, part, LONG)
+        received = reader.receive(version, LONG)
+        assert list(received) == list(parts[0])
+        for name, weight in received.items():
+            assert torch.equal(weight, torch.cat([part[name] for part in parts]).bfloat16()), name
+        reader.done()
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_checksum_names_the_parameter_that_arrived_with_other_bits(make_shm, buffers):
+    ends = [make_shm() for _ in range(2)]
+    writers = [WeightsWriter(writer, torch.bfloat16, 1 << 20, checksum=True) for writer, _ in ends]
+    reader = WeightsReader([readers[0] for _, readers in ends], buffers)
+    writers[0].publish(1, parameters(1, 0), LONG)
+    sound = writers[1].writer.put
+
+    def damaged(step, columns, *rest, **options):
+        row = columns["p5"].clone()
+        row[1, [0, 2]] = row[1, [2, 0]]  # two numbers change places
+        sound(step, columns | {"p5": row}, *rest, **options)
+
+    writers[1].writer.put = damaged
+    writers[1].publish(1, parameters(1, 1), LONG)
+    with pytest.raises(ChannelBroken, match="version 1 of the weights: parameter 'p5' of trainer rank 1 arrived with other bits"):
+        reader.receive(1, LONG)
+
+
+def test_checksums_within_a_process():
+    writer, readers = local_channel("weights", slots=1, readers=1)
+    WeightsWriter(writer, torch.bfloat16, checksum=True).publish(1, parameters(1, 1), 1.0)
+    reader = WeightsReader(readers, buffers=1)
+    assert CHECKSUMS not in reader.receive(1, 0.0)
