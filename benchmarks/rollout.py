@@ -1,6 +1,6 @@
 """Decoding batch by batch against batches and weights that join while responses decode, on vLLM.
 
-    python benchmarks/rollout.py [--json PATH] [--rows N] [--batches N] [--rounds N] [--model FOLDER]
+    python benchmarks/rollout.py [--json PATH] [--rows N] [--batches N] [--rounds N] [--median TOKENS] [--model FOLDER]
 
 One engine, one run: the ways take turns, batch lengths are the same for all. Lengths are log-normal with p99 / median = 10, forced on
 each request. A pretended trainer publishes version k + 1 some time after it gets batch k. Medians over rounds, with the extremes.
@@ -30,7 +30,7 @@ from rlgraph.engines.vllm import VllmEngine
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.decoding import Decoding, Joining
 
-MEDIAN, RATIO, CAP, PROMPT = 16, 10, 240, 16
+RATIO, CAP, PROMPT = 10, 15, 16  # the 99th percentile and the longest response, in medians; tokens of a prompt
 WARM_UP = 3
 SIGMA = math.log(RATIO) / statistics.NormalDist().inv_cdf(0.99)
 BATCHWISE = "batch by batch"
@@ -70,27 +70,29 @@ class Trainer:
         self.loads_s += time.perf_counter() - start
 
 
-def lengths(step: int, rows: int) -> list[int]:
-    """Return the lengths of a batch: one draw from each of as many equal parts of the distribution."""
-    draw = random.Random(step)
-    normal = statistics.NormalDist()
-    return [min(CAP, max(1, round(MEDIAN * math.exp(SIGMA * normal.inv_cdf((row + draw.random()) / rows))))) for row in range(rows)]
-
-
-def requests(step: int, rows: int) -> list[Request]:
-    draw = random.Random(step)
-    found = []
-    for row, length in enumerate(lengths(step, rows)):
-        prompt = [draw.randint(1, 256) for _ in range(PROMPT)]
-        found.append(Request(f"r: {step}.{row}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=step * rows + row))
-    return found
-
-
 @dataclass(frozen=True)
 class Size:
     rows: int
     batches: int
     rounds: int
+    median: int  # tokens
+
+
+def lengths(step: int, size: Size) -> list[int]:
+    """Return the lengths of a batch: one draw from each of as many equal parts of the distribution."""
+    draw, normal = random.Random(step), statistics.NormalDist()
+    places = [(row + draw.random()) / size.rows for row in range(size.rows)]
+    drawn = [round(size.median * math.exp(SIGMA * normal.inv_cdf(place))) for place in places]
+    return [min(CAP * size.median, max(1, length)) for length in drawn]
+
+
+def requests(step: int, size: Size) -> list[Request]:
+    draw = random.Random(step)
+    found = []
+    for row, length in enumerate(lengths(step, size)):
+        prompt = [draw.randint(1, 256) for _ in range(PROMPT)]
+        found.append(Request(f"r: {step}.{row}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=step * size.rows + row))
+    return found
 
 
 def run(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule: Joining, update_s: float, size: Size) -> dict[str, float]:
@@ -99,12 +101,12 @@ def run(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule:
     engine.load_weights(weights[0], version=0)
     context = Context(engine=engine)
     trainer = context.arrivals = Trainer(context, weights, update_s, rule)
-    decoding = Decoding(context, "r: ", rule, lambda step: requests(step, size.rows))
+    decoding = Decoding(context, "r: ", rule, lambda step: requests(step, size))
     start, tokens, staleness, waited_s = 0.0, 0, [], 0.0
     for step in range(WARM_UP + size.batches):
         trainer.wait(rule.needs(step))
-        decoding.begin(step, requests(step, size.rows))
-        batch = decoding.take(step, requests(step, size.rows))
+        decoding.begin(step, requests(step, size))
+        batch = decoding.take(step, requests(step, size))
         trainer.deliver(step)
         check_bound(step, rule.depth, batch)
         if step == WARM_UP - 1:
@@ -163,16 +165,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="responses of a batch")
     parser.add_argument("--batches", type=int, default=15, help="batches that are timed in each round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--median", type=int, default=16, help="tokens of a response")
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     arguments = parser.parse_args()
-    size = Size(arguments.rows, arguments.batches, arguments.rounds)
+    size = Size(arguments.rows, arguments.batches, arguments.rounds, arguments.median)
     folder = arguments.model or tiny_model(Path(tempfile.mkdtemp()) / "tiny", context=1024)
-    engine = VllmEngine(folder, max_model_len=CAP + PROMPT, dtype="bfloat16", threads=1)
+    engine = VllmEngine(folder, max_model_len=CAP * size.median + PROMPT, dtype="bfloat16", threads=1)
     from safetensors.torch import load_file
 
-    first = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    first = {name: tensor.to(device, torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
     weights = [first, {name: tensor * 1.01 for name, tensor in first.items()}]
-    drawn = sorted(length for step in range(100) for length in lengths(step, size.rows))
+    drawn = sorted(length for step in range(100) for length in lengths(step, size))
     figures: dict[str, Any] = {
         "machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "python": platform.python_version()},
         "lengths": {"rows": size.rows, "median": drawn[len(drawn) // 2], "p99": drawn[len(drawn) * 99 // 100], "longest": drawn[-1]},
@@ -182,6 +186,8 @@ def main() -> None:
     import vllm
 
     figures["versions"] = {"vllm": vllm.__version__, "torch": torch.__version__}
+    if torch.cuda.is_available():
+        figures["machine"]["gpu"] = torch.cuda.get_device_name()
     print(f"{'depth':>5} {'update':>8} {'way':22} {'tokens/s':>9} {'against batch by batch':>18} {'step':>7} {'stale':>6}")
     alone = run(engine, weights, Joining(None, False, 1), 0.0, size)["step_s"]
     for depth, share in ((1, 0.0), (1, 0.3), (2, 0.3)):

