@@ -1,7 +1,7 @@
 """`rlgraph.compile` and the plan it returns: the planning layer's values, with pictures and a way to run them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from rlgraph.planning import plan as values
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.fit import costs_of
 from rlgraph.planning.period import simulate
 from rlgraph.planning.schedule import Event
 from rlgraph.planning.shapes import ModelShape
@@ -170,18 +171,32 @@ def _shape(path: str) -> ModelShape | None:
     return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
-def profile(graph: Graph, cluster: Cluster, steps: int = 3) -> Costs:
+def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: int = 3) -> Costs:
     """Run a few steps of a graph on Ray and return what its nodes cost, for `compile` and `tune`.
 
     One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
-    been seen is not foreseen. Raises PlanError for fewer than 1 step, and whatever `launch` and the steps raise.
+    been seen is not foreseen. Several graphs, as one more with half the prompts, run one after another, and the costs explain all
+    of them: what a node takes whatever its batch is told from what grows with it. Lengths are those of the first.
+
+    Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes or devices differ; and whatever `launch` and the steps raise.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise PlanError(f"profile(steps={steps!r}): steps to measure are a whole number of at least 1")
-    with compile(graph, cluster).launch() as job:
-        for _ in job.steps(steps + 1):
-            pass
-        return job.costs()
+    graphs = [graph] if isinstance(graph, Graph) else list(graph)
+    plans = [compile(each, cluster) for each in graphs]
+    layouts = [(plan.workers, [(event.name, event.pool) for event in plan.schedule.events]) for plan in plans]
+    if not plans or any(layout != layouts[0] for layout in layouts):
+        raise PlanError(
+            f"profile({[plan.graph for plan in plans]}): graphs profiled together are at least one, with the same nodes on the same "
+            "devices; they may differ in prompts, groups and lengths"
+        )
+    records = []
+    for plan in plans:
+        with plan.launch() as job:
+            for _ in job.steps(steps + 1):
+                pass
+            records.append(job.record())
+    return costs_of(records)
 
 
 def dressed(plan: values.Plan, graph: Graph | None) -> Plan:

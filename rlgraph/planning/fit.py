@@ -1,7 +1,7 @@
 """From what a run measured to costs: the law of each node that explains its firings with the fewest numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -23,20 +23,38 @@ Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
 Tokens = Mapping[tuple[str, int], Sampled]
 
 
+@dataclass(frozen=True)
+class Record:
+    """What costs are read off: a plan, what its workers did, how much was sampled, and the bytes of a published version."""
+
+    plan: Plan
+    spans: Sequence[Span]
+    sampled: Sequence[Sampled]
+    published_bytes: int = 0
+
+
 def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
     """Return what each node and moving weights have cost in a run of `plan`, but for the first step, which warms up.
 
     A cost holds the work itself and, as a serial part, its hand-over: from when it could have begun until it did.
     """
+    return costs_of([Record(plan, spans, sampled, published_bytes)])
+
+
+def costs_of(records: Sequence[Record]) -> Costs:
+    """Return costs that explain all of several runs of the same nodes on the same devices, with batches of different sizes.
+
+    What is constant is told from what grows with the batch. Lengths and the setting measured are the first run's.
+    """
+    plan = records[0].plan
+    kept, rows, late = _together(records)
+    everything = [replace(s, step=_apart(run, s.step)) for run, record in enumerate(records) for s in record.sampled]
+    tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
     def moving(event: str) -> float:
         found = [span.end_s - span.start_s for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
         return stalls.mean(np.array(found)) + late[event] if found else 0.0
 
-    first = min((span.step for span in spans), default=0) + WARM_UP
-    kept = [span for span in spans if span.step >= first]
-    tokens = {node.name: _by_firing(s for s in sampled if s.node == node.name and s.response_tokens) for node in plan.nodes}
-    late = handovers(plan.schedule, spans, first)
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         firings: dict[tuple[str, int], float] = {}
@@ -47,10 +65,10 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
         if not firings:
             nodes[node.name] = 0.0
             continue
-        cost = _cost(plan, node, firings, tokens)
+        cost = _cost(plan, node, firings, tokens, rows)
         nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late[event] for event in events))
-    responses = [length for s in sampled for length in s.response_tokens]
-    prompts = sum(s.prompt_tokens for s in sampled)
+    responses = [length for s in records[0].sampled for length in s.response_tokens]
+    prompts = sum(s.prompt_tokens for s in records[0].sampled)
     return Costs(
         nodes,
         publish_s=sum(moving(publish_event(loop.name)) for loop in plan.loops),
@@ -58,9 +76,29 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
         swap_s=max((moving(load_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
         source="measured",
         lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
-        publish_bytes=published_bytes or None,
+        publish_bytes=records[0].published_bytes or None,
         on=_place(plan),
     )
+
+
+def _together(records: Sequence[Record]) -> tuple[list[Span], Mapping[tuple[str, int], int], Mapping[str, float]]:
+    """Return the spans of all runs but for their warm-up, the rows of each node in each of their steps, and mean hand-overs."""
+    kept: list[Span] = []
+    rows: dict[tuple[str, int], int] = {}
+    late: dict[str, list[float]] = {}
+    for run, record in enumerate(records):
+        first = min((span.step for span in record.spans), default=0) + WARM_UP
+        steps = sorted({span.step for span in record.spans if span.step >= first})
+        kept += [replace(span, step=_apart(run, span.step)) for span in record.spans if span.step >= first]
+        rows |= {(node.name, _apart(run, step)): node.rows for node in record.plan.nodes for step in steps}
+        for event, seconds in handovers(record.plan.schedule, record.spans, first).items():
+            late.setdefault(event, []).append(seconds)
+    return kept, rows, {event: float(np.mean(seconds)) for event, seconds in late.items()}
+
+
+def _apart(run: int, step: int) -> int:
+    """Return a number for a step that no other run has."""
+    return (run << 32) + step
 
 
 def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
@@ -86,31 +124,41 @@ def setting_of(plan: Plan, node: PlannedNode) -> Setting:
     return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows)
 
 
-def _cost(plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, Tokens]) -> NodeCost:
+def _cost(plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, Tokens], rows: Mapping[tuple[str, int], int]) -> NodeCost:
     setting = setting_of(plan, node)
     steps = sorted({step for _, step in firings})
     seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
+    plain = _by_rows(setting, np.array([rows[node.name, step] for step in steps], dtype=float), seconds)
     if tokens[node.name]:
         return _generating(setting, firings, tokens[node.name])
     sources = [c.writer for c in plan.channels if node.name in c.readers and tokens[c.writer]]
     if node.work in ("train", "forward") and sources:
         read = [sum(_total(s) for name in sources for (_, at), s in tokens[name].items() if at == step) for step in steps]
-        return _by_tokens(setting, np.array(read, dtype=float), seconds)
-    return _plain(setting, seconds)
+        return _by_tokens(setting, np.array(read, dtype=float), seconds, plain)
+    return plain
 
 
-def _plain(setting: Setting, seconds: Array) -> NodeCost:
-    usual = stalls.mean(seconds)
-    return NodeCost(parallel_s=usual * setting.devices, spread=_spread(seconds, usual), measured=setting)
+def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
+    """Seconds by rows, with a constant part where batches of different sizes show one."""
+    found = {"rows": stalls.mean(seconds) / float(rows.mean())}
+    columns = {"rows": rows}
+    if _varies(rows):
+        columns["serial"] = np.ones_like(rows)
+        found = _fewest(columns, seconds)
+    return NodeCost(
+        serial_s=found.get("serial", 0.0),
+        parallel_s=found.get("rows", 0.0) * setting.rows * setting.devices,
+        spread=_spread(seconds, _fitted(columns, found)),
+        measured=setting,
+    )
 
 
 def _total(sampled: Sampled) -> int:
     return sampled.prompt_tokens + sum(sampled.response_tokens)
 
 
-def _by_tokens(setting: Setting, tokens: Array, seconds: Array) -> NodeCost:
-    """Seconds by tokens, with a constant part where the steps show one; by rows where tokens explain nothing."""
-    plain = _plain(setting, seconds)
+def _by_tokens(setting: Setting, tokens: Array, seconds: Array, plain: NodeCost) -> NodeCost:
+    """Seconds by tokens, with a constant part where the steps show one; `plain` where tokens explain nothing."""
     if (tokens <= 0).any():
         return plain
     if not _varies(tokens):

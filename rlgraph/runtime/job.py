@@ -13,7 +13,7 @@ from rlgraph.errors import CheckpointError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
-from rlgraph.planning.fit import measured_costs
+from rlgraph.planning.fit import Record, costs_of
 from rlgraph.planning.plan import Plan, bare
 from rlgraph.planning.replay import Trace
 from rlgraph.planning.schedule import Sampled, Span
@@ -279,7 +279,11 @@ class Job:
 
         The first step, which warms up, is left out; the lengths of the responses are those of all steps.
         """
-        return measured_costs(self.plan, self._spans.since(0.0), list(self._sampled), self._published_bytes)
+        return costs_of([self.record()])
+
+    def record(self) -> Record:
+        """Return what the costs of this run are read off, as values."""
+        return Record(bare(self.plan), self._spans.since(0.0), tuple(self._sampled), self._published_bytes)
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.

@@ -8,7 +8,7 @@ import pytest
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
-from rlgraph.planning.fit import measured_costs
+from rlgraph.planning.fit import Record, costs_of, measured_costs
 from rlgraph.planning.laws import NodeCost
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.period import simulate
@@ -68,6 +68,20 @@ def test_lengths_that_hardly_vary_claim_one_number_only() -> None:
     decode = law(costs, "rollout").decode
     assert decode is not None
     assert sum(value > 0 for value in (decode.step_s, decode.sequence_s, decode.prefill_s, decode.start_s)) == 1
+
+
+def test_two_sizes_of_batch_tell_what_is_constant_from_what_grows() -> None:
+    same = Lengths((0.0, 1.0), (50.0, 50.0))
+    loops = Loop(depth=1), Loop(depth=1, rows=Loop().rows // 2)
+
+    def seconds(event: str, lengths: list[int]) -> float:
+        return 0.03 + 1e-3 * len(lengths) if event == "reward" else by_length(event, lengths)
+
+    costs = costs_of([Record(*run_of(loop, seconds, lengths=same)) for loop in loops])
+    twice = rg.compile(Loop(depth=1, rows=2 * Loop().rows).graph(), rg.Cluster(cpus=2), costs)
+    for node in ("rollout", "reward", "update"):
+        assert twice.node(node).seconds == pytest.approx(seconds(node, [50] * 2 * Loop().rows), rel=1e-3)
+    assert costs.lengths == Lengths.measured([50], PROMPT_TOKENS)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

@@ -1,0 +1,312 @@
+"""Predicted against measured step time of real engines: two GPUs, two models, some twenty ways to run them.
+
+    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tiny]
+
+For each model one way is profiled, one step off on 1 + 1 GPUs, and again with half the prompts and half the tokens. These
+costs predict all others: in turns on one GPU and on two, steps off, other batches and groups, longer responses, engines
+that share a GPU, parts of a batch, other passes of training. Then each runs, and its step is compared with the prediction
+made before: the mean one where lengths have a tail, else the median one. Lengths that were not profiled are told to the
+prediction as a distribution.
+
+SmolLM2-135M writes responses of one length. The 0.6B shape, of random weights, writes geometric ones: each token is as
+likely as any other, so as many stop tokens as it takes give any median.
+
+After `--seconds` no further configuration starts. With `--tiny` a tiny model of transformers runs on two cores instead.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from overlap import QUESTIONS, parity
+from shapes import VOCAB, random_model
+from weights import machine
+
+import rlgraph as rg
+from rlgraph.planning.costs_file import written
+from rlgraph.planning.lengths import PROBABILITIES, Lengths
+from rlgraph.runtime.dispatch import start_ray, stop_ray
+
+WARM_UP = 3  # steps that fill the pipeline
+MEASURED_S, LEAST, MOST = 3.0, 5, 12  # of each configuration: about so long, and so many steps
+PROFILED = 8  # steps of each of the two
+FEW = 4  # steps of either on two cores, which only show that all works
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run: what is generated and trained, on which devices."""
+
+    model: str
+    prompts: int
+    tokens: int  # of every response, or their median where they have a tail
+    most_tokens: int
+    micro_batch_tokens: int
+    group_size: int = 8
+    depth: int = 1
+    gpus: int = 2
+    shared: bool = False  # generation and training take turns on all GPUs
+    engines_per_gpu: int = 1
+    chunks: int = 1
+
+    @property
+    def tail(self) -> bool:
+        return self.most_tokens > self.tokens
+
+    @property
+    def work(self) -> tuple[Any, ...]:
+        """What is done a step, whatever the devices and their order."""
+        return self.model, self.prompts, self.group_size, self.tokens, self.gpus
+
+
+SMOLLM2 = Way("SmolLM2-135M", prompts=32, tokens=128, most_tokens=128, micro_batch_tokens=16384)
+SHAPE = Way("0.6B", prompts=32, tokens=64, most_tokens=400, micro_batch_tokens=16384)
+TINY = Way("tiny", prompts=8, tokens=24, most_tokens=24, micro_batch_tokens=1024, group_size=4)
+TINY_TAIL = replace(TINY, model="tiny, tail", tokens=16, most_tokens=96)
+
+
+def ways(base: Way) -> dict[str, Way]:
+    """Return the configurations that are predicted from `base`."""
+    found = {
+        "one step off": base,
+        "in turns on two": replace(base, depth=0, shared=True),
+        "in turns on one": replace(base, depth=0, shared=True, gpus=1),
+        "twice the prompts": replace(base, prompts=2 * base.prompts),
+        "in turns on two, twice the prompts": replace(base, prompts=2 * base.prompts, depth=0, shared=True),
+        "side by side, depth 0": replace(base, depth=0),
+        "twice the tokens": replace(base, tokens=2 * base.tokens, most_tokens=2 * base.most_tokens),
+        "engines share a GPU": replace(base, engines_per_gpu=4),
+        "depth 0, 4 parts": replace(base, depth=0, chunks=4),
+        "quarter of the passes' tokens": replace(base, micro_batch_tokens=base.micro_batch_tokens // 4),
+        "two steps off": replace(base, depth=2),
+        "twice the group, half the prompts": replace(base, prompts=base.prompts // 2, group_size=2 * base.group_size),
+    }
+    seldom = ("quarter of the passes' tokens", "engines share a GPU", "twice the group, half the prompts")
+    return {name: way for name, way in found.items() if not (base.tail and name in seldom)}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Where the models lie, and how many tokens they choose from."""
+
+    folder: Path
+    tiny: bool
+
+    def path(self, way: Way) -> str:
+        if self.tiny:
+            return rg.model_folder("tiny", self.folder)
+        return rg.model_folder("smollm2") if way.model == SMOLLM2.model else random_model(way.model, ".models")
+
+    @property
+    def vocabulary(self) -> int:
+        return 288 if self.tiny else VOCAB
+
+    def sampling(self, way: Way) -> rg.Sampling:
+        if not way.tail:
+            return rg.Sampling(max_tokens=way.tokens, ignore_eos=True)
+        first = 260 if self.tiny else 1000  # tokens that no prompt has
+        count = max(round(self.vocabulary * math.log(2) / way.tokens), 1)
+        return rg.Sampling(max_tokens=way.most_tokens, stop_token_ids=tuple(range(first, first + count)))
+
+    def cluster(self, way: Way) -> rg.Cluster:
+        if self.tiny:
+            return rg.Cluster(cpus=way.gpus)
+        here = rg.local_cluster()
+        return replace(here, gpus=way.gpus, gpus_per_node=way.gpus)
+
+
+def graph(way: Way, models: Models) -> rg.Graph:
+    """Return GRPO that runs this way."""
+    pool = rg.Pool("gpus" if way.shared else "rollout")
+    engine: dict[str, Any] = {"engine": "transformers", "dtype": "float32"} if models.tiny else {}
+    generator = rg.Generator(
+        models.path(way),
+        pool=pool,
+        sampling=models.sampling(way),
+        max_context=way.most_tokens + 64,
+        max_sequences=512,
+        engines_per_gpu=way.engines_per_gpu,
+        **engine,
+    )
+    policy = rg.Policy(
+        models.path(way),
+        pool=pool if way.shared else rg.Pool("train"),
+        optimizer=rg.AdamW(lr=1e-7),
+        micro_batch_tokens=way.micro_batch_tokens,
+        **({"dtype": "float32"} if models.tiny else {}),
+    )
+    weights = rg.feedback("weights", depth=way.depth, buffers=2 if way.depth else 1)
+    prompts = rg.prompts(QUESTIONS, count=way.prompts)
+    rollout = generator.rollout(prompts, weights, group_size=way.group_size, chunks=way.chunks)
+    rewards = rg.reward(parity, rollout)
+    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("prediction", step.metrics)
+
+
+def lengths(way: Way, profiled: Way, costs: rg.Costs) -> Lengths:
+    """Return the lengths to expect: those measured, or where others are asked for the distribution that the sampling gives."""
+    assert costs.lengths is not None
+    if (way.tokens, way.most_tokens) == (profiled.tokens, profiled.most_tokens):
+        return costs.lengths
+    if not way.tail:
+        return replace(costs.lengths, at=(0.0, 1.0), tokens=(float(way.tokens), float(way.tokens)))
+    tokens = [min(math.ceil(-math.log2(max(1 - p, 1e-12)) * way.tokens), way.most_tokens) for p in PROBABILITIES]
+    return replace(costs.lengths, at=PROBABILITIES, tokens=tuple(map(float, tokens)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """One configuration: what was foretold of it, and what it took. Seconds of nodes are means of a firing."""
+
+    name: str
+    way: Way
+    predicted_s: float
+    cycle_s: float  # by the critical cycle, without lengths
+    measured_s: float
+    standard_error_s: float
+    steps_s: tuple[float, ...]
+    predicted_nodes: dict[str, float]
+    measured_nodes: dict[str, float]
+    residual: float  # the share of device-seconds that nothing explains
+    launch_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}
+
+
+def measured(name: str, way: Way, plan: rg.Plan, models: Models) -> Found:
+    """Run a plan, and compare it with what it foretells."""
+    count = FEW if models.tiny else min(max(math.ceil(MEASURED_S / plan.prediction.step_s), LEAST), MOST)
+    began = time.monotonic()
+    with plan.launch() as job:
+        steps = job.steps(WARM_UP + count)
+        next(steps)
+        launch_s = time.monotonic() - began
+        timed = list(steps)[WARM_UP - 1 :]
+        residual = job.bubbles().residual
+    seconds = [step.seconds for step in timed]
+    moving = {kind: sum(e.seconds for e in plan.schedule.events if e.kind == kind) for kind in ("publish", "load")}
+    return Found(
+        name=name,
+        way=way,
+        predicted_s=plan.prediction.step_s,
+        cycle_s=plan.prediction.period_s,
+        measured_s=statistics.mean(seconds) if way.tail else statistics.median(seconds),
+        standard_error_s=statistics.stdev(seconds) / len(seconds) ** 0.5,
+        steps_s=tuple(seconds),
+        predicted_nodes={node: plan.node(node).seconds for node in ("rollout", "update", "reward")} | moving,
+        measured_nodes={node: statistics.mean(s.metrics.get(f"timing_s/{key}", 0.0) for s in timed) for node, key in TIMINGS.items()},
+        residual=residual,
+        launch_s=launch_s,
+    )
+
+
+def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.Costs]) -> Iterator[Found]:
+    """Profile each base, into `costs`, predict, run: the models in turn, so that a run that is cut short has of both."""
+    began = time.monotonic()
+    queues = [list(ways(base).items()) for base in bases]
+    print(f"{'model':14} {'configuration':36} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}", flush=True)
+    for index in range(max(map(len, queues))):
+        for base, queue in zip(bases, queues, strict=True):
+            name, way = queue[index] if index < len(queue) else ("", base)
+            label = f"{base.model}: {name}"
+            if not name or given.only not in label or (given.skip and given.skip in label):
+                continue
+            if time.monotonic() - began > given.seconds:
+                print(f"{label}: not run, for lack of time", flush=True)
+                continue
+            if base.model not in costs:
+                smaller = replace(base, prompts=base.prompts // 2, tokens=base.tokens // 2, most_tokens=base.most_tokens // 2)
+                costs[base.model] = rg.profile(
+                    [graph(base, models), graph(smaller, models)], models.cluster(base), FEW if models.tiny else PROFILED
+                )
+                print(f"{base.model} profiled after {time.monotonic() - began:.0f} s", flush=True)
+            told = replace(costs[base.model], lengths=lengths(way, base, costs[base.model]))
+            one = measured(name, way, rg.compile(graph(way, models), models.cluster(way), told), models)
+            times = f"{one.predicted_s:7.3f} s {one.measured_s:7.3f} s {one.standard_error_s:6.3f}"
+            parts = ", ".join(f"{n} {one.predicted_nodes[n]:.3f}/{one.measured_nodes[n]:.3f}" for n in ("rollout", "update"))
+            print(f"{base.model:14} {name:36} {times} {one.error:+7.1%}  {parts}  ({time.monotonic() - began:.0f} s)", flush=True)
+            yield one
+
+
+def signs(found: list[Found]) -> tuple[int, int]:
+    """Return in how many pairs of a synchronous and an asynchronous way to do the same work the faster was foretold, and of how many."""
+    pairs = [(a, b) for a in found for b in found if a.way.depth == 0 < b.way.depth and a.way.work == b.way.work]
+    return sum((a.predicted_s > b.predicted_s) == (a.measured_s > b.measured_s) for a, b in pairs), len(pairs)
+
+
+def choices(found: list[Found]) -> dict[str, float]:
+    """Return, for each work done in several ways, the measured step of the one foretold to be best over that of the best."""
+    groups: dict[tuple[Any, ...], list[Found]] = {}
+    for one in found:
+        groups.setdefault(one.way.work, []).append(one)
+    return {
+        f"{model}, {prompts} x {group} of {tokens} tokens, {gpus} GPUs": min(ways, key=lambda one: one.predicted_s).measured_s
+        / min(one.measured_s for one in ways)
+        for (model, prompts, group, tokens, gpus), ways in groups.items()
+        if len(ways) > 1
+    }
+
+
+def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
+    """Return what the file holds."""
+    errors = [abs(one.error) for one in found]
+    right, pairs = signs(found)
+    return {
+        "profiled_steps": PROFILED,
+        "costs": {model: yaml.safe_load(written(each)) for model, each in costs.items()},
+        "configurations_measured": len(found),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "signs_right": right,
+        "signs": pairs,
+        "worst_residual": max(one.residual for one in found),
+        "predicted best over measured best": choices(found),
+        "configurations": [{**asdict(one), "error": one.error} for one in found],
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path, help="write the figures here as well, after each configuration")
+    arguments.add_argument("--only", default="", help="only those whose 'model: name' has this in it")
+    arguments.add_argument("--skip", default="", help="not those whose 'model: name' has this in it")
+    arguments.add_argument("--seconds", type=float, default=470.0, help="after these nothing further starts")
+    arguments.add_argument("--tiny", action="store_true", help="a tiny model on two cores")
+    given = arguments.parse_args()
+    ours, found, costs = start_ray(), list[Found](), dict[str, rg.Costs]()
+    on = {"cores": os.cpu_count()} if given.tiny else machine()
+    with tempfile.TemporaryDirectory() as folder:
+        for one in measure([TINY, TINY_TAIL] if given.tiny else [SMOLLM2, SHAPE], Models(Path(folder), given.tiny), given, costs):
+            found.append(one)
+            if given.json:
+                given.json.write_text(json.dumps(figures(found, costs) | on, indent=1) + "\n")
+    if ours:
+        stop_ray()
+    if not found:
+        raise SystemExit("no configuration ran: nothing has these words, or there was no time")
+    told = figures(found, costs)
+    print(f"{len(found)} configurations: median error {told['median_error']:.1%}, worst {told['worst_error']:.1%}")
+    print(
+        f"the faster of sync and async foretold in {told['signs_right']} of {told['signs']} pairs; {told['worst_residual']:.3%} unexplained"
+    )
+    print("; ".join(f"{work}: {ratio:.3f} of the best" for work, ratio in told["predicted best over measured best"].items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Profiles of several graphs: what can be profiled together."""
+
+import pytest
+from simulated import Loop
+
+import rlgraph as rg
+from rlgraph.errors import PlanError
+
+
+@pytest.mark.parametrize("others", [[], [Loop(depth=1), Loop(depth=0, shared=True)], [Loop(depth=1), Loop(depth=1, reference="own")]])
+def test_graphs_with_other_nodes_or_devices_are_not_profiled_together(others: list[Loop]) -> None:
+    with pytest.raises(PlanError, match="with the same nodes on the same devices"):
+        rg.profile([loop.graph() for loop in others], rg.Cluster(cpus=3))
