@@ -1,4 +1,7 @@
-"""Two processes that see one GPU each: the second reads the memory of the first's. `kill`: the writer is killed first."""
+"""Two processes that see one GPU each: the second receives weights from the first's memory while they are being staged there.
+
+`kill`: the trainer is killed in the middle of a publish.
+"""
 
 import multiprocessing
 import os
@@ -6,17 +9,34 @@ import signal
 import sys
 from typing import Any
 
+VERSIONS, A_PARAMETER = 5, 1000  # bytes of a bucket: all parameters but the least fill one each
 
-def write(address: str, done: Any) -> None:
+
+def parameters(version: int) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(version)
+    shapes = {"a": (1000, 1000), "b": (7,), "none": (0, 3), "c": (3000, 5000), "d": (1 << 20,)}
+    return {name: torch.randn(*shape, device="cuda") for name, shape in shapes.items()}
+
+
+def write(address: str, done: Any, kill: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
     from rlgraph.channels.shm import ShmWriter
+    from rlgraph.channels.tokens import More
+    from rlgraph.channels.weights import WeightsWriter
 
-    writer = ShmWriter("weights", 1, 1, b"key", address)
-    for step in range(3):
-        columns = {"a": torch.arange(1000, device="cuda", dtype=torch.float32) + step, "b": torch.full((3, 5), step, device="cuda")}
-        writer.put(step, columns, 60, dtype=torch.bfloat16)
+    class Dying(ShmWriter):
+        def _tell(self, token: Any, handle: int | None = None) -> None:
+            if kill and isinstance(token, More) and token.tensors == 4 and self.statistics().messages == VERSIONS - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super()._tell(token, handle)
+
+    publisher = WeightsWriter(Dying("weights", 1, 1, b"key", address), torch.bfloat16, A_PARAMETER, checksum=True)
+    for version in range(1, VERSIONS + 1):
+        publisher.publish(version, parameters(version), 60)
     done.get()
 
 
@@ -24,29 +44,24 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     done = context.Queue()
     address = os.path.abspath("w")
-    process = context.Process(target=write, args=(address, done), daemon=True)
+    process = context.Process(target=write, args=(address, done, "kill" in sys.argv), daemon=True)
     process.start()
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
     from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.staging import Staging
+    from rlgraph.channels.weights import WeightsReader
     from rlgraph.errors import ChannelBroken
 
-    reader, staging = ShmReader("weights", b"key", address, 60), Staging()
-    for step in range(3):
-        staging.fill([reader.take(step, 60)])  # type: ignore[list-item]
-        assert torch.equal(staging.weights["a"], (torch.arange(1000.0) + step).to(torch.bfloat16).cuda())
-        assert torch.equal(staging.weights["b"], torch.full((3, 5), step).cuda())
-        if step == 2 and "kill" in sys.argv:
-            os.kill(process.pid, signal.SIGKILL)
-        reader.release()
-    if "kill" in sys.argv:
-        try:
-            reader.take(3, 5)
-        except ChannelBroken as error:
-            print("ChannelBroken", error)
-    else:
+    receiver = WeightsReader([ShmReader("weights", b"key", address, 60)], buffers=2)
+    try:
+        for version in range(1, VERSIONS + 1):
+            received = receiver.receive(version, 60)
+            for name, parameter in parameters(version).items():
+                assert torch.equal(received[name], parameter.bfloat16()), (version, name)
+            receiver.done()
         print("equal")
+    except ChannelBroken as error:
+        print("ChannelBroken at version", version, error)
     done.put(None)
     process.join(10)
