@@ -3,7 +3,7 @@
     python recipes/by_name.py estimator=rloo loss=gspo correction=decoupled_token_is [key=value ...] [config=FILE.yaml]
 
 ReMax adds a greedy rollout, GAE a critic, GDPO a second reward, the token baselines and a correction a pass for the trainer's own
-log-probs. Options go by name too: `estimator=gae estimator_options.lam=0.95`, `loss=dro loss_options.beta=0.1`.
+log-probs, a loss with `kl_coef` a reference. Options go by name too: `estimator=gae estimator_options.lam=0.95`, `loss=dro loss_options.beta=0.1`.
 `docs/algorithms.md` lists the names.
 """
 
@@ -42,6 +42,7 @@ def graph(cfg: Config) -> rg.Graph:
     policy = rg.Policy(model, pool=train, optimizer=rg.AdamW(lr=cfg.lr))
     weights = rg.feedback("weights", depth=cfg.depth)
 
+    minimised = loss(cfg.loss, **cfg.loss_options)
     extra = {"keys": ("rewards", "brevity")} if cfg.estimator == "gdpo" else {}
     chosen = estimator(cfg.estimator, **extra, **cfg.estimator_options)
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
@@ -55,7 +56,7 @@ def graph(cfg: Config) -> rg.Graph:
         scored.append(rg.reward(right_number, prompts, best, writes="baseline_rewards", name="baseline"))
     if cfg.correction or "sum_pi_squared" in chosen.reads:
         old = policy.log_probs(rollout, sum_pi_squared="sum_pi_squared" in chosen.reads)
-        trained.append(old)
+        trained += [old] if "old_log_probs" in minimised.reads else []
         scored += [old] if "old_log_probs" in chosen.reads else []
     if cfg.correction:
         corrected = rg.rollout_correction(rollout, old, weights=correction(cfg.correction))
@@ -64,8 +65,10 @@ def graph(cfg: Config) -> rg.Graph:
     if "values" in chosen.reads:
         critic = rg.Critic(model, pool=train, optimizer=rg.AdamW(lr=cfg.lr))
         scored.append(critic.values(rollout))
+    if "ref_log_probs" in minimised.reads:
+        trained.append(rg.Reference(model, pool=train).log_probs(rollout))
     targets = rg.advantages(*scored, estimator=chosen)
-    step = policy.update(*trained, targets, loss=loss(cfg.loss, **cfg.loss_options))
+    step = policy.update(*trained, targets, loss=minimised)
     weights.close(step.weights)
     metrics = [step.metrics]
     if "values" in chosen.reads:

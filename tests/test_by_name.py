@@ -60,6 +60,46 @@ def test_a_correction_by_name_trains(model: str, name: str) -> None:
     assert all({"rollout_corr/kl", "rollout_corr/chi2_token", "rollout_corr/training_ppl"} <= set(step) for step in found)
 
 
+CORRECTED = ("proximal", *(name for name in LOSSES if name.startswith("bypass")))  # losses that weigh against the engine themselves
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_goes_with_every_estimator_and_every_correction_but_weights_it_has_already(model: str, loss: str) -> None:
+    def declared(**settings: str) -> rg.Graph:
+        return by_name.graph(by_name.Config(model=model, loss=loss, loss_options=OPTIONS.get(loss, {}), **settings))
+
+    for name in ESTIMATORS:
+        declared(estimator=name)
+    for name, correction in DECOUPLED.items():
+        if loss in CORRECTED and not correction.rejections:
+            with pytest.raises(GraphError, match="reads nothing of its input 'correction'"):
+                declared(correction=name)
+        else:
+            declared(correction=name)
+
+
+SETTINGS = {
+    "a loss without ratios behind a correction": {"loss": "reinforce", "correction": "decoupled_seq_is"},
+    "a token baseline weighted by a correction": {
+        "estimator": "optimal_token_baseline",
+        "estimator_options": {"weighted": True},
+        "correction": "decoupled_token_is",
+        "loss": "reinforce",
+    },
+    "a KL to the reference and an entropy bonus": {"loss": "gspo", "loss_options": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_need_each_others_nodes_train(model: str, name: str) -> None:
+    found = steps(model, **SETTINGS[name])
+    assert_trained(found)
+    if "kl_coef" in SETTINGS[name].get("loss_options", {}):
+        assert found[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+        assert found[1]["actor/kl_loss"] > 0
+        assert all(step["actor/entropy"] > 0 for step in found)
+
+
 def assert_trained(found: list[dict[str, float]]) -> None:
     """Every step has a gradient, but one of which each token is rejected: the update skips it."""
     for step in found:

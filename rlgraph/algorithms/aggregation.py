@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlgraph.algorithms.inputs import check_choice, check_whole
+from rlgraph.algorithms.inputs import check_choice, check_mask, check_tokens, check_whole
 from rlgraph.algorithms.masks import count, lengths, masked_sum
 from rlgraph.errors import GraphError
 
@@ -24,7 +24,11 @@ class Totals:
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> "Totals":
-        """Return the totals of a mini-batch that is all here: the tokens under its mask `[B, T]`, and its B rows."""
+        """Return the totals of a mini-batch that is all here: the tokens under its mask `[B, T]`, and its B rows.
+
+        Raises DataError for a mask that is not bool and [B, T].
+        """
+        check_mask("Totals.of", mask)
         return cls(int(count(mask)), mask.shape[0])
 
 
@@ -46,9 +50,10 @@ def aggregate(
     divided by `horizon`, a fixed number of tokens such as the longest response allowed (Liu et al., 2025, 2503.20783).
     seq-mean-token-mean: mean of each response, mean over rows. Nothing outside of the mask counts, and an empty mask gives 0.
 
-    Raises GraphError for an unknown mode, or a horizon where none is used.
+    Raises GraphError for an unknown mode, or a horizon where none is used; DataError for losses or a mask of another shape or dtype.
     """
     check_aggregation("aggregate", mode, horizon)
+    check_tokens("aggregate", mask, losses=losses)
     return (masked_sum(losses, mask, -1) * row_weights(losses, mask, totals, mode, horizon)).sum()
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.diagnostics import partial_diagnostics
 from rlgraph.algorithms.inputs import masked, tokenwise
 from rlgraph.algorithms.losses import ClippedLoss
-from rlgraph.algorithms.masks import count
 from rlgraph.algorithms.policy_loss import PolicyLoss
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.columns import Columns
@@ -23,6 +23,8 @@ class Bypass:
     Weights and rejections come from the log-probs being trained, without gradient, at every micro-batch. Rejected tokens still
     count in the mini-batch's totals, so the loss shrinks as more are rejected. The entropy and KL terms leave them out too.
     A loss with a ratio corrects for the engine by that ratio: giving it importance weights besides is an error.
+    Its metrics have those `rollout_corr/...` diagnostics that add up over micro-batches: KL, k3, chi-squared, perplexities, the mean
+    weight, fractions beyond bounds and rejected.
     Source: Li et al., "When Speed Kills Stability", richardli.xyz/rl-collapse; verl's bypass mode.
     """
 
@@ -70,6 +72,4 @@ class Bypass:
         if self.correction.weights is not None:
             columns = {**columns, "rollout_is_weights": self.correction.weights(log_probs.detach(), rollout, mask)}
         loss, metrics = self.loss(log_probs, columns, totals, entropy)
-        if self.correction.rejections:
-            metrics["rollout_corr/rollout_rs_masked_fraction"] = int(count(mask & ~kept)) / max(totals.tokens, 1)
-        return loss, metrics
+        return loss, metrics | partial_diagnostics(log_probs.detach(), rollout, mask, totals, self.correction, kept)

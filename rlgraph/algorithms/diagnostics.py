@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import EPSILON, count, keep, lengths, masked_mean
+from rlgraph.algorithms.masks import EPSILON, count, keep, lengths, masked_mean, masked_sum
 from rlgraph.algorithms.policy_loss import Metrics, to_floats
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.rejection import Rejection
@@ -33,7 +34,10 @@ def diagnostics(
     if not bool(response_mask.any()):
         return {}
     tokens = count(response_mask)
-    metrics = _policies(old_log_probs, rollout_log_probs, log_ratio, response_mask, tokens)
+    sums, rows = _policies(old_log_probs, rollout_log_probs, log_ratio, response_mask)
+    metrics = {name: total / (tokens.to(total.dtype) + EPSILON) for name, total in sums.items()}
+    metrics |= {name: values.mean() for name, values in rows.items()}
+    metrics |= {"log_ppl_diff_max": rows["log_ppl_diff"].max(), "log_ppl_diff_min": rows["log_ppl_diff"].min()}
     if correction is not None and correction.weights is not None:
         metrics |= _weights(correction.weights, log_ratio, response_mask, tokens)
     if correction is not None and correction.rejections:
@@ -48,29 +52,68 @@ def diagnostics(
     return {f"rollout_corr/{name}": value for name, value in to_floats(metrics).items()}
 
 
+@torch.no_grad()
+def partial_diagnostics(
+    log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    totals: Totals,
+    correction: RolloutCorrection,
+    kept: torch.Tensor,
+) -> dict[str, float]:
+    """Return this micro-batch's part of those `rollout_corr/...` metrics that add up: means over the mini-batch's tokens or rows.
+
+    Extremes, deviations and the effective sample size do not. A row without tokens adds nothing. `kept` `[b, T]` is the
+    correction's own mask of what no rejection takes out.
+
+    Raises DataError for tensors of different shapes, or a mask that is not bool.
+    """
+    log_ratio = masked_log_ratio("partial_diagnostics", log_probs, rollout_log_probs, response_mask)
+    sums, rows = _policies(log_probs, rollout_log_probs, log_ratio, response_mask)
+    if correction.weights is not None:
+        raw, (low, high) = correction.weights.raw(log_ratio, response_mask), correction.weights.bounds()
+        sums["rollout_is_mean"] = correction.weights.bounded(raw).sum()
+        if correction.weights.level == "sequence":
+            ratios = log_ratio.sum(-1).double().clamp(max=CLAMP).exp()
+            rows["rollout_is_ratio_fraction_high"], rows["rollout_is_ratio_fraction_low"] = ratios > high, ratios < low
+        else:
+            sums["rollout_is_ratio_fraction_high"] = count((raw > high) & response_mask)
+            sums["rollout_is_ratio_fraction_low"] = count((raw < low) & response_mask)
+    if correction.rejections:
+        rejected = response_mask & ~kept
+        sums["rollout_rs_masked_fraction"] = count(rejected)
+        rows["rollout_rs_seq_masked_fraction"] = rejected.any(-1)
+    present = response_mask.any(-1)
+    metrics = {name: total / max(totals.tokens, 1) for name, total in sums.items()}
+    metrics |= {name: masked_sum(values, present) / max(totals.rows, 1) for name, values in rows.items()}
+    return {f"rollout_corr/{name}": value for name, value in to_floats(metrics).items()}
+
+
 def _mean(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the mean over so many tokens of values that are 0 outside of the mask."""
     return values.sum() / (tokens.to(values.dtype) + EPSILON)
 
 
-def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> Metrics:
+def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tuple[Metrics, Metrics]:
+    """Return how far the two policies are apart: sums over tokens, and what is told of each row `[B]`."""
     trainer_mean, rollout_mean = masked_mean(trainer, mask, -1), masked_mean(rollout, mask, -1)
     difference = rollout_mean - trainer_mean
-    return {
-        "training_ppl": (-trainer_mean).exp().mean(),
-        "training_log_ppl": -trainer_mean.mean(),
-        "kl": -_mean(log_ratio, tokens),
-        "k3_kl": _mean(torch.expm1(log_ratio) - log_ratio, tokens),
-        "rollout_ppl": (-rollout_mean).exp().mean(),
-        "rollout_log_ppl": -rollout_mean.mean(),
-        "log_ppl_diff": difference.mean(),
-        "log_ppl_abs_diff": difference.abs().mean(),
-        "log_ppl_diff_max": difference.max(),
-        "log_ppl_diff_min": difference.min(),
-        "ppl_ratio": difference.exp().mean(),
-        "chi2_token": _mean(log_ratio.clamp(-CLAMP, CLAMP).mul_(2).expm1_(), tokens),
-        "chi2_seq": (2 * log_ratio.sum(-1).clamp(-CLAMP, CLAMP)).exp().mean() - 1,
+    sums = {
+        "kl": -log_ratio.sum(),
+        "k3_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
+        "chi2_token": log_ratio.clamp(-CLAMP, CLAMP).mul_(2).expm1_().sum(),
     }
+    rows = {
+        "training_ppl": (-trainer_mean).exp(),
+        "training_log_ppl": -trainer_mean,
+        "rollout_ppl": (-rollout_mean).exp(),
+        "rollout_log_ppl": -rollout_mean,
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+        "ppl_ratio": difference.exp(),
+        "chi2_seq": torch.expm1(2 * log_ratio.sum(-1).clamp(-CLAMP, CLAMP)),
+    }
+    return sums, rows
 
 
 def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> Metrics:

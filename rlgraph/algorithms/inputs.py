@@ -64,6 +64,13 @@ def check_mask(where: str, mask: torch.Tensor) -> None:
         )
 
 
+def check_tokens(where: str, mask: torch.Tensor, **columns: torch.Tensor) -> None:
+    """Raise DataError unless the mask is bool and `[B, T]`, and the columns hold floating-point numbers of its shape."""
+    check_mask(where, mask)
+    for name in columns:
+        tokenwise(where, columns, name, mask)
+
+
 def tokenwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.Tensor:
     """Return a floating-point column of the mask's shape `[B, T]`. Raises DataError for any other."""
     column = tensor(where, batch, name)

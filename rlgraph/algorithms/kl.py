@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from rlgraph.algorithms.inputs import check_choice, check_mask, check_number, check_whole
+from rlgraph.algorithms.inputs import check_choice, check_number, check_tokens, check_whole
 from rlgraph.algorithms.masks import keep, masked_mean
+from rlgraph.errors import DataError
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 CLAMP = 20.0
@@ -21,9 +22,14 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
     positive and has the expectation of k1. k3 clamps d to [-20, 20] and itself to at most 10. A name that ends in + has the value
     of the estimator and the gradient of k2, which is that of the KL. Source: Schulman, 2020, "Approximating KL divergence".
 
-    Raises GraphError for an unknown estimator.
+    Raises GraphError for an unknown estimator, DataError for log-probs of two shapes.
     """
     check_choice("kl_penalty", "estimator", estimator, KL_ESTIMATORS)
+    if log_probs.shape != ref_log_probs.shape:
+        raise DataError(
+            f"kl_penalty: the log-probs have shape {list(log_probs.shape)}, those of the reference {list(ref_log_probs.shape)}; give "
+            "both for the same tokens, [B, T]"
+        )
     return kl_of_log_ratio(log_probs - ref_log_probs, estimator)
 
 
@@ -112,9 +118,11 @@ def penalize_rewards(
     """Return token rewards `[B, T]` less `coef` times the KL of each token, and the KL: the mean over rows of their token means.
 
     A batch is shaped with the coefficient from before it: give the KL to `updated` of a controller for the next.
-    Source: Ouyang et al., 2022, 2203.02155, equation 2. Raises GraphError for an unknown estimator or a negative coefficient.
+    Source: Ouyang et al., 2022, 2203.02155, equation 2.
+
+    Raises GraphError for an unknown estimator or a negative coefficient, DataError for columns of another shape or dtype.
     """
     check_number("penalize_rewards", "coef", coef, least=0)
-    check_mask("penalize_rewards", mask)
+    check_tokens("penalize_rewards", mask, token_rewards=token_rewards, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     kl = keep(kl_penalty(old_log_probs, ref_log_probs, estimator), mask)
     return token_rewards - coef * kl, float(masked_mean(kl, mask, -1).sum() / max(len(mask), 1))

@@ -110,7 +110,7 @@ class PolicyLoss(ABC):
         loss, metrics = self.policy_term(tokens)
         metrics = {"actor/pg_loss": loss, **metrics}
         if entropy is not None:
-            bonus = self.aggregated(entropy, tokens)
+            bonus = self.aggregated(tokenwise(type(self).__name__, {"entropy": entropy}, "entropy", tokens.mask), tokens)
             metrics["actor/entropy"] = bonus
             loss = loss - self.entropy_coef * bonus if self.needs_entropy else loss
         elif self.needs_entropy:

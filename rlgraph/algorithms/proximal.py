@@ -28,9 +28,14 @@ def proximal_log_probs(
     of version v or without one (below 0). "loglinear" mixes log-probs, "linear" probabilities. No gradient passes.
     Source: AReaL, `prox_logp_method`; Fu et al., 2025, 2505.24298.
 
-    Raises GraphError for an unknown method.
+    Raises GraphError for an unknown method, DataError for tensors of different shapes.
     """
     check_choice("proximal_log_probs", "method", method, ("loglinear", "linear"))
+    if not log_probs.shape == rollout_log_probs.shape == weight_version.shape:
+        raise DataError(
+            f"proximal_log_probs: log-probs have shape {list(log_probs.shape)}, those of the rollout {list(rollout_log_probs.shape)}, "
+            f"'weight_version' {list(weight_version.shape)}; all three are [B, T]"
+        )
     lag = current_version - weight_version
     alpha = torch.where((weight_version >= 0) & (lag > 0), (lag - 1) / lag.clamp(min=1), 0.0).to(log_probs.dtype)
     if method == "loglinear":

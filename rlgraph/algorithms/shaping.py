@@ -9,7 +9,7 @@ from rlgraph.algorithms.groups import Groups
 from rlgraph.algorithms.inputs import check_number, check_whole, masked, rowwise
 from rlgraph.algorithms.masks import ends
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError
+from rlgraph.errors import DataError, GraphError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,14 @@ def constant_groups(metric: torch.Tensor, group_ids: torch.Tensor) -> torch.Tens
 
     DAPO's dynamic sampling drops such groups and samples others. Equality is exact; a group of one is never constant.
     Source: Yu et al., 2025, 2503.14476.
+
+    Raises DataError unless there is one int64 id for each value of the metric.
     """
+    if group_ids.dtype is not torch.int64 or metric.ndim != 1 or group_ids.shape != metric.shape:
+        raise DataError(
+            f"constant_groups: 'group_ids' is {group_ids.dtype} of shape {list(group_ids.shape)}, the metric has shape "
+            f"{list(metric.shape)}; give one number and one int64 id for each response, [B]"
+        )
     groups = Groups.of(group_ids)
     constant = (groups.min(metric) == groups.max(metric)) & (groups.sizes > 1)
     return constant[groups.index]

@@ -63,6 +63,17 @@ def test_rewards_lose_the_kl_of_tokens_under_the_mask_alone() -> None:
     assert kl == pytest.approx(0.25)  # an empty row counts as a row of KL 0
 
 
+@pytest.mark.parametrize("estimator", alg.KL_ESTIMATORS)
+def test_gradients_agree_with_finite_differences_but_where_they_are_those_of_k2(estimator: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    log_probs, reference = (torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    differentiated = "k2" if estimator.endswith("+") else estimator
+    (gradient,) = torch.autograd.grad(alg.kl_penalty(log_probs.requires_grad_(), reference, estimator).sum(), log_probs)
+    (expected,) = torch.autograd.grad(alg.kl_penalty(log_probs, reference, differentiated).sum(), log_probs)
+    assert torch.autograd.gradcheck(lambda lp: alg.kl_penalty(lp, reference, differentiated), (log_probs,), eps=1e-7, atol=1e-6)
+    assert torch.equal(gradient, expected)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(GraphError, match=r"one of .*'k1', 'abs', 'k2', 'k3'"):
         alg.kl_penalty(torch.zeros(1), torch.zeros(1), "full")
@@ -72,3 +83,16 @@ def test_what_cannot_be_is_refused() -> None:
         alg.FixedKL(-1.0)
     with pytest.raises(DataError, match="mask is bool"):
         alg.penalize_rewards(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), coef=0.1)
+
+
+def test_nothing_is_broadcast() -> None:
+    full, narrow, mask = torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(DataError, match=r"kl_penalty: .*\[2, 3\].*\[2, 1\]"):
+        alg.kl_penalty(full, narrow)
+    for columns, name in (
+        ((narrow, full, full), "token_rewards"),
+        ((full, narrow, full), "old_log_probs"),
+        ((full, full, narrow), "ref_log_probs"),
+    ):
+        with pytest.raises(DataError, match=rf"penalize_rewards: column '{name}' is .*\[2, 1\]"):
+            alg.penalize_rewards(*columns, mask, coef=0.1)

@@ -307,6 +307,65 @@ def test_log_probs_of_another_shape_than_the_mask_are_refused(name: str) -> None
         ALL_LOSSES[name](columns["log_probs"][:, :-1], columns, alg.Totals(1, 1), columns["entropy"])
 
 
+@every_loss
+def test_a_mask_that_is_not_bool_is_refused(name: str) -> None:
+    columns = batch(0)
+    with pytest.raises(DataError, match=r"'response_mask' is torch.float64 .*mask.bool"):
+        evaluate(ALL_LOSSES[name], {**columns, "response_mask": columns["response_mask"].double()}, alg.Totals(1, 1))
+
+
+@every_loss
+def test_every_column_that_a_loss_reads_is_needed_in_its_shape_and_kind(name: str) -> None:
+    columns = batch(0)
+    for column in ALL_LOSSES[name].reads:
+        without = {key: value for key, value in columns.items() if key != column}
+        with pytest.raises(DataError, match=f"column '{column}' is missing .* written by"):
+            evaluate(ALL_LOSSES[name], without)
+        with pytest.raises(DataError, match=rf"'{column}' .*\[7"):
+            evaluate(ALL_LOSSES[name], {**columns, column: columns[column][:-1]})
+
+
+def test_what_the_value_loss_reads_is_needed_in_its_shape_and_kind() -> None:
+    columns = batch(0)
+    for column in alg.ValueLoss().reads:
+        with pytest.raises(DataError, match=rf"'{column}' is torch.float64 of shape \[7, 9\]"):
+            alg.ValueLoss()(columns["values"], {**columns, column: columns[column][:-1]}, alg.Totals(1, 1))
+    with pytest.raises(DataError, match="'response_mask' is torch.float64"):
+        alg.ValueLoss()(columns["values"], {**columns, "response_mask": columns["response_mask"].double()}, alg.Totals(1, 1))
+
+
+def test_entropy_is_not_broadcast() -> None:
+    columns = batch(0)
+    with pytest.raises(DataError, match=r"ClippedLoss: column 'entropy' is torch.float64 of shape \[8, 1\]"):
+        alg.ClippedLoss(entropy_coef=0.1)(columns["log_probs"], columns, alg.Totals(1, 1), columns["entropy"][:, :1])
+
+
+def test_the_gradient_of_the_entropy_is_its_coefficient_over_the_tokens() -> None:
+    columns = batch(2, rows=4, length=4)
+    entropy = columns["entropy"].requires_grad_()
+    totals = alg.Totals.of(columns["response_mask"])
+    value, _ = alg.ClippedLoss(entropy_coef=0.3)(columns["log_probs"], columns, totals, entropy)
+    (gradient,) = torch.autograd.grad(value, entropy)
+    assert torch.allclose(gradient, columns["response_mask"].double() * (-0.3 / totals.tokens), atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", alg.AGGREGATIONS)
+def test_an_aggregated_loss_agrees_with_finite_differences(mode: str) -> None:
+    columns = batch(5, rows=4, length=4)
+    mask = columns["response_mask"]
+    losses, totals = columns["advantages"].requires_grad_(), alg.Totals(tokens=30, rows=7)
+    assert torch.autograd.gradcheck(lambda x: alg.aggregate(x, mask, totals, mode, HORIZON.get(mode)), (losses,), eps=1e-7, atol=1e-6)
+
+
+def test_losses_and_masks_of_two_shapes_are_not_aggregated() -> None:
+    with pytest.raises(DataError, match=r"aggregate: column 'losses' is torch.float32 of shape \[2, 3\]; beside a mask of shape \[2, 1\]"):
+        alg.aggregate(torch.zeros(2, 3), torch.ones(2, 1).bool(), alg.Totals(6, 2))
+    with pytest.raises(DataError, match="'response_mask' is torch.float32"):
+        alg.aggregate(torch.zeros(2, 3), torch.ones(2, 3), alg.Totals(6, 2))
+    with pytest.raises(DataError, match="Totals.of: 'response_mask' is torch.bool of shape .2."):
+        alg.Totals.of(torch.ones(2).bool())
+
+
 def test_entropy_that_is_needed_and_not_given_is_an_error() -> None:
     columns = batch(0)
     with pytest.raises(DataError, match="no entropy was given"):

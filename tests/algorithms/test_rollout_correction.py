@@ -142,6 +142,20 @@ def test_bypass_rejections_keep_the_totals_and_are_reported() -> None:
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
 
 
+@pytest.mark.parametrize("name", [name for name in alg.LOSSES if name.startswith("bypass")])
+def test_bypass_tells_what_the_diagnostics_of_the_whole_batch_do(name: str) -> None:
+    columns = batch(3)
+    loss = alg.loss(name)
+    policies = columns["log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+    whole, found = alg.diagnostics(*policies, loss.correction), evaluate(loss, columns)[2]
+    told = {key: value for key, value in found.items() if key.startswith("rollout_corr/")}
+    assert told == pytest.approx({key: whole[key] for key in told})
+    wanted = ["kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "rollout_ppl", "ppl_ratio"]
+    wanted += ["rollout_is_mean", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low"] if loss.correction.weights else []
+    wanted += ["rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction"] if loss.correction.rejections else []
+    assert {f"rollout_corr/{key}" for key in wanted} <= told.keys()
+
+
 @pytest.mark.parametrize(("version", "current", "expected"), [(0, 2, -1.25), (1, 2, -1.0), (2, 2, -1.0), (-1, 2, -1.0), (0, 4, -1.375)])
 def test_the_proximal_policy_lies_a_version_behind_the_current(version: int, current: int, expected: float) -> None:
     proximal = alg.proximal_log_probs(torch.tensor([[-1.5]]), torch.tensor([[-1.0]]), torch.tensor([[version]]), current)
@@ -202,6 +216,8 @@ def test_an_option_that_cannot_be_is_refused_when_it_is_given(make: object, mess
 
 def test_shapes_must_agree_and_masks_be_bool() -> None:
     old, rollout, mask = inputs()
+    with pytest.raises(DataError, match=r"proximal_log_probs: .*\[1, 6\].*\[1, 1\]"):
+        alg.proximal_log_probs(old, rollout, torch.zeros(1, 1, dtype=torch.int32), 2)
     with pytest.raises(DataError, match=r"\[1, 6\].*\[1, 5\]"):
         alg.TruncatedIS()(old, rollout[:, :-1], mask)
     with pytest.raises(DataError, match="mask is bool"):

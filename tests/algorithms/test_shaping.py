@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlgraph.algorithms as alg
-from rlgraph.errors import GraphError
+from rlgraph.errors import DataError, GraphError
 
 
 def test_the_penalty_grows_over_the_buffer_and_has_no_floor() -> None:
@@ -27,6 +27,13 @@ def test_constant_groups_are_those_that_teach_nothing() -> None:
     metric = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 7.0])
     ids = torch.tensor([4, 2, 4, 2, 4, 9])
     assert alg.constant_groups(metric, ids).tolist() == [True, False, True, False, True, False]
+
+
+def test_each_response_has_one_metric_and_one_id() -> None:
+    with pytest.raises(DataError, match=r"'group_ids' is torch.int64 of shape \[4\], the metric has shape \[3\]"):
+        alg.constant_groups(torch.zeros(3), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(DataError, match="'group_ids' is torch.float32"):
+        alg.constant_groups(torch.zeros(3), torch.zeros(3))
 
 
 def test_a_group_that_differs_in_the_last_bit_is_not_constant() -> None:
