@@ -104,6 +104,12 @@ LOSSES = {
 }
 
 
+def whole_loss(o: dict[str, Any]) -> alg.ClippedLoss:
+    """Return the actor's loss with its entropy bonus and KL term."""
+    estimator = {"low_var_kl": "k3", "mse": "k2"}.get(o["estimator"], o["estimator"])
+    return alg.ClippedLoss(entropy_coef=0.3, kl_coef=0.2, kl_estimator=estimator, **_aggregation(o))
+
+
 def correction(o: dict[str, Any]) -> alg.RolloutCorrection:
     """Return the correction that verl's settings mean."""
     if "preset" in o:

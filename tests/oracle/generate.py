@@ -4,11 +4,13 @@ Every case is a name, the item of verl it calls, its options, and arrays: output
 item is called with, in verl's terms; the tests know what they are in rlgraph's.
 """
 
+import asyncio
 import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,14 @@ from batches import DTYPES, SEEDS, Arrays, batch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl import __version__ as verl_version
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
     from verl.trainer.config import KLControlConfig
     from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     from verl.utils.torch_functional import masked_mean
     from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.utils import losses as glue
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 HORIZON = 50
@@ -111,7 +115,11 @@ def policy_losses(c: Columns) -> Iterator[Case]:
         )
         loss.backward()
         options = {"mode": mode, "weighted": weighted, **(shown or {})}
-        return name, options, {"loss": loss, "gradient": log_probs.grad, **{k: v for k, v in metrics.items() if k.startswith("actor/")}}
+        return (
+            name,
+            options,
+            {"loss": loss, "gradient": log_probs.grad, **{k: v for k, v in metrics.items() if k.startswith(("actor/", "rollout_corr/"))}},
+        )
 
     for mode in MODES:
         for name in ("vanilla", "gspo", "cispo", "gpg"):
@@ -142,6 +150,106 @@ def special_losses(run: Callable[..., Case], moderate: bool) -> Iterator[Case]:
             yield run("bypass_mode", shown={"preset": name}, policy_loss=preset)
 
 
+class Padded(dict[str, Any]):
+    """A batch that is padded already, as far as verl's glue looks at it."""
+
+    def select(self, *names: str) -> "Padded":
+        return Padded({name: self[name] for name in names})
+
+    def to_padded_tensor(self) -> "Padded":
+        return self
+
+
+def totals(c: Columns) -> Iterator[Case]:
+    """The actor's whole loss, entropy and KL included, on one rank, and as the mean over two that share the rows."""
+    glue.no_padding_2_padding = lambda values, data: values
+    mask, entropy = c["response_mask"], c["new_values"].abs()
+
+    def run(mode: str, estimator: str, ranks: int) -> Case:
+        log_probs, entropies = c["log_probs"].clone().requires_grad_(), entropy.clone().requires_grad_()
+        scale = HORIZON if mode == "seq-mean-token-sum-norm" else None
+        loss = torch.zeros((), dtype=log_probs.dtype)
+        for rank in range(ranks):
+            config = ActorConfig(
+                strategy="fsdp",
+                rollout_n=1,
+                ppo_micro_batch_size_per_gpu=1,
+                loss_agg_mode=mode,
+                loss_scale_factor=scale,
+                use_kl_loss=True,
+                kl_loss_coef=0.2,
+                kl_loss_type=estimator,
+                entropy_coeff=0.3,
+            )
+            own = slice(rank, None, ranks)
+            names = {
+                "old_log_probs": "old_log_probs",
+                "advantages": "advantages",
+                "response_mask": "response_mask",
+                "ref_log_prob": "ref_log_probs",
+            }
+            data = Padded({theirs: c[ours][own] for theirs, ours in names.items()})
+            data |= {"dp_size": ranks, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+            output = {"log_probs": log_probs[own], "entropy": entropies[own]}
+            loss = loss + glue.ppo_loss(config, output, data)[0] / ranks
+        loss.backward()
+        outputs = {"entropy": entropy, "loss": loss, "gradient": log_probs.grad, "entropy_gradient": entropies.grad}
+        return "ppo_loss", {"mode": mode, "estimator": estimator, "ranks": ranks}, outputs
+
+    for ranks in (1, 2):
+        for mode in MODES:
+            yield run(mode, "low_var_kl", ranks)
+        for estimator in ("mse", "k1+"):
+            yield run("token-mean", estimator, ranks)
+
+
+def entropies(c: Columns) -> Iterator[Case]:
+    if c["log_probs"].dtype is not torch.float32:
+        return  # what the engines compute it in
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(*c["response_mask"].shape, 7, generator=generator)).requires_grad_()
+    loss = core_algos.compute_entropy_loss(logits, c["response_mask"])
+    loss.backward()
+    yield "entropy", {}, {"logits": logits, "loss": loss, "gradient": logits.grad}
+
+
+class Sequence:
+    """One response, as far as verl's reward manager looks at it."""
+
+    def __init__(self, length: int, width: int) -> None:
+        attended = torch.arange(width) < length
+        self.batch = {"responses": torch.zeros(width, dtype=torch.long), "attention_mask": attended.long()}
+        self.non_tensor_batch = {"data_source": "", "reward_model": {"ground_truth": ""}}
+
+    def __getitem__(self, item: object) -> "Sequence":
+        return self
+
+
+def shaping(c: Columns) -> Iterator[Case]:
+    width = c["response_mask"].shape[1]
+    lengths = (c["response_mask"] * torch.arange(1, width + 1)).amax(-1).long().tolist()  # tool tokens between count
+
+    async def shaped(manager: Any) -> list[float]:
+        manager.loop = asyncio.get_running_loop()
+        found = []
+        for length, reward in zip(lengths, c["rewards"].tolist(), strict=True):
+
+            async def score(reward: float = reward, **ignored: object) -> float:
+                return reward
+
+            manager.compute_score = score
+            found.append(float((await manager.run_single(Sequence(length, width)))["reward_score"]))
+        return found
+
+    for most, buffer, factor in ((width, 3, 1.0), (width - 2, width - 2, 0.5), (4, 1, 2.0)):
+        manager = object.__new__(DAPORewardManager)
+        manager.overlong_buffer_cfg = SimpleNamespace(enable=True, len=buffer, penalty_factor=factor, log=False)
+        manager.max_resp_len, manager.is_async_reward_score, manager.reward_router_address = most, True, None
+        manager.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+        rewards = torch.tensor(asyncio.run(shaped(manager)), dtype=torch.float64)
+        yield "overlong", {"max_tokens": most, "buffer_tokens": buffer, "factor": factor}, {"rewards": rewards}
+
+
 def value_losses(c: Columns) -> Iterator[Case]:
     mask = c["response_mask"]
     for mode in MODES:
@@ -159,16 +267,22 @@ def kl(c: Columns) -> Iterator[Case]:
         value = core_algos.kl_penalty(log_probs, c["ref_log_probs"], estimator)
         (value * c["upstream"]).sum().backward()
         yield "kl_penalty", {"estimator": estimator}, {"value": value, "gradient": log_probs.grad}
-        if estimator.endswith("+"):
-            continue
-        # The lines of verl's trainer; importing its module would take data set libraries that compute nothing here.
-        control = core_algos.get_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.05, target_kl=0.1, horizon=100))
-        penalty = core_algos.kl_penalty(c["old_log_probs"], c["ref_log_probs"], estimator) * c["response_mask"]
-        rewards = c["token_rewards"] - control.value * penalty
-        current = masked_mean(penalty, c["response_mask"], axis=-1).mean(0).item()
-        control.update(current_kl=current, n_steps=len(rewards))
-        outputs = {"token_rewards": rewards, "kl": current, "next_coef": control.value}
-        yield "kl_in_reward", {"estimator": estimator}, outputs
+        for controller in () if estimator.endswith("+") else ("adaptive", "fixed"):
+            yield kl_in_reward(c, estimator, controller)
+
+
+def kl_in_reward(c: Columns, estimator: str, controller: str) -> Case:
+    """The lines of verl's trainer, whose module would take much to import that computes nothing here."""
+    control = core_algos.get_kl_controller(KLControlConfig(type=controller, kl_coef=0.05, target_kl=0.1, horizon=100))
+    penalty = core_algos.kl_penalty(c["old_log_probs"], c["ref_log_probs"], estimator) * c["response_mask"]
+    rewards = c["token_rewards"] - control.value * penalty
+    current = masked_mean(penalty, c["response_mask"], axis=-1).mean(0).item()
+    control.update(current_kl=current, n_steps=len(rewards))
+    return (
+        "kl_in_reward",
+        {"estimator": estimator, "controller": controller},
+        {"token_rewards": rewards, "kl": current, "next_coef": control.value},
+    )
 
 
 PRESETS = (
@@ -211,7 +325,7 @@ def corrections(c: Columns) -> Iterator[Case]:
             yield run({"preset": name}, **options)
 
 
-FAMILIES = (estimators, policy_losses, value_losses, kl, corrections)
+FAMILIES = (estimators, policy_losses, totals, entropies, shaping, value_losses, kl, corrections)
 
 
 def main() -> None:
