@@ -4,7 +4,8 @@
 
 Needs `make oracle`, whose Python runs verl in a process beside this one. The two take turns on every item, so that both see the
 same machine. Losses are timed forward and backward. Both sides start from the same columns and must give the same result.
-The speed-up is that of the medians, since both took turns under the same load.
+The speed-up is that of the medians, since both took turns under the same load. Items `part_...` are what every grouped estimator
+begins and ends with, on both sides.
 """
 
 import argparse
@@ -70,6 +71,7 @@ def with_gradient(column: torch.Tensor, loss: Callable[[torch.Tensor], torch.Ten
 def rlgraph_items(c: Columns) -> dict[str, Item]:
     """Return what is timed of rlgraph, by name."""
     import rlgraph.algorithms as alg
+    from rlgraph.algorithms.masks import spread
 
     totals = alg.Totals.of(c["response_mask"])
     policies = (c["old_log_probs"], c["rollout_log_probs"], c["response_mask"])
@@ -86,7 +88,10 @@ def rlgraph_items(c: Columns) -> dict[str, Item]:
     def correct(correction: alg.RolloutCorrection) -> Item:
         return lambda: (correction.weights(*policies), correction.kept(*policies), alg.diagnostics(*policies, correction))[:1]
 
+    rows = c["baseline_rewards"]
     return {
+        "part_sums_of_rewards": lambda: (c["token_rewards"].sum(-1),),
+        "part_spread_over_tokens": lambda: (spread(rows, c["response_mask"]),),
         "grpo": estimate(alg.GRPO()),
         "rloo": estimate(alg.RLOO()),
         "opo": estimate(alg.OPO()),
@@ -148,6 +153,8 @@ def verl_estimators(c: Columns) -> dict[str, Item]:
     gdpo = {"gdpo_reward_keys": ["accuracy", "format"]}
     rewards = {key: c[key].numpy() for key in ("accuracy", "format")}
     return {
+        "part_sums_of_rewards": lambda: (c["token_rewards"].sum(-1),),
+        "part_spread_over_tokens": lambda: (c["baseline_rewards"].unsqueeze(-1) * mask,),
         **{name: estimate(name) for name in ("grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline", "reinforce_plus_plus")},
         "gpg_advantage": estimate("gpg"),
         "gdpo": estimate("gdpo", config=gdpo, non_tensor_batch=rewards, batch=gdpo_batch),

@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import check_choice, check_flag, check_number, masked, rowwise
-from rlgraph.algorithms.masks import ones, whiten_rows
+from rlgraph.algorithms.masks import count, spread, whiten_rows
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 
@@ -39,13 +39,11 @@ class GroupEstimator(ABC):
         where = type(self).__name__
         mask = masked(where, batch)
         rewards = rowwise(where, batch, "rewards", mask)
-        tokens = ones(mask, rewards.dtype)
-        scores = self.scores(rewards, tokens, groups_of(where, batch, mask)).to(rewards.dtype)
-        return {"advantages": tokens.mul_(scores[:, None])}
+        return {"advantages": spread(self.scores(rewards, mask, groups_of(where, batch, mask)).to(rewards.dtype), mask)}
 
     @abstractmethod
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the advantage `[B]` of each response; `tokens` `[B, T]` are 1 under the mask and 0 elsewhere."""
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return the advantage `[B]` of each response, whose tokens are under the mask `[B, T]`."""
 
     def compared(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Return rewards `[B]` less their group's mean, in float64; those of a group of one as the option says."""
@@ -71,7 +69,7 @@ class GRPO(GroupEstimator):
         super().__post_init__()
         check_flag("GRPO", "normalize_std", self.normalize_std)
 
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         return self.normalized(rewards, groups)
 
     def normalized(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -84,7 +82,7 @@ class GRPO(GroupEstimator):
 class RLOO(GroupEstimator):
     """Reward less the mean of the other rewards of its group: n / (n - 1) (R - mean). Source: Ahmadian et al., 2024, 2402.14740."""
 
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         size = groups.sizes[groups.index]
         return self.compared(rewards, groups) * size / (size - 1).clamp(min=1)
 
@@ -96,8 +94,8 @@ class OPO(GroupEstimator):
     A group without any response token has no weights; its advantages reach no token.
     """
 
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
-        lengths = tokens.sum(-1).double()
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        lengths = count(mask, -1).double()
         shifted = rewards.double() - groups.min(rewards).double()[groups.index]
         baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
         return self.settled(shifted - baseline[groups.index], rewards, groups)
@@ -116,7 +114,7 @@ class GPG(GroupEstimator):
         super().__post_init__()
         check_number("GPG", "f_norm", self.f_norm, above=0)
 
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         scale = len(rewards) / torch.count_nonzero(rewards).clamp(min=1)
         return self.compared(rewards, groups) * scale / self.f_norm
 
@@ -136,7 +134,7 @@ class PassK(GroupEstimator):
         if self.singleton != "reward":
             raise GraphError("PassK(singleton='zero'): Pass@k refuses groups of one, so the option has no effect; leave it out")
 
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         if bool((groups.sizes == 1).any()):
             raise DataError("PassK: a group has one response; Pass@k compares the best with the second: use a group_size of at least 2")
         best = rewards == groups.max(rewards)[groups.index]
@@ -153,8 +151,8 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     Raises DataError for a batch of one response token.
     """
 
-    def scores(self, rewards: torch.Tensor, tokens: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return whiten_rows(self.compared(rewards, groups), tokens.sum(-1), "ReinforcePlusPlusBaseline")
+    def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return whiten_rows(self.compared(rewards, groups), count(mask, -1), "ReinforcePlusPlusBaseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,5 +186,4 @@ class GDPO(GRPO):
         rewards = [rowwise("GDPO", batch, key, mask) for key in self.keys]
         weights = self.weights or (1.0,) * len(rewards)
         scores = torch.stack([w * self.normalized(r, groups) for w, r in zip(weights, rewards, strict=True)]).sum(0)
-        tokens = ones(mask, rewards[0].dtype)
-        return {"advantages": tokens.mul_(whiten_rows(scores, tokens.sum(-1), "GDPO").to(tokens.dtype)[:, None])}
+        return {"advantages": spread(whiten_rows(scores, count(mask, -1), "GDPO").to(rewards[0].dtype), mask)}

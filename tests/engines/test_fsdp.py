@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 
+from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.engines import stored
 from rlgraph.engines.adamw import AdamW
@@ -155,6 +156,27 @@ def test_the_micro_batches_do_not_change_the_step(make: Any, tied: Path) -> None
         assert metrics == pytest.approx(results[0][0], rel=1e-5)
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, results[0][1][name], atol=1e-6, rtol=0)
+
+
+EVERY_LOSS = {
+    **{mode: ClippedLoss(aggregation=mode, horizon=9 if mode.endswith("norm") else None) for mode in AGGREGATIONS},
+    "gspo": GSPO(),
+    "gmpo": GMPO(),
+    "bypass": Bypass(Reinforce(), RolloutCorrection(TruncatedIS(), (Rejection("seq_mean_k1", 1.2),))),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_the_micro_batches_do_not_change_loss_gradient_and_metrics_of_a_loss(make: Any, tied: Path, name: str) -> None:
+    batch = batch_of(LENGTHS, holes=True)
+    batch["response_mask"][1] = False  # a response of which nothing is trained
+    old = make(tied).scores(batch)
+    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    batch |= {"old_log_probs": old + 0.3 * noise, "rollout_log_probs": old + 0.3 * noise}
+    found = [make(tied, micro_batch_tokens=limit).update(batch, EVERY_LOSS[name]) for limit in (10_000, 1, 40)]
+    assert found[0]["actor/grad_norm"] > 0
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-5, abs=1e-6)
 
 
 def test_the_same_updates_give_the_same_bits(make: Any, tied: Path) -> None:
