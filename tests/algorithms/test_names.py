@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import rlgraph.algorithms as alg
+from rlgraph.algorithms.presets import BYPASS
 from rlgraph.algorithms.presets import DECOUPLED as PRESETS
 from rlgraph.errors import GraphError
 
@@ -44,7 +45,24 @@ def test_a_bypass_preset_is_a_loss_and_says_so() -> None:
         alg.correction("bypass_pg_is")
 
 
+def described(correction: alg.RolloutCorrection) -> str:
+    weights = correction.weights
+    bounds = f"{weights.low:g} to {weights.high:g}" if isinstance(weights, alg.IcePop) else f"{getattr(weights, 'threshold', 0):g}"
+    rejections = [
+        f"{r.statistic}, {r.high:g}" if r.low is None else f"{r.statistic}, {r.low:.3g} to {r.high:.4g}" for r in correction.rejections
+    ]
+    return " | ".join([f"{weights.level}, {bounds}" if weights else "", *(rejections or [""])])
+
+
+def test_the_documentation_says_what_each_preset_does() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    rows = {" ".join(line.split()) for line in text.splitlines()}
+    assert [
+        name for name, preset in {**PRESETS, **BYPASS}.items() if " ".join(f"| `{name}` | {described(preset)} |".split()) not in rows
+    ] == []
+
+
 def test_the_documentation_names_all_of_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    named = [*alg.ESTIMATORS, *alg.LOSSES, *PRESETS, *alg.AGGREGATIONS]
+    named = [*alg.ESTIMATORS, *alg.LOSSES, *PRESETS, *alg.AGGREGATIONS, *alg.KL_ESTIMATORS]
     assert [name for name in named if f"`{name}`" not in text] == []
