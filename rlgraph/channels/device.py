@@ -4,10 +4,14 @@ The reader copies straight from it over NVLink, by the copy engines: no kernel o
 needs the other's device to be visible. The control path is the channel's; a peer that dies leaves nothing behind.
 """
 
+import weakref
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
+
+# Memories of other processes that are mapped here, by address: CUDA lets only the owner export one.
+_of_others: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 class Handle(msgspec.Struct, tag="device", array_like=True):
@@ -28,8 +32,19 @@ class DeviceMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        _, memory, allocation, offset, counter, counter_offset, event, needed = self.bytes.untyped_storage()._share_cuda_()
-        self.handle = Handle(size, memory, allocation, offset, counter, counter_offset, event, needed)
+        self.handle = handle_of(self.bytes)
+
+
+def handle_of(tensor: torch.Tensor) -> Handle:
+    """Return the handle of the whole memory of this process that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    _, memory, allocation, offset, counter, counter_offset, event, needed = storage._share_cuda_()
+    return Handle(storage.nbytes(), memory, allocation, offset, counter, counter_offset, event, needed)
+
+
+def can_export(tensor: torch.Tensor) -> bool:
+    """Return whether `handle_of` can be asked for: the memory is a GPU's, and of this process."""
+    return tensor.is_cuda and tensor.untyped_storage().data_ptr() not in _of_others
 
 
 @dataclass
@@ -54,4 +69,5 @@ class Mapped:
                 handle.event_needed,
             )
             self.memories[key] = torch.empty(0, dtype=torch.uint8, device=f"cuda:{here}").set_(storage)[: handle.size]
+            _of_others[storage.data_ptr()] = self.memories[key]
         return self.memories[key]

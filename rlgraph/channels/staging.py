@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from rlgraph.channels.layout import device_view
+from rlgraph.channels.layout import ALIGNMENT, device_view
 
 Weights: TypeAlias = Mapping[str, torch.Tensor]
 Arrived: TypeAlias = Callable[[int, int], int]
@@ -79,11 +79,22 @@ class Staging:
         if next(iter(first.values())).is_cuda:
             self._stream = torch.cuda.Stream()
         if source is None:
-            self._flat, self.weights = None, {name: weight.new_empty(shapes[name]) for name, weight in first.items()}
+            kinds = {name: (torch.Size(shapes[name]), weight.dtype) for name, weight in first.items()}
+            self._flat, self.weights = None, in_one_memory(kinds, next(iter(first.values())).device)
             return
         self._flat, self.weights = torch.empty_like(source), {}
         for name, start in _offsets(first).items():
             self.weights[name] = device_view(self._flat, first[name].dtype, first[name].shape, start)
+
+
+def in_one_memory(kinds: Mapping[str, tuple[torch.Size, torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return new tensors of these shapes and dtypes that lie together in one memory, which other processes map at once."""
+    places, end = {}, 0
+    for name, (shape, dtype) in kinds.items():
+        places[name] = end
+        end += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    memory = torch.empty(end, dtype=torch.uint8, device=device)
+    return {name: device_view(memory, dtype, shape, places[name]) for name, (shape, dtype) in kinds.items()}
 
 
 def _offsets(weights: Weights) -> dict[str, int]:

@@ -4,14 +4,25 @@ A loader fuses, splits and slices: it knows that `q_proj` is a part of `qkv_proj
 its copies is all that a later version needs. This holds for dense, unquantised models, whose parameters stay where they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+COPIED, CONSTANT = 1, 2  # what an element of a parameter was last given
+
+
+class Model(Protocol):
+    """What is loaded: a model of vLLM, or the part of it that one rank has."""
+
+    def load_weights(self, weights: Weights) -> Any:
+        """Load full tensors under their Hugging Face names."""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that the model computes with."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +62,14 @@ def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Te
     return len(some) == len(others) and all(a is b for a, b in zip(some.values(), others.values(), strict=True)) and [*some] == [*others]
 
 
-def record(load: Callable[[Weights], Any], weights: Mapping[str, torch.Tensor]) -> CopyPlan | None:
+def record(model: Model, weights: Mapping[str, torch.Tensor]) -> CopyPlan | None:
     """Load the weights with the model's own loader and return its copies, or None where it does more than copy.
 
-    It does more if a copy comes from elsewhere than the weight that is being loaded, or if a weight is not copied whole.
+    It does more if a copy comes from elsewhere than the weight that is being loaded, if a parameter is written in another way, or if
+    a part of one is left as it was. Constants, like the zeros of a padded vocabulary, stay and need no copy. A rank of a
+    tensor-parallel model copies only its own part of each weight, but all of its parameters.
     """
-    recorder = _Recorder()
+    recorder = _Recorder({_place(parameter) for parameter in model.parameters()})
 
     def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights.items():
@@ -64,34 +77,68 @@ def record(load: Callable[[Weights], Any], weights: Mapping[str, torch.Tensor]) 
             yield name, tensor
 
     with recorder:
-        load(one_by_one())
-    copied: dict[str, int] = {}
-    for copy in recorder.copies:
-        copied[copy.name] = copied.get(copy.name, 0) + copy.to.numel()
-    whole = all(copied.get(name, 0) >= tensor.numel() for name, tensor in weights.items())
-    return CopyPlan(recorder.copies) if whole and not recorder.foreign else None
+        model.load_weights(one_by_one())
+    if recorder.foreign or not all(_given(parameter, recorder.written) for parameter in model.parameters()):
+        return None
+    return CopyPlan(recorder.copies)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _given(parameter: torch.Tensor, written: Mapping[int, list[tuple[int, torch.Tensor]]]) -> bool:
+    """Return whether every element was copied or is a constant, and none is both: a replay would lose a constant set after a copy."""
+    last = torch.zeros(parameter.untyped_storage().nbytes() // parameter.itemsize, dtype=torch.uint8, device=parameter.device)
+    for kind, part in written.get(_place(parameter), []):
+        if part.dtype != parameter.dtype:
+            return False
+        elements = last.as_strided(part.shape, part.stride(), part.storage_offset())
+        if kind == CONSTANT and bool((elements == COPIED).any()):
+            return False
+        elements.fill_(kind)
+    return bool(last.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset()).all())
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every copy while the loader runs."""
+    """Notes every copy, and every other write to the memories of parameters, while the loader runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: set[int]) -> None:
         super().__init__()
+        self.parameters = parameters
         self.loading: tuple[str, torch.Tensor] | None = None
         self.copies: list[Copy] = []
+        self.written: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by memory, in order: what kind, and where
         self.foreign = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and self.loading is not None:
-            self._note(args[0], args[1])
+        if self.loading is not None:
+            if func is torch.ops.aten.copy_.default:
+                self._note(args[0], args[1])
+            elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+                self._write(CONSTANT, args[0])
+            elif func is torch.ops.aten._local_scalar_dense.default or func._schema.is_mutable:
+                # A number that was read off a weight may come back as a constant.
+                self.foreign |= any(_place(tensor) in self.parameters | {_place(self.loading[1])} for tensor in _tensors(args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _note(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert self.loading is not None
         name, weight = self.loading
         offset = int(source.storage_offset() - weight.storage_offset())
-        inside = source.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and 0 <= offset < max(weight.numel(), 1)
+        inside = _place(source) == _place(weight) and 0 <= offset < max(weight.numel(), 1)
         if not inside or source.shape != to.shape:
             self.foreign = True
             return
+        self._write(COPIED, to)
         self.copies.append(Copy(to.detach(), name, offset, tuple(source.shape), source.stride()))
+
+    def _write(self, kind: int, to: torch.Tensor) -> None:
+        self.written.setdefault(_place(to), []).append((kind, to.detach()))
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for value in [*args, *(kwargs or {}).values()]:
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                yield tensor

@@ -15,6 +15,7 @@ import torch
 
 from rlgraph.engines import copy_plan, vllm_arguments
 from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.parallel_loading import SharedWeights
 from rlgraph.engines.pretrained import check_model, parameter_shapes
 from rlgraph.errors import GraphError
 
@@ -60,7 +61,7 @@ class VllmEngine(GenerateEngine):
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         self._parallel = tensor_parallel > 1
         if (engines > 1 or shared) and kv_cache_bytes is None and not self._on_cpu:
-            weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
+            weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize // tensor_parallel
             total = torch.cuda.get_device_properties(0).total_memory
             kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, weights, engines, vllm_arguments.share_of_memory(memory, shared))
         machine = vllm_arguments.arguments(
@@ -84,6 +85,7 @@ class VllmEngine(GenerateEngine):
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             use_tqdm_on_load=False,
+            **(vllm_arguments.PARALLEL if self._parallel else {}),
             **machine,
         )
         with warnings.catch_warnings():
@@ -95,6 +97,7 @@ class VllmEngine(GenerateEngine):
         self._loads = 0
         self._copies: copy_plan.CopyPlan | None = None
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
+        self._shared = SharedWeights(self._engine.collective_rpc)  # with the ranks of a tensor-parallel engine
         self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
@@ -168,10 +171,12 @@ class VllmEngine(GenerateEngine):
             self._checked = dict(weights)
         self._wake("weights")
         self._catch_up()
-        if self._on_cpu or self._parallel:
+        if self._on_cpu:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-            if self._summary.tied and self._on_cpu:
+            if self._summary.tied:
                 self._pack_head()
+        elif self._parallel:
+            self._shared.load(weights)
         else:
             self._copy(weights)
         self._loads += 1
@@ -186,7 +191,7 @@ class VllmEngine(GenerateEngine):
         The copies are under way when this returns, and done before the next decode step of this thread begins.
         """
         if self._copies is None:
-            self._copies = copy_plan.record(self._model().load_weights, weights)
+            self._copies = copy_plan.record(self._model(), weights)
         else:
             self._copies.replay(weights)
 
@@ -204,6 +209,7 @@ class VllmEngine(GenerateEngine):
         """Give the memory of keys and values back, and that of the weights, which go to host memory."""
         self._catch_up()
         self._engine.sleep(level=1)
+        self._shared.give_back()
         self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
@@ -244,8 +250,7 @@ class VllmEngine(GenerateEngine):
 
 
 def _prepare_process(threads: int | None) -> None:
-    variables = vllm_arguments.ENVIRONMENT | (vllm_arguments.GPU_ENVIRONMENT if torch.cuda.is_available() else {})
-    for name, value in variables.items():
+    for name, value in vllm_arguments.environment(torch.cuda.is_available(), os.environ).items():
         os.environ.setdefault(name, value)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", which a CPU does not need
     if threads is not None:

@@ -11,11 +11,23 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else FlashInfer is imported, which is not needed for dense models
 }
 GPU_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not live through a fork
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # noise is a function of seed and position, drawn for all requests in one kernel
+}
+PARALLEL = {
+    "distributed_executor_backend": "mp",  # one process a GPU, all of them this one's; where Ray runs, vLLM would take Ray's
+    "worker_extension_cls": "rlgraph.engines.parallel_loading.Extension",
 }
 KV_CACHE_BYTES = 1 << 30  # on a CPU
 STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
 MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
+
+
+def environment(gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set before vLLM is imported, where they are not `given`."""
+    variables = ENVIRONMENT | (GPU_ENVIRONMENT if gpu else {})
+    # vLLM's own all-reduce multicasts over NVLink too, and does not look at NCCL's variable.
+    return variables | ({"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if given.get("NCCL_NVLS_ENABLE") == "0" else {})
 
 
 def arguments(

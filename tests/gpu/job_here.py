@@ -1,4 +1,4 @@
-"""A job on GPUs: `job_here.py colocated|one_step_off` prints the staleness of its steps."""
+"""A job on GPUs: `job_here.py colocated|colocated_tensor_parallel|one_step_off` prints the staleness of its steps."""
 
 import sys
 from pathlib import Path
@@ -16,10 +16,19 @@ def length(responses: list[str]) -> list[float]:
     return [float(len(response)) for response in responses]
 
 
-colocated = sys.argv[1] == "colocated"
+colocated = sys.argv[1].startswith("colocated")
+gpus = 2 if sys.argv[1].endswith("tensor_parallel") else 1  # for one engine, and as many ranks of the trainer in turns
 folder = str(tiny(Path("model")))
-rollout_pool = rg.Pool("rollout", gpus=1)
-generator = rg.Generator(folder, pool=rollout_pool, sampling=rg.Sampling(max_tokens=8), max_context=48, memory=0.2, max_sequences=16)
+rollout_pool = rg.Pool("rollout", gpus=gpus)
+generator = rg.Generator(
+    folder,
+    pool=rollout_pool,
+    sampling=rg.Sampling(max_tokens=8),
+    max_context=48,
+    memory=0.2,
+    max_sequences=16,
+    tensor_parallel=gpus,
+)
 policy = rg.Policy(folder, pool=rollout_pool if colocated else rg.Pool("train", gpus=1))
 weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
 prompts = rg.prompts(SUMS, count=2)

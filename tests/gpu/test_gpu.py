@@ -33,6 +33,26 @@ def test_one_step_off_runs_on_two_gpus_one_version_behind(alone: Alone) -> None:
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_an_engine_over_two_gpus_and_two_ranks_of_a_policy_share_them_in_turns(alone: Alone) -> None:
+    assert alone("job_here.py", "colocated_tensor_parallel").splitlines()[-1] == "staleness [0, 0, 0]"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_each_rank_of_an_engine_over_two_gpus_takes_weights_as_its_loader_would(alone: Alone, model: str) -> None:
+    assert alone("tensor_parallel_here.py", model).splitlines()[-1] == "equal"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.vllm
+def test_the_ranks_of_an_engine_end_with_its_process(alone: Alone) -> None:
+    assert alone("tensor_parallel_here.py", "kill").splitlines()[-1] == "gone 2"
+
+
+@pytest.mark.multi_gpu
 def test_weights_on_one_gpu_are_received_bit_for_bit_by_a_process_that_sees_another_alone(alone: Alone) -> None:
     assert alone("peer_here.py") == "equal\n"
 

@@ -1,0 +1,141 @@
+"""An engine that spans GPUs: where its weights lie is said in a message, and each rank copies its own part of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlgraph.channels.device import Handle
+from rlgraph.channels.staging import in_one_memory
+from rlgraph.engines.parallel_loading import RankWeights, describe, described, lie_together
+from rlgraph.engines.pretrained import _byte_tokenizer
+
+HANDLE = Handle(4096, b"memory", 8192, 512, b"counter", 3, b"event", True)
+KINDS = {"a": (torch.Size([3, 5]), torch.bfloat16), "b": (torch.Size([7]), torch.float32), "c": (torch.Size([2, 2]), torch.bfloat16)}
+
+
+def filled(version):
+    weights = in_one_memory(KINDS, torch.device("cpu"))
+    fill(weights, version)
+    return weights
+
+
+def fill(weights, version):
+    draw = torch.Generator().manual_seed(version)
+    for weight in weights.values():
+        weight.copy_(torch.randn(weight.shape, generator=draw))
+
+
+def bytes_of(weights):
+    return torch.empty(0, dtype=torch.uint8).set_(next(iter(weights.values())).untyped_storage())
+
+
+class Half:
+    """The rank's half of the rows of `b`, and all else."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.tensors = {"a": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(3), "c": torch.zeros(2, 2, dtype=torch.bfloat16)}
+
+    def parameters(self):
+        return list(self.tensors.values())
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            self.tensors[name].copy_(weight.narrow(0, 3 * self.rank, 3) if name == "b" else weight)
+
+
+def test_a_description_gives_the_tensors_and_the_handle_back():
+    weights, asked = filled(1), []
+    found = described(describe(weights, HANDLE), lambda handle: asked.append(handle) or bytes_of(weights))
+    assert asked == [HANDLE]
+    assert {name: (w.shape, w.dtype, w.data_ptr()) for name, w in found.items()} == {
+        name: (w.shape, w.dtype, w.data_ptr()) for name, w in weights.items()
+    }
+
+
+def test_ranks_load_what_lies_in_the_memory_now_and_elsewhere_once_told_so():
+    weights, other = filled(1), filled(2)
+    for rank in (0, 1):
+        fill(weights, 1)
+        model = Half(rank)
+        loading = RankWeights(model)
+        loading.map(describe(weights, HANDLE), lambda handle: bytes_of(weights))
+        for source, version in ((weights, 1), (weights, 3), (other, 2)):
+            if source is other:
+                loading.map(describe(other, HANDLE), lambda handle: bytes_of(other))
+            fill(source, version)
+            loading.load()
+            assert loading.plan is not None
+            assert torch.equal(model.tensors["a"], source["a"])
+            assert torch.equal(model.tensors["b"], source["b"][3 * rank : 3 * rank + 3])
+            assert torch.equal(model.tensors["c"], source["c"])
+
+
+def test_a_rank_that_forgets_keeps_nothing_of_the_memory():
+    weights = filled(1)
+    memory, loading = bytes_of(weights), RankWeights(Half(0))
+    storage = memory.untyped_storage()
+
+    def holders():
+        return torch._C._storage_Use_Count(storage._cdata)
+
+    before = holders()
+    loading.map(describe(weights, HANDLE), lambda handle: memory)
+    for _ in range(2):  # recorded, and replayed
+        loading.load()
+    assert holders() > before
+    loading.forget()
+    assert holders() == before
+
+
+def test_only_contiguous_tensors_in_one_memory_lie_together():
+    weights = filled(1)
+    assert lie_together(weights)
+    assert not lie_together(weights | {"b": weights["b"].clone()})
+    assert not lie_together(weights | {"a": weights["a"][:, :2]})
+
+
+def qwen(folder: Path, kind: str) -> Path:
+    """Return a folder with a small random Qwen: norms of heads or biases, two key heads, a tied vocabulary that needs padding."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config, model = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    shape = config(
+        vocab_size=300,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model(shape).save_pretrained(folder / kind)
+    _byte_tokenizer().save_pretrained(folder / kind)
+    return folder / kind
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_each_rank_of_vllms_models_replays_what_its_loader_leaves(tied: Path, untied: Path, tmp_path: Path) -> None:
+    here = Path(__file__)
+    folders = [str(folder) for folder in (tied, untied, qwen(tmp_path, "qwen2"), qwen(tmp_path, "qwen3"))]
+    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
+    command = [sys.executable, str(here.with_name("parallel_process.py")), *folders]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for folder in folders:
+        for rank in found[folder]:
+            assert rank["equal"] == 3, folder
+            assert 0.5 * rank["whole"] < rank["copied"] < 0.6 * rank["whole"], "a rank copies its own part"
