@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-# Memories of other processes that are mapped here, by address: CUDA lets only the owner export one.
-_of_others: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
 
 class Handle(msgspec.Struct, tag="device", array_like=True):
     """Device memory as its owner exports it: `size` bytes, and what CUDA needs to map them."""
@@ -35,16 +32,18 @@ class DeviceMemory:
         self.handle = handle_of(self.bytes)
 
 
+# The memories of other processes that are mapped here, by address, while their `Mapped` keeps them.
+_of_others: dict[int, tuple[weakref.ref[torch.Tensor], Handle]] = {}
+
+
 def handle_of(tensor: torch.Tensor) -> Handle:
-    """Return the handle of the whole memory of this process that a tensor lies in."""
+    """Return the handle of the whole memory on a GPU that a tensor lies in: the owner's, where that is another process."""
     storage = tensor.untyped_storage()
-    _, memory, allocation, offset, counter, counter_offset, event, needed = storage._share_cuda_()
-    return Handle(storage.nbytes(), memory, allocation, offset, counter, counter_offset, event, needed)
-
-
-def can_export(tensor: torch.Tensor) -> bool:
-    """Return whether `handle_of` can be asked for: the memory is a GPU's, and of this process."""
-    return tensor.is_cuda and tensor.untyped_storage().data_ptr() not in _of_others
+    memory, handle = _of_others.get(storage.data_ptr(), (None, None))
+    if memory is not None and handle is not None and memory() is not None:  # else the address is this process's again
+        return handle
+    _, exported, allocation, offset, counter, counter_offset, event, needed = storage._share_cuda_()
+    return Handle(storage.nbytes(), exported, allocation, offset, counter, counter_offset, event, needed)
 
 
 @dataclass
@@ -69,5 +68,5 @@ class Mapped:
                 handle.event_needed,
             )
             self.memories[key] = torch.empty(0, dtype=torch.uint8, device=f"cuda:{here}").set_(storage)[: handle.size]
-            _of_others[storage.data_ptr()] = self.memories[key]
+            _of_others[storage.data_ptr()] = (weakref.ref(self.memories[key]), handle)
         return self.memories[key]

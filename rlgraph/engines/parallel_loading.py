@@ -1,7 +1,7 @@
 """New weights for an engine that spans GPUs: its ranks map the memory that they arrived in, and each copies its own part of them.
 
-No tensor goes through a message. The engine's process says once where the weights lie, in memory of its first GPU; every rank records
-the copies of its own loader and replays them from then on, over NVLink where the memory is another GPU's.
+No tensor goes through a message. The engine's process says once where the weights lie, in memory of its first GPU or of the trainer's;
+every rank records the copies of its own loader and replays them from then on, over NVLink where the memory is another GPU's.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import torch
 
-from rlgraph.channels.device import Handle, Mapped, can_export, handle_of
+from rlgraph.channels.device import Handle, Mapped, handle_of
 from rlgraph.channels.layout import DTYPES, device_view
 from rlgraph.channels.staging import in_one_memory
 from rlgraph.engines import copy_plan
+from rlgraph.engines.copy_plan import same_tensors
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -52,7 +53,8 @@ def described(description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> d
 
 def lie_together(weights: Weights) -> bool:
     """Return whether all weights are contiguous in one memory."""
-    return len({w.untyped_storage().data_ptr() for w in weights.values()}) == 1 and all(w.is_contiguous() for w in weights.values())
+    tensors = list(weights.values())
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)
 
 
 class SharedWeights:
@@ -61,32 +63,28 @@ class SharedWeights:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self._own: dict[str, torch.Tensor] = {}
-        self._known: list[torch.Tensor] = []  # what the ranks have mapped
+        self._known: dict[str, torch.Tensor] = {}  # what the ranks have mapped
 
     def load(self, weights: Weights) -> None:
         """Have every rank load the weights; the memory that they came in is free when it returns.
 
-        Weights that lie together in memory of this process on a GPU are read there. All others are copied to such a place first: those
-        of a trainer's memory, which only the trainer can export, or of the host's.
+        Weights that lie together in one memory on a GPU are read there; all others are copied together first.
         """
-        if not self._are_known(weights) and not (lie_together(weights) and can_export(next(iter(weights.values())))):
+        if not same_tensors(weights, self._known) and not (_first(weights).is_cuda and lie_together(weights)):
             weights = self._copied(weights)
         torch.cuda.current_stream().synchronize()  # other processes are about to read
-        if self._are_known(weights):
+        if same_tensors(weights, self._known):
             self._call("take_weights")
             return
-        self._call("take_weights", args=(describe(weights, handle_of(next(iter(weights.values())))),))
-        self._known = list(weights.values())
+        self._call("take_weights", args=(describe(weights, handle_of(_first(weights))),))
+        self._known = dict(weights)
 
     def give_back(self) -> None:
         """Free what the weights were copied to; no rank has it mapped any more."""
         if self._own:
             self._call("forget_weights")
-            self._known, self._own = [], {}
+            self._known, self._own = {}, {}
             torch.cuda.empty_cache()
-
-    def _are_known(self, weights: Weights) -> bool:
-        return len(weights) == len(self._known) and all(new is old for new, old in zip(weights.values(), self._known, strict=True))
 
     def _copied(self, weights: Weights) -> dict[str, torch.Tensor]:
         kinds = {name: (w.shape, w.dtype) for name, w in weights.items()}
@@ -95,6 +93,10 @@ class SharedWeights:
         with torch.no_grad():
             torch._foreach_copy_([self._own[name] for name in weights], list(weights.values()))
         return self._own
+
+
+def _first(weights: Weights) -> torch.Tensor:
+    return next(iter(weights.values()))
 
 
 class RankWeights:
@@ -107,7 +109,6 @@ class RankWeights:
 
     def map(self, description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> None:
         """From now on load what lies where the description says."""
-        self.forget()
         self.weights = described(description, mapped)
 
     def load(self) -> None:
@@ -129,13 +130,14 @@ class Extension:
 
     get_model: Callable[[], Any]  # the worker's own
     _rank_weights: RankWeights | None = None
+    _mapped_weights: Mapped | None = None  # the few memories that versions come in, in turns
 
     def take_weights(self, description: bytes | None = None) -> None:
         """Load the weights that lie where the last description said; returns when they are there."""
-        if self._rank_weights is None:
-            self._rank_weights = RankWeights(self.get_model())
+        if self._rank_weights is None or self._mapped_weights is None:
+            self._rank_weights, self._mapped_weights = RankWeights(self.get_model()), Mapped()
         if description is not None:
-            self._rank_weights.map(description, Mapped().open)
+            self._rank_weights.map(description, self._mapped_weights.open)
         self._rank_weights.load()
         torch.cuda.current_stream().synchronize()
 
@@ -143,3 +145,4 @@ class Extension:
         """Keep nothing mapped."""
         if self._rank_weights is not None:
             self._rank_weights.forget()
+            self._mapped_weights = Mapped()

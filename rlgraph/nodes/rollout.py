@@ -51,6 +51,7 @@ class Generator(Model):
             check_real("Generator", "memory", self.memory, 0 < self.memory < 1, "a share of the GPU's memory, above 0 and below 1")
         if self.max_sequences is not None:
             check_count("Generator", "max_sequences", self.max_sequences, 1)
+        check_count("Generator", "tensor_parallel", self.tensor_parallel, 1)
         check_count("Generator", "engines_per_gpu", self.engines_per_gpu, 1)
         if self.engines_per_gpu > 1 and self.tensor_parallel > 1:
             raise GraphError(
@@ -59,6 +60,10 @@ class Generator(Model):
             )
         if self.engine not in ("vllm", "transformers"):
             raise GraphError(f"Generator(engine={self.engine!r}): the engines are 'vllm' and 'transformers'")
+        if self.engine == "transformers" and self.tensor_parallel > 1:
+            raise GraphError(
+                f"Generator(engine='transformers', tensor_parallel={self.tensor_parallel}): only vLLM's engine spans GPUs; leave one out"
+            )
 
     @property
     def group(self) -> int:

@@ -90,7 +90,8 @@ def _need(graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, 
 def _generating(graph: Graph, model: Model, shape: ModelShape, setting: Setting, itemsize: int, lengths: Lengths | None) -> _Need:
     width = max(setting.width, 1.0)
     copies = max((f.buffers for n in graph.nodes if n.model is model and (f := n.feedback) is not None), default=1)
-    weights = int(copies * shape.parameters * itemsize / width)
+    # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
+    weights = int((1 / width + copies - 1) * shape.parameters * itemsize)
     longest = _longest_of(model, lengths)
     usual = min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest
     sequences = min(-(-setting.rows // setting.engines), SEQUENCES)

@@ -85,7 +85,6 @@ def on_rank(worker: Any) -> dict[str, Any]:
         "parameters": sums(before.items()),
         "others": [name for name, equal in same.items() if not equal],
         "copies": 0 if state.plan is None else len(state.plan.copies),
-        "sources": {weight.untyped_storage().data_ptr() for weight in state.weights.values()},
     }
 
 
@@ -101,8 +100,6 @@ def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def loads(kind: str) -> None:
-    import torch
-
     from rlgraph.channels.shm import ShmReader
     from rlgraph.channels.staging import Staging
     from rlgraph.engines.base import Request, Sampling
@@ -149,8 +146,8 @@ def loads(kind: str) -> None:
     address = os.path.abspath("w")
     process = context.Process(target=write, args=(folder, address, done), daemon=True)
     process.start()
-    arrived = ShmReader("weights", b"key", address, 60).take(0, 60)
-    engine.load_weights(arrived)  # type: ignore[arg-type]  # another process's memory, on the second GPU
+    reader = ShmReader("weights", b"key", address, 60)
+    engine.load_weights(reader.take(0, 60))  # type: ignore[arg-type]  # another process's memory, on the second GPU
     bits.append(check(engine, known[3]))
     engine.wake()
     responses()
@@ -165,7 +162,6 @@ def loads(kind: str) -> None:
     assert {0, 1} == {version for _, tokens in once for version in tokens}, once
     engine.load_weights(known[0])
     assert responses() == first
-    torch.cuda.synchronize()
     engine.close()
     assert not [child for child in multiprocessing.active_children() if "Vllm" in child.name]
     print("equal")
@@ -183,6 +179,14 @@ def hold() -> None:
     sys.stdin.read()
 
 
+def runs(process: str) -> bool:
+    """Return whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def kill() -> None:
     command = [sys.executable, __file__, "hold"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -190,7 +194,7 @@ def kill() -> None:
         ranks = next(line.split()[1:] for line in process.stdout if line.startswith("ranks"))
         process.kill()
     end = time.monotonic() + 30
-    while left := [rank for rank in ranks if Path(f"/proc/{rank}").exists()]:
+    while left := [rank for rank in ranks if runs(rank)]:
         assert time.monotonic() < end, f"ranks {left} outlive their engine"
         time.sleep(0.1)
     print("gone", len(ranks))

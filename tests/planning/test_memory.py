@@ -92,6 +92,12 @@ def test_a_second_buffer_is_a_second_copy_of_the_weights(tmp_path: Path) -> None
     assert two == 2 * one
 
 
+def test_a_second_buffer_of_an_engine_over_gpus_lies_on_the_first_of_them(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    plan = rg.compile(loop(model, tensor_parallel=2, buffers=2), rg.Cluster(gpus=8))
+    assert parts(plan, "a GPU of 'rollout'")["engine's weights"] == 3 * ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+
+
 def test_models_of_one_pool_take_turns_with_what_only_their_own_nodes_need(tmp_path: Path) -> None:
     plan = rg.compile(loop(folder(tmp_path / "m", QWEN3_8B), shared=True), rg.Cluster(gpus=8))
     shared = parts(plan, "a GPU of 'shared'")

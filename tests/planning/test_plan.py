@@ -50,6 +50,25 @@ def test_tensor_parallel_engines_get_whole_groups() -> None:
     assert plan.worker("generator").gpus == (0, 1)
 
 
+def test_each_tensor_parallel_engine_has_gpus_of_its_own_side_by_side() -> None:
+    plan = rg.compile(grpo(rg.Pool("a", gpus=4), rg.Pool("b", gpus=1), tensor_parallel=2), rg.Cluster(gpus=5))
+    assert {worker.name: worker.gpus for worker in plan.workers if worker.gpus} == {
+        "generator[0]": (0, 1),
+        "generator[1]": (2, 3),
+        "policy": (4,),
+    }
+
+
+def test_a_tensor_parallel_engine_and_the_ranks_of_a_policy_have_the_gpus_of_a_pool_in_turns() -> None:
+    both = rg.Pool("both", gpus=2)
+    plan = rg.compile(grpo(both, both, depth=0, tensor_parallel=2), rg.Cluster(gpus=2))
+    assert {worker.name: worker.gpus for worker in plan.workers if worker.gpus} == {
+        "generator": (0, 1),
+        "policy[0]": (0,),
+        "policy[1]": (1,),
+    }
+
+
 def test_an_exact_count_is_kept_and_shares_divide_the_rest() -> None:
     assert gpus(rg.compile(grpo(rg.Pool("a", gpus=3), rg.Pool("b")), rg.Cluster(gpus=8))) == {"a": 3, "b": 5}
 

@@ -1,0 +1,25 @@
+"""Which GPUs a worker sees."""
+
+import pytest
+
+import rlgraph as rg
+from rlgraph.runtime.dispatch import environment
+from rlgraph.runtime.tasks import setups
+
+
+@pytest.mark.parametrize(("here", "expected"), [("", ("0,1", "2,3", "4")), ("3,4,5,6,7", ("3,4", "5,6", "7"))])
+def test_a_worker_sees_the_gpus_of_its_plan_alone_as_the_driver_numbers_them(
+    monkeypatch: pytest.MonkeyPatch, here: str, expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
+    generator, policy = rg.Generator("m", pool=rg.Pool("a", gpus=4), tensor_parallel=2), rg.Policy("m", pool=rg.Pool("b", gpus=1))
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=4), weights, group_size=2)
+    advantages = rg.advantages(rollout, rg.reward(lambda responses: [0.0 for _ in responses], rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    graph = rg.Graph("devices", step.metrics)
+    plan = rg.compile(graph, rg.Cluster(gpus=5))
+    seen = {s.worker.name: environment(s)["CUDA_VISIBLE_DEVICES"] for s in setups(graph, plan, "folder", b"key", 1.0)}
+    assert (seen["generator[0]"], seen["generator[1]"], seen["policy"]) == expected
+    assert seen["prompts"] == "", "a worker on the host sees none"
