@@ -1,10 +1,13 @@
 """Weights from a trainer on one GPU to an engine that decodes on another: bytes a second, stalls of both, against vLLM's own transfer.
 
-    python benchmarks/weights.py [0.6B 4B 8B] [--bucket-mib 128] [--checksum] [--json PATH]
+    python benchmarks/weights.py [0.6B 4B 8B] [--bucket-mib 128] [--checksum] [--tensor-parallel 2] [--json PATH]
 
 Two GPUs of one host. The trainer publishes float32 weights as bfloat16 through an rlgraph channel; the engine receives them into
 its second buffer while it decodes, and swaps between two decode steps. Every version is compared by checksum of each parameter.
 In the same run: a plain copy between the GPUs, and vLLM's NCCL weight transfer (packed) into the same engine.
+
+With `--tensor-parallel 2` the engine spans both GPUs, one of which it shares with the trainer; each rank's parameters are compared with
+what its own loader leaves, and vLLM's transfer is left out.
 """
 
 import argparse
@@ -80,6 +83,28 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
     writer.writer.close()
 
 
+def rank_sums(worker: Any) -> dict[str, int] | None:
+    """Return the checksums of the weights that a rank maps, or None where its parameters are not those that its loader leaves."""
+    import torch
+
+    model, weights = worker.get_model(), worker._rank_weights.weights
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.load_weights(iter(weights.items()))
+    same = all(torch.equal(old, parameter) for old, parameter in zip(before, model.parameters(), strict=True))
+    return checksums(weights) if same and worker._rank_weights.plan is not None else None
+
+
+def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
+    """Return, for each rank, the checksums of what it has of every weight."""
+    if generator._parallel:
+        return list(generator._engine.collective_rpc(rank_sums))
+    assert generator._copies is not None
+    loaded: dict[str, int] = {}
+    for copy in generator._copies.copies:
+        loaded[copy.name] = loaded.get(copy.name, 0) + checksums({"": copy.to})[""]
+    return [loaded]
+
+
 class Decoding:
     """An engine that keeps `SEQUENCES` sequences busy, one timed step after the other."""
 
@@ -105,13 +130,14 @@ class Decoding:
         return statistics.median(end - start for start, end in self.steps[-steps // 2 :])
 
 
-def engine(folder: str, address: str, port: int, memory: float, orders: Any, results: Any, out: Any) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+def engine(folder: str, address: str, port: int, width: int, orders: Any, results: Any, out: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1" if width == 1 else "0,1"
     import vllm
     from vllm.config import WeightTransferConfig
 
-    arguments = vllm.EngineArgs
-    vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)  # type: ignore[misc]
+    if width == 1:
+        arguments = vllm.EngineArgs
+        vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)  # type: ignore[misc]
     from rlgraph.channels.shm import ShmReader
     from rlgraph.channels.staging import Staging
     from rlgraph.channels.weights import WeightsReader
@@ -127,7 +153,8 @@ def engine(folder: str, address: str, port: int, memory: float, orders: Any, res
         fills.append((start, time.monotonic()))
 
     Staging.fill = timed  # type: ignore[method-assign]
-    generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=memory, max_sequences=SEQUENCES)
+    memory = 0.6 if width == 1 else 0.3  # beside the trainer
+    generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=memory, max_sequences=SEQUENCES, tensor_parallel=width)
     weights = WeightsReader([ShmReader("weights", KEY, address, 120)], buffers=2)
     decoding = Decoding(generator)
     rows = []
@@ -143,17 +170,13 @@ def engine(folder: str, address: str, port: int, memory: float, orders: Any, res
                 decoding.step()
         before = decoding.steps[-1][1]
         start = time.monotonic()
-        generator.load_weights(arrived, "keep")
+        generator.load_weights(arrived, running="keep")
         load = time.monotonic() - start
         weights.done()
         decoding.step()
         gap = decoding.steps[-1][1] - before - normal
         published, stall, sums = results.get(timeout=120)
         slowed = sum(end - start - normal for start, end in decoding.steps[first:-1])
-        assert generator._copies is not None
-        loaded: dict[str, int] = {}
-        for copy in generator._copies.copies:
-            loaded[copy.name] = loaded.get(copy.name, 0) + checksums({"": copy.to})[""]
         row = {
             "staged_s": fills[-1][1] - published,
             "copy_s": fills[-1][1] - fills[-1][0],
@@ -162,11 +185,11 @@ def engine(folder: str, address: str, port: int, memory: float, orders: Any, res
             "decode_gap_s": gap,
             "decode_slowed_s": slowed,
             "decode_step_s": normal,
-            "bit_exact": loaded == sums,
+            "bit_exact": loaded_sums(generator) == [sums] * width,
         }
         rows.append(row)
     size = sum(tensor.nbytes for tensor in arrived.values())
-    other = vllm_transfer(generator, decoding, arrived, port, orders, results)
+    other = vllm_transfer(generator, decoding, arrived, port, orders, results) if width == 1 else []
     orders.put(None)
     out.put((size, rows[WARM_UP:], other))
     generator.close()
@@ -201,7 +224,7 @@ def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orde
     return rows[1:]
 
 
-def measure(shape: str, models: str, how: tuple[int, bool]) -> dict[str, Any]:
+def measure(shape: str, models: str, how: tuple[int, bool], width: int) -> dict[str, Any]:
     from shapes import random_model
 
     folder = random_model(shape, models, headers_only=True)
@@ -212,14 +235,15 @@ def measure(shape: str, models: str, how: tuple[int, bool]) -> dict[str, Any]:
         address = f"{job}/w"
         processes = [
             context.Process(target=trainer, args=(folder, address, port, how, orders, results), daemon=True),
-            context.Process(target=engine, args=(folder, address, port, 0.6, orders, results, out), daemon=True),
+            # A daemon may have no children, which the ranks of a wide engine are.
+            context.Process(target=engine, args=(folder, address, port, width, orders, results, out), daemon=width == 1),
         ]
         for process in processes:
             process.start()
         watch = threading.Thread(target=lambda: processes[1].join(), daemon=True)
         watch.start()
         try:
-            size, rows, other = out.get(timeout=240)
+            size, rows, other = out.get(timeout=300)
         finally:
             for process in processes:
                 process.join(5)
@@ -232,9 +256,7 @@ def measure(shape: str, models: str, how: tuple[int, bool]) -> dict[str, Any]:
         "median": medians,
         "spread": spread,
         "gb_per_s": size / medians["copy_s"] / 1e9,
-        "vllm_decode_gap_s": statistics.median(row["decode_gap_s"] for row in other),
-        "vllm_trainer_stall_s": statistics.median(row["trainer_stall_s"] for row in other),
-    }
+    } | {f"vllm_{key}": statistics.median(row[key] for row in other) for key in ("decode_gap_s", "trainer_stall_s") if other}
 
 
 def main() -> None:
@@ -242,6 +264,7 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=["0.6B", "4B", "8B"])
     parser.add_argument("--bucket-mib", type=int, default=128, help="the engine begins to receive when so much is staged")
     parser.add_argument("--checksum", action="store_true", help="compare every version with what was sent")
+    parser.add_argument("--tensor-parallel", type=int, default=1, choices=(1, 2), help="GPUs of the engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=".models")
     given = parser.parse_args()
@@ -253,19 +276,22 @@ def main() -> None:
     process.join()
     print(f"a plain copy between the GPUs: {peer:.0f} GB/s", flush=True)
     how = (given.bucket_mib << 20, given.checksum)
-    found: dict[str, Any] = {"raw_copy_gb_per_s": peer, "bucket_mib": given.bucket_mib, "checksum": given.checksum, "shapes": {}}
+    settings = {"bucket_mib": given.bucket_mib, "checksum": given.checksum, "tensor_parallel": given.tensor_parallel}
+    found: dict[str, Any] = {"raw_copy_gb_per_s": peer, **settings, "shapes": {}}
     for shape in given.shapes:
-        row = found["shapes"][shape] = measure(shape, given.models, how)
+        row = found["shapes"][shape] = measure(shape, given.models, how, given.tensor_parallel)
         m = row["median"]
         print(
             f"{shape}: {row['bytes'] / 1e9:.2f} GB, bit-exact {row['bit_exact']}; staged after {m['staged_s'] * 1e3:.1f} ms "
             f"(copy {m['copy_s'] * 1e3:.1f} ms, {row['gb_per_s']:.0f} GB/s, {row['gb_per_s'] / peer:.0%} of a plain copy); "
             f"trainer stalls {m['trainer_stall_s'] * 1e3:.1f} ms; swap {m['load_s'] * 1e3:.1f} ms, "
             f"decode gap {m['decode_gap_s'] * 1e3:.1f} ms over a step of {m['decode_step_s'] * 1e3:.1f} ms, "
-            f"steps slowed by {m['decode_slowed_s'] * 1e3:.1f} ms meanwhile; "
-            f"vLLM's transfer: gap {row['vllm_decode_gap_s'] * 1e3:.1f} ms, trainer {row['vllm_trainer_stall_s'] * 1e3:.1f} ms",
+            f"steps slowed by {m['decode_slowed_s'] * 1e3:.1f} ms meanwhile",
             flush=True,
         )
+        if "vllm_decode_gap_s" in row:
+            stalls = row["vllm_decode_gap_s"] * 1e3, row["vllm_trainer_stall_s"] * 1e3
+            print(f"  vLLM's transfer: gap {stalls[0]:.1f} ms, trainer {stalls[1]:.1f} ms", flush=True)
     if given.json:
         given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 
