@@ -136,6 +136,6 @@ def test_each_rank_of_vllms_models_replays_what_its_loader_leaves(tied: Path, un
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for folder in folders:
-        for rank in found[folder]:
-            assert rank["equal"] == 3, folder
-            assert 0.5 * rank["whole"] < rank["copied"] < 0.6 * rank["whole"], "a rank copies its own part"
+        assert [rank["equal"] for rank in found[folder]] == [3, 3], folder
+        copied, whole = sum(rank["copied"] for rank in found[folder]), found[folder][0]["whole"]
+        assert whole <= copied < 1.15 * whole, "the ranks copy all once, but for norms and shared heads, which both have"
