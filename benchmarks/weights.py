@@ -132,6 +132,7 @@ class Decoding:
 
 def engine(folder: str, address: str, port: int, width: int, orders: Any, results: Any, out: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1" if width == 1 else "0,1"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if width > 1 else {}  # between the ranks
     import vllm
     from vllm.config import WeightTransferConfig
 
