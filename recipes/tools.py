@@ -19,9 +19,9 @@ class Config:
     engine: str = "vllm"  # or transformers
     prompts: int = 8  # prompts a step
     group_size: int = 8  # responses a prompt
-    max_tokens: int = 80  # tokens a response, what the tool says included
+    max_tokens: int = 64  # tokens a response, what the tool says included
     max_turns: int = 3
-    lr: float = 5e-6
+    lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions
     steps: int = 25
     seed: int = 0
