@@ -1,6 +1,6 @@
 """Weights from a trainer on one GPU to an engine that decodes on another: bytes a second, stalls of both, against vLLM's own transfer.
 
-    python benchmarks/weights.py [0.6B 4B 8B] [--bucket-mib 128] [--checksum] [--tensor-parallel 2] [--json PATH]
+    python benchmarks/weights.py [0.6B 4B 8B] [--bucket-mib 512] [--checksum] [--tensor-parallel 2] [--json PATH]
 
 Two GPUs of one host. The trainer publishes float32 weights as bfloat16 through an rlgraph channel; the engine receives them into
 its second buffer while it decodes, and swaps between two decode steps. Every version is compared by checksum of each parameter.
@@ -17,12 +17,12 @@ import os
 import platform
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 VERSIONS, WARM_UP = 6, 2
+STEPS_AFTER = 6  # a swap, until as many decode steps are under way as before it
 SEQUENCES, KEY = 64, b"benchmark"
 
 
@@ -112,7 +112,7 @@ class Decoding:
         from rlgraph.engines.base import Request, Sampling
 
         self.engine, self.request, self.sampling = engine, Request, Sampling(max_tokens=480, ignore_eos=True)
-        self.number = 0
+        self.number = self.finished = 0
         self.steps: list[tuple[float, float]] = []
 
     def step(self) -> None:
@@ -120,8 +120,18 @@ class Decoding:
             self.number += 1
             self.engine.submit(self.request(str(self.number), list(range(1, 33)), self.sampling, self.number))
         start = time.monotonic()
-        self.engine.step()
+        self.finished += sum(len(response.tokens) for response in self.engine.step().values())
         self.steps.append((start, time.monotonic()))
+
+    def tokens(self) -> int:
+        """Return how many tokens were decoded so far."""
+        return self.finished + sum(self.engine.written().values())
+
+    def lost(self, since: float, tokens: int, normal: float) -> float:
+        """Return the seconds since then in which nothing was decoded, some steps later: those that are under way count as decoded."""
+        for _ in range(STEPS_AFTER):
+            self.step()
+        return self.steps[-1][1] - since - normal * (self.tokens() - tokens) / SEQUENCES
 
     def settle(self, steps: int = 60) -> float:
         """Return the median seconds of a step."""
@@ -169,15 +179,14 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
                 break
             except ChannelTimeout:
                 decoding.step()
-        before = decoding.steps[-1][1]
+        slowed = sum(end - start - normal for start, end in decoding.steps[first:])
+        before, tokens = decoding.steps[-1][1], decoding.tokens()
         start = time.monotonic()
         generator.load_weights(arrived, running="keep")
         load = time.monotonic() - start
         weights.done()
-        decoding.step()
-        gap = decoding.steps[-1][1] - before - normal
+        gap = decoding.lost(before, tokens, normal)
         published, stall, sums = results.get(timeout=120)
-        slowed = sum(end - start - normal for start, end in decoding.steps[first:-1])
         row = {
             "staged_s": fills[-1][1] - published,
             "copy_s": fills[-1][1] - fills[-1][0],
@@ -198,7 +207,6 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
 
 def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orders: Any, results: Any) -> list[dict[str, float]]:
     """Return how long vLLM's own NCCL transfer stops generation, for some versions."""
-    import torch
 
     llm = generator._engine
     orders.put("vllm")
@@ -213,15 +221,13 @@ def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orde
     rows = []
     for version in range(VERSIONS // 2 + 1):
         normal = decoding.settle()
+        before, tokens = decoding.steps[-1][1], decoding.tokens()
         generator._catch_up()
-        before = decoding.steps[-1][1]
         orders.put(version)
         llm.collective_rpc("start_weight_update")
         llm.collective_rpc("update_weights", kwargs={"update_info": update})
         llm.collective_rpc("finish_weight_update")
-        torch.cuda.synchronize()
-        decoding.step()
-        rows.append({"decode_gap_s": decoding.steps[-1][1] - before - normal, "trainer_stall_s": results.get(timeout=120)[1]})
+        rows.append({"decode_gap_s": decoding.lost(before, tokens, normal), "trainer_stall_s": results.get(timeout=120)[1]})
     return rows[1:]
 
 
@@ -241,10 +247,10 @@ def measure(shape: str, models: str, how: tuple[int, bool], width: int) -> dict[
         ]
         for process in processes:
             process.start()
-        watch = threading.Thread(target=lambda: processes[1].join(), daemon=True)
-        watch.start()
         try:
-            size, rows, other = out.get(timeout=300)
+            while out.empty() and all(process.is_alive() for process in processes):
+                time.sleep(0.1)
+            size, rows, other = out.get(timeout=10)
         finally:
             for process in processes:
                 process.join(5)
@@ -263,7 +269,7 @@ def measure(shape: str, models: str, how: tuple[int, bool], width: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["0.6B", "4B", "8B"])
-    parser.add_argument("--bucket-mib", type=int, default=128, help="the engine begins to receive when so much is staged")
+    parser.add_argument("--bucket-mib", type=int, default=512, help="the engine begins to receive when so much is staged")
     parser.add_argument("--checksum", action="store_true", help="compare every version with what was sent")
     parser.add_argument("--tensor-parallel", type=int, default=1, choices=(1, 2), help="GPUs of the engine")
     parser.add_argument("--json", type=Path)

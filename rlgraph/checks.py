@@ -46,7 +46,7 @@ def check_feedback(name: str, depth: int, buffers: int, freshest: bool, bucket_b
     if depth == 0 and freshest:
         raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise GraphError(f"{where} has bucket_bytes={bucket_bytes!r}; weights are received in buckets of at least 1 byte: 1 << 27 is usual")
+        raise GraphError(f"{where} has bucket_bytes={bucket_bytes!r}; weights are received in buckets of at least 1 byte: 1 << 29 is usual")
 
 
 def check_close(feedback: "Feedback", weights: Any) -> None:

@@ -169,7 +169,7 @@ class Feedback:
 
 
 def feedback(
-    name: str, *, depth: int, buffers: int = 1, freshest: bool = False, bucket_bytes: int = 128 << 20, checksum: bool = False
+    name: str, *, depth: int, buffers: int = 1, freshest: bool = False, bucket_bytes: int = 512 << 20, checksum: bool = False
 ) -> Feedback:
     """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
 

@@ -138,9 +138,13 @@ class _Outward(_Relay):
     """The writer is near: its messages go out with their bytes."""
 
     leaving: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, what has not arrived yet
+    unasked: int | None = None  # the slot whose bytes the other host has not asked for yet
     writer_ended: bool = False
 
     def sources(self) -> list[Link]:
+        # The other host reads no further message before it has the bytes of this one, so that sending it might block for ever.
+        if self.unasked is not None:
+            return [self.remote]
         if not self.writer_ended:
             return super().sources()
         return [self.remote] if self.leaving else []
@@ -165,6 +169,7 @@ class _Outward(_Relay):
         if full.carried:
             assert self.cargo is not None
             self.leaving[full.slot] = self.cargo.memories[full.slot][: full.carried]
+            self.unasked = full.slot
         self.remote.send(tokens.encode(full))
         self.remote.send_bytes(memoryview(self.segments[full.slot])[: full.size])
 
@@ -173,6 +178,7 @@ class _Outward(_Relay):
         if token.slot not in self.leaving or self.carrier is None:
             raise Garbled(f"{token!r}, and nothing is on its way in that slot")
         if isinstance(token, Posted):
+            self.unasked = None
             watched(self.carrier.send(self.leaving[token.slot]), [self.remote], STALL_S, self.carrier.check)
         else:
             del self.leaving[token.slot]

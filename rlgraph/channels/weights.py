@@ -19,7 +19,7 @@ from rlgraph.columns import Column
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
 CHECKSUMS = "checksums of all above"  # a column beside the parameters
-SWITCH_S = 0.0005  # after which one thread gives the interpreter to another
+SWITCH_S = 0.0001  # after which one thread gives the interpreter to another
 A_DAY_S = 86_400.0  # the receiving thread has no deadline of its own: who waits for it has one
 
 

@@ -94,7 +94,7 @@ class PlannedLoop:
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing
-    bucket_bytes: int = 128 << 20
+    bucket_bytes: int = 512 << 20
     checksum: bool = False
     due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
 

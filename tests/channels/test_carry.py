@@ -63,6 +63,18 @@ def test_messages_whose_size_changes_cross_with_text_and_with_nothing_beside(car
         reader.release()
 
 
+def test_a_message_too_long_for_the_buffers_of_tcp_does_not_lock_out_the_one_before_it(carried: Any) -> None:
+    writer, [reader] = carried(slots=2)
+    text = ["long " * 5_000_000]
+    for step in range(2):
+        writer.put(step, {"x": LARGE + step, "text": text}, LONG)
+    for step in range(2):
+        got = reader.take(step, LONG)
+        assert torch.equal(got["x"], LARGE + step)
+        assert got["text"] == text
+        reader.release()
+
+
 def test_columns_do_not_take_the_way_over_tcp(carried: Any) -> None:
     writer, [reader] = carried()
     writer.put(0, {"x": LARGE}, LONG)
