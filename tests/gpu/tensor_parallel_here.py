@@ -68,8 +68,10 @@ def write(folder: Path, address: str, done: Any) -> None:
 
     from rlgraph.channels.shm import ShmWriter
 
-    ShmWriter("weights", 1, 1, b"key", address).put(0, versions(folder)[-1], 60, dtype=torch.bfloat16)
+    writer = ShmWriter("weights", 1, 1, b"key", address)
+    writer.put(0, versions(folder)[-1], 60, dtype=torch.bfloat16)
     done.get()
+    writer.close()
 
 
 def on_rank(worker: Any) -> dict[str, Any]:
