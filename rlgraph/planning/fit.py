@@ -9,7 +9,7 @@ import numpy as np
 from rlgraph.planning import stalls
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.events import load_event, publish_event, receive_event
-from rlgraph.planning.handover import handovers
+from rlgraph.planning.handover import handovers, interruptions
 from rlgraph.planning.laws import Decode, NodeCost, Setting
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import Plan, PlannedNode
@@ -52,16 +52,18 @@ def costs_of(records: Sequence[Record]) -> Costs:
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
     def moving(event: str) -> float:
-        found = [span.end_s - span.start_s for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
+        found = [span.seconds for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
         return stalls.mean(np.array(found)) + late[event] if found else 0.0
 
+    within = interruptions(kept)
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         firings: dict[tuple[str, int], float] = {}
         events = {event.name for event in plan.schedule.events if event.node == node.name and event.kind == "fire"}
         for span in kept:
             if span.name in events and span.kind == "fire":
-                firings[span.worker, span.step] = firings.get((span.worker, span.step), 0.0) + span.end_s - span.start_s
+                own_s = span.seconds - sum(inner.seconds for inner in within.get(span, ()))
+                firings[span.worker, span.step] = firings.get((span.worker, span.step), 0.0) + own_s
         if not firings:
             nodes[node.name] = 0.0
             continue

@@ -1,6 +1,6 @@
-"""What a run spends between its events: how long after it could have begun each of them began."""
+"""What a run spends between its events: how long after it could have begun each of them began; and what interrupts a firing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,14 +11,32 @@ from rlgraph.planning.schedule import Dependency, Schedule, Span
 Ends = dict[tuple[str, int], dict[str, float]]  # by event and step: when each worker was done
 
 
+def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
+    """Return for each firing that weights interrupted their loading, and the waits for them, within it."""
+    everything = list(spans)
+    firings: dict[tuple[str, int], list[Span]] = {}
+    for span in everything:
+        if span.kind == "fire":
+            firings.setdefault((span.worker, span.step), []).append(span)
+    found: dict[Span, list[Span]] = {}
+    for span in everything:
+        if span.kind in ("load", "wait"):
+            for firing in firings.get((span.worker, span.step), ()):
+                if firing.start_s <= span.start_s < firing.end_s:
+                    found.setdefault(firing, []).append(span)
+    return found
+
+
 def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Mapping[str, float]:
     """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
 
-    Played with its events' own seconds and these, the schedule takes as long as the run did.
+    Played with its events' own seconds and these, the schedule takes as long as the run did. Weights that are loaded within a
+    firing came when they came: nothing was handed over late.
     """
+    within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
-        if span.kind in ("fire", "publish", "receive", "load"):
+        if span.kind in ("fire", "publish", "receive", "load") and span not in within:
             measured.setdefault((span.name, span.step), []).append(span)
     steps = sorted({span.step for span in spans})
     waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}

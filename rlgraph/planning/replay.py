@@ -9,7 +9,7 @@ import numpy as np
 
 from rlgraph.errors import PlanError
 from rlgraph.planning.fit import WARM_UP, measured_costs, setting_of
-from rlgraph.planning.handover import handovers
+from rlgraph.planning.handover import handovers, interruptions
 from rlgraph.planning.laws import NodeCost, Setting
 from rlgraph.planning.period import play
 from rlgraph.planning.placement import divided
@@ -100,10 +100,12 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
     """Return the seconds of each event in each step, its hand-over included; of several workers the longest counts."""
     late = handovers(plan.schedule, trace.spans, steps[0])
+    within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
     for span in trace.spans:
         if span.kind in ("fire", "publish", "receive", "load"):
-            longest[span.name, span.step] = max(span.end_s - span.start_s, longest.get((span.name, span.step), 0.0))
+            own_s = span.seconds - sum(inner.seconds for inner in within.get(span, ()))
+            longest[span.name, span.step] = max(own_s, longest.get((span.name, span.step), 0.0))
     found = {}
     for event in plan.schedule.events:
         seen = [longest[event.name, step] + late[event.name] for step in steps if (event.name, step) in longest]

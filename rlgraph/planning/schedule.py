@@ -66,6 +66,11 @@ class Span:
     end_s: float
     version: int | None = None
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
 
 @dataclass(frozen=True)
 class Sampled:

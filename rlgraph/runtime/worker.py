@@ -4,7 +4,7 @@ Knows neither Ray nor processes: the local executor runs the same workers side b
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -288,10 +288,20 @@ class Arriving:
     step: int
 
     def poll(self) -> None:
-        self.worker.load_published(self.loop, self.node, self.step)
+        with self._meanwhile():
+            self.worker.load_published(self.loop, self.node, self.step)
 
     def wait(self, version: int) -> None:
-        self.worker.load_up_to(self.loop, self.node, self.step, version)
+        with self._meanwhile():
+            self.worker.load_up_to(self.loop, self.node, self.step, version)
+
+    @contextmanager
+    def _meanwhile(self) -> Iterator[None]:
+        """Say that the node runs again once new weights are there, lest what it does next is taken for their loading."""
+        before = self.worker.context.version
+        yield
+        if self.worker.context.version > before:
+            self.worker.on_enter(self.step, f"running node '{self.node}'")
 
 
 def owned(written: Columns, read: Columns) -> Columns:

@@ -94,6 +94,23 @@ def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(de
     assert {node.cost for node in again.nodes} == {"measured"}
 
 
+def test_weights_that_interrupt_a_firing_are_no_part_of_it_and_were_handed_over_in_time() -> None:
+    plan, spans, sampled = run_of(Loop(depth=2), by_length)
+    loads = {span.step: span for span in spans if span.kind == "load"}
+
+    def interrupted(span: Span) -> Span:
+        """Begin the rollout where its weights were loaded, and load them shortly before it ends."""
+        if span.kind == "load":
+            end_s = next(s.end_s for s in spans if (s.name, s.step) == ("rollout", span.step)) - 0.01
+            return replace(span, start_s=end_s - span.seconds, end_s=end_s)
+        return replace(span, start_s=loads[span.step].start_s) if span.name == "rollout" and span.step in loads else span
+
+    apart, within = (measured_costs(plan, run, sampled) for run in (spans, [interrupted(span) for span in spans]))
+    assert within.swap_s == pytest.approx(apart.swap_s)
+    predicted = [rg.compile(Loop(depth=2).graph(), rg.Cluster(cpus=2), costs).prediction.step_s for costs in (apart, within)]
+    assert predicted[1] == pytest.approx(predicted[0], rel=0.01)
+
+
 def test_parts_of_a_batch_are_measured_together_and_predicted_apart() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length))
     whole, parts = (rg.compile(Loop(depth=0, chunks=chunks).graph(), rg.Cluster(cpus=2), costs) for chunks in (1, 4))

@@ -1,11 +1,12 @@
 """Weights and prompts that join responses under way, in whole runs: the same prompts a step, the bound for every token, and learning."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, odd_tokens, on_ray
+from digests import ITEMS, DigestPolicy, digest, here, odd_tokens, on_ray, plan
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -55,6 +56,16 @@ def test_a_continuous_run_has_the_prompts_of_one_batch_by_batch_and_keeps_the_bo
         assert max(0, index - depth) <= step["oldest"] <= step["newest"] <= index
     assert sum(step["mixed"] for step in continuous) > 0, "no response was under way at a change of weights: the test shows nothing"
     assert sum(step["mixed"] for step in batchwise) == 0
+
+
+def test_a_rollout_that_weights_have_interrupted_is_said_to_run_again(model: Path) -> None:
+    entered: list[str] = []
+    with plan(loop(model, 2, continuous=True)).run_here() as job:
+        job.progress["generator"].worker.on_enter = lambda step, what: entered.append(what.split(" (")[0])
+        list(job.steps(6))
+    running, pairs = "running node 'rollout'", list(pairwise(entered))
+    assert any(before == running and "version" in then for before, then in pairs), "no weights came within a firing: this shows nothing"
+    assert {before for before, then in pairs if then.startswith("waiting for room") and "room" not in before} == {running}
 
 
 @pytest.mark.ray
