@@ -26,7 +26,6 @@ from rlgraph.engines.pretrained import tiny_model
 from rlgraph.engines.vllm import VllmEngine
 from rlgraph.nodes.base import Context
 
-REPEATS = 5
 TURN = 43  # tokens, on average: each token is about as likely, and one of so many ends a turn
 
 
@@ -45,6 +44,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tool-s", type=float, default=0.02)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
         prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
         tools = rg.Tools(environment=Slow, pool=rg.Pool("tools", cpus=given.conversations))
         stage = generator.rollout(prompts, tools=tools, max_turns=given.turns).node.operation.start(context)
-        for step in range(REPEATS + 1):
+        for step in range(given.repeats + 1):
             batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
             start = time.perf_counter()
             columns, metrics = stage(step, batch)

@@ -7,7 +7,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.pretrained import _byte_tokenizer, tiny_model
 
 VOCAB = 288
 LENGTHS = [7, 2, 5, 5, 1, 12]  # three prompts: of two ranks one has a pass without rows
@@ -18,6 +18,32 @@ UPDATES = 3
 def tiny(folder: Path, *, tied: bool = True) -> Path:
     """Return a folder with the tiny model; its weights are always the same."""
     return tiny_model(folder / ("tied" if tied else "untied"), vocab=VOCAB, tied=tied)
+
+
+def tiny_qwen(folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, head: int = 32, layers: int = 2) -> Path:
+    """Return a folder with a small random "qwen2" or "qwen3": biases or norms of heads, two key heads, a tied vocabulary that is padded."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config, model = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    shape = config(
+        vocab_size=vocab,
+        hidden_size=heads * head,
+        intermediate_size=2 * heads * head,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=head,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model(shape).to(torch.bfloat16).save_pretrained(folder / kind)
+    _byte_tokenizer().save_pretrained(folder / kind)
+    return folder / kind
 
 
 def batch_of(lengths: list[int], *, group: int = 2, holes: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:

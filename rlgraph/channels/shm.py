@@ -241,9 +241,10 @@ class ShmReader:
     def release(self) -> None:
         if not self._taken:
             raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
-        slot, taken = self._taken.popleft()
+        slot, taken = self._taken[0]
         if slot in self._there:
             raise self._end.defect(taken.step, "release() while the message is still being written; wait until all of it has arrived")
+        self._taken.popleft()
         self._meter.use(len(self._taken))
         with self._lock:
             if self._open:
@@ -300,10 +301,12 @@ class ShmReader:
                 return
             token = why
         if isinstance(token, More) and token.slot in self._there:
-            there, of = self._there.pop(token.slot)
+            there, of = self._there[token.slot]
             if there < token.tensors < of:
                 self._there[token.slot] = (token.tensors, of)
-            if there < token.tensors <= of:
+                return
+            if token.tensors == of:
+                del self._there[token.slot]
                 return
         self._stop = tokens.stop(token, "the writer", self._link)
 

@@ -9,6 +9,7 @@ import torch
 from rlgraph.channels import layout
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.shm import MAX_SLOTS
+from rlgraph.channels.tokens import More
 from rlgraph.channels.weights import CHECKSUMS, WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
@@ -130,6 +131,19 @@ def test_a_writer_that_ends_on_the_way_is_found_out(make_shm, gate, beside):
     beside(put)
     with pytest.raises(ChannelClosed):
         reader.take(0, LONG)
+
+
+@pytest.mark.parametrize("tensors", [0, 1, 5])
+def test_a_writer_that_tells_of_tensors_that_cannot_be_there_is_cut_off(make_shm, gate, beside, tensors):
+    writer, [reader] = make_shm()
+    beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
+    reader.begin(0, LONG)
+    gate.open.release()
+    assert reader.arrived(0, LONG) == 1
+    writer._tell(More(1, tensors))
+    with pytest.raises(ChannelBroken, match="where no such token belongs"):
+        reader.arrived(1, LONG)
+    gate.open.release(2)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 21, 22, MAX_SLOTS])

@@ -198,6 +198,8 @@ def test_a_reader_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_writer
 
 def ended(threads: set[threading.Thread]) -> None:
     for thread in threads:
+        while thread.ident is None:  # it is about to begin
+            time.sleep(0.001)
         thread.join(LONG)
     assert not any(thread.is_alive() for thread in threads)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_qwen
 
 from rlgraph.channels.device import Handle
 from rlgraph.channels.staging import in_one_memory
 from rlgraph.engines.parallel_loading import RankWeights, describe, described, lie_together
-from rlgraph.engines.pretrained import _byte_tokenizer
 
 HANDLE = Handle(4096, b"memory", 8192, 512, b"counter", 3, b"event", True)
 KINDS = {"a": (torch.Size([3, 5]), torch.bfloat16), "b": (torch.Size([7]), torch.float32), "c": (torch.Size([2, 2]), torch.bfloat16)}
@@ -100,36 +100,11 @@ def test_only_contiguous_tensors_in_one_memory_lie_together():
     assert not lie_together(weights | {"a": weights["a"][:, :2]})
 
 
-def qwen(folder: Path, kind: str) -> Path:
-    """Return a folder with a small random Qwen: norms of heads or biases, two key heads, a tied vocabulary that needs padding."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    config, model = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
-    shape = config(
-        vocab_size=300,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model(shape).save_pretrained(folder / kind)
-    _byte_tokenizer().save_pretrained(folder / kind)
-    return folder / kind
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_each_rank_of_vllms_models_replays_what_its_loader_leaves(tied: Path, untied: Path, tmp_path: Path) -> None:
     here = Path(__file__)
-    folders = [str(folder) for folder in (tied, untied, qwen(tmp_path, "qwen2"), qwen(tmp_path, "qwen3"))]
+    folders = [str(folder) for folder in (tied, untied, tiny_qwen(tmp_path, "qwen2"), tiny_qwen(tmp_path, "qwen3"))]
     environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
     command = [sys.executable, str(here.with_name("parallel_process.py")), *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

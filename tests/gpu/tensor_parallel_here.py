@@ -16,34 +16,11 @@ FACTORS = (1.0, 1.5, 0.75, 1.25)  # by version; 0 is the folder's
 
 def model(kind: str) -> Path:
     """Return the tiny Llama, whose only key head both ranks have, or a Qwen3 with one for each; both pad their tied vocabulary."""
-    from tiny import tiny
+    from tiny import tiny, tiny_qwen
 
     if kind == "llama":
         return tiny(Path("model"))
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from rlgraph.engines.pretrained import _byte_tokenizer
-
-    config = Qwen3Config(
-        vocab_size=32_001,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained("qwen3")
-    _byte_tokenizer().save_pretrained("qwen3")
-    return Path("qwen3")
+    return tiny_qwen(Path(), "qwen3", vocab=32_001, heads=8, head=128, layers=4)
 
 
 def versions(folder: Path) -> list[dict[str, Any]]:
