@@ -1,17 +1,19 @@
-"""Predicted against measured step time of real engines: two GPUs, two models, some twenty ways to run them.
+"""Predicted against measured step time of real engines: two GPUs, a dozen ways to run a model on them.
 
-    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tiny]
+    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tail] [--tiny]
 
 For each model one way is profiled, one step off on 1 + 1 GPUs, and again with half the prompts and half the tokens. These
 costs predict all others: in turns on one GPU and on two, steps off, other batches and groups, longer responses, engines
 that share a GPU, parts of a batch, other passes of training. Then each runs, and its step is compared with the prediction
 made before: the mean one where lengths have a tail, else the median one. Lengths that were not profiled are told to the
-prediction as a distribution.
+prediction as a distribution. The profiled way runs once more at the end, to see what a launch of its own changes.
 
-SmolLM2-135M writes responses of one length. The 0.6B shape, of random weights, writes geometric ones: each token is as
-likely as any other, so as many stop tokens as it takes give any median.
+SmolLM2-135M writes responses of one length. With `--tail` the 0.6B shape, of random weights, runs as well and writes
+geometric ones: each token is as likely as any other, so as many stop tokens as it takes give any median.
 
-After `--seconds` no further configuration starts. With `--tiny` a tiny model of transformers runs on two cores instead.
+Most of the time goes into launches: what tells most runs first, every launch is told as it ends, with its seconds, and none
+starts that would not be over after `--seconds` if it took as long as the longest so far. With `--tiny` a tiny model of
+transformers runs on two cores instead.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +36,14 @@ from weights import machine
 
 import rlgraph as rg
 from rlgraph.planning.costs_file import written
+from rlgraph.planning.fit import Record, costs_of
 from rlgraph.planning.lengths import PROBABILITIES, Lengths
 from rlgraph.runtime.dispatch import start_ray, stop_ray
+from rlgraph.runtime.measure import Step
 
-WARM_UP = 3  # steps that fill the pipeline
+WARM_UP = 2  # steps that fill the pipeline, and the first passes of the engines
 MEASURED_S, LEAST, MOST = 3.0, 5, 12  # of each configuration: about so long, and so many steps
-PROFILED = 8  # steps of each of the two
+PROFILED = 6  # steps of each of the two
 FEW = 4  # steps of either on two cores, which only show that all works
 
 
@@ -63,6 +68,17 @@ class Way:
         return self.most_tokens > self.tokens
 
     @property
+    def sequences(self) -> int:
+        """The most responses that one engine writes at once: for no more need decode steps be recorded."""
+        engines = self.engines_per_gpu * (self.gpus if self.shared else 1)
+        return self.group_size * -(-self.prompts // engines)
+
+    @property
+    def half(self) -> "Way":
+        """The second way that is profiled."""
+        return replace(self, prompts=self.prompts // 2, tokens=self.tokens // 2, most_tokens=self.most_tokens // 2)
+
+    @property
     def work(self) -> tuple[Any, ...]:
         """What is done a step, whatever the devices and their order."""
         return self.model, self.prompts, self.group_size, self.tokens, self.gpus
@@ -75,20 +91,20 @@ TINY_TAIL = replace(TINY, model="tiny, tail", tokens=16, most_tokens=96)
 
 
 def ways(base: Way) -> dict[str, Way]:
-    """Return the configurations that are predicted from `base`."""
+    """Return the configurations that are predicted from `base`: those that differ most from it first."""
     found = {
-        "one step off": base,
         "in turns on two": replace(base, depth=0, shared=True),
-        "in turns on one": replace(base, depth=0, shared=True, gpus=1),
         "twice the prompts": replace(base, prompts=2 * base.prompts),
-        "in turns on two, twice the prompts": replace(base, prompts=2 * base.prompts, depth=0, shared=True),
         "side by side, depth 0": replace(base, depth=0),
+        "in turns on one": replace(base, depth=0, shared=True, gpus=1),
+        "in turns on two, twice the prompts": replace(base, prompts=2 * base.prompts, depth=0, shared=True),
         "twice the tokens": replace(base, tokens=2 * base.tokens, most_tokens=2 * base.most_tokens),
-        "engines share a GPU": replace(base, engines_per_gpu=4),
-        "depth 0, 4 parts": replace(base, depth=0, chunks=4),
-        "quarter of the passes' tokens": replace(base, micro_batch_tokens=base.micro_batch_tokens // 4),
         "two steps off": replace(base, depth=2),
+        "depth 0, 4 parts": replace(base, depth=0, chunks=4),
+        "engines share a GPU": replace(base, engines_per_gpu=4),
+        "quarter of the passes' tokens": replace(base, micro_batch_tokens=base.micro_batch_tokens // 4),
         "twice the group, half the prompts": replace(base, prompts=base.prompts // 2, group_size=2 * base.group_size),
+        "one step off, as profiled": base,
     }
     seldom = ("quarter of the passes' tokens", "engines share a GPU", "twice the group, half the prompts")
     return {name: way for name, way in found.items() if not (base.tail and name in seldom)}
@@ -133,7 +149,7 @@ def graph(way: Way, models: Models) -> rg.Graph:
         pool=pool,
         sampling=models.sampling(way),
         max_context=way.most_tokens + 64,
-        max_sequences=512,
+        max_sequences=way.sequences,
         engines_per_gpu=way.engines_per_gpu,
         **engine,
     )
@@ -179,7 +195,8 @@ class Found:
     predicted_nodes: dict[str, float]
     measured_nodes: dict[str, float]
     residual: float  # the share of device-seconds that nothing explains
-    launch_s: float
+    launch_s: float  # until the workers wait for the first step
+    whole_s: float  # from before the launch until all is closed
 
     @property
     def error(self) -> float:
@@ -189,16 +206,71 @@ class Found:
 TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}
 
 
-def measured(name: str, way: Way, plan: rg.Plan, models: Models) -> Found:
-    """Run a plan, and compare it with what it foretells."""
-    count = FEW if models.tiny else min(max(math.ceil(MEASURED_S / plan.prediction.step_s), LEAST), MOST)
-    began = time.monotonic()
+class Progress:
+    """Says at once, with the seconds since the start, what is done: a run that is cut short has told all that it knew."""
+
+    def __init__(self, allowed_s: float) -> None:
+        self.began, self.allowed_s = time.monotonic(), allowed_s
+        self.longest_s = 0.0  # of all launches, from begin to end
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
+
+    def fits(self, launches: int) -> bool:
+        """Whether so many launches more would be over in time, each as long as the longest so far."""
+        return time.monotonic() - self.began + launches * self.longest_s <= self.allowed_s
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What is left of a launch: its steps, for costs what the workers did, and how long it took."""
+
+    steps: list[Step]
+    record: Record
+    residual: float
+    launch_s: float
+    whole_s: float
+
+
+def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
+    """Run `count` steps after the warm-up, and tell what launching, warming up, running and closing took."""
+    progress.say(f"{label}: launching")
+    at = [time.monotonic()]
     with plan.launch() as job:
         steps = job.steps(WARM_UP + count)
-        next(steps)
-        launch_s = time.monotonic() - began
-        timed = list(steps)[WARM_UP - 1 :]
-        residual = job.bubbles().residual
+        at.append(time.monotonic())
+        taken = [next(steps) for _ in range(WARM_UP)]
+        at.append(time.monotonic())
+        taken += steps
+        at.append(time.monotonic())
+        record, residual = job.record(), job.bubbles().residual
+    at.append(time.monotonic())
+    parts = [after - before for before, after in pairwise(at)]
+    progress.longest_s = max(progress.longest_s, at[-1] - at[0])
+    seconds = " ".join(f"{step.seconds:.3f}" for step in taken)
+    progress.say("{}: launch {:.1f} s, warm-up {:.1f} s, steps {:.1f} s, end {:.1f} s; steps of {} s".format(label, *parts, seconds))
+    return Ran(taken, record, residual, parts[0], at[-1] - at[0])
+
+
+def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
+    """Return the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up."""
+    records = []
+    for name, way in (("profile", base), ("profile of half the size", base.half)):
+        plan = rg.compile(graph(way, models), models.cluster(way))
+        record = run(f"{base.model}: {name}", plan, FEW if models.tiny else PROFILED, progress).record
+        late = [span for span in record.spans if span.step >= WARM_UP - 1]  # `costs_of` leaves the first of them out
+        records.append(replace(record, spans=late))
+    return costs_of(records)
+
+
+TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}
+
+
+def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progress) -> Found:
+    """Run a plan, and compare it with what it foretells."""
+    count = FEW if models.tiny else min(max(math.ceil(MEASURED_S / plan.prediction.step_s), LEAST), MOST)
+    ran = run(f"{way.model}: {name}", plan, count, progress)
+    timed = ran.steps[WARM_UP:]
     seconds = [step.seconds for step in timed]
     moving = {kind: sum(e.seconds for e in plan.schedule.events if e.kind == kind) for kind in ("publish", "load")}
     return Found(
@@ -211,36 +283,33 @@ def measured(name: str, way: Way, plan: rg.Plan, models: Models) -> Found:
         steps_s=tuple(seconds),
         predicted_nodes={node: plan.node(node).seconds for node in ("rollout", "update", "reward")} | moving,
         measured_nodes={node: statistics.mean(s.metrics.get(f"timing_s/{key}", 0.0) for s in timed) for node, key in TIMINGS.items()},
-        residual=residual,
-        launch_s=launch_s,
+        residual=ran.residual,
+        launch_s=ran.launch_s,
+        whole_s=ran.whole_s,
     )
 
 
-def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.Costs]) -> Iterator[Found]:
+def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.Costs], progress: Progress) -> Iterator[Found]:
     """Profile each base, into `costs`, predict, run: the models in turn, so that a run that is cut short has of both."""
-    began = time.monotonic()
     queues = [list(ways(base).items()) for base in bases]
-    print(f"{'model':14} {'configuration':36} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}", flush=True)
     for index in range(max(map(len, queues))):
         for base, queue in zip(bases, queues, strict=True):
             name, way = queue[index] if index < len(queue) else ("", base)
             label = f"{base.model}: {name}"
             if not name or given.only not in label or (given.skip and given.skip in label):
                 continue
-            if time.monotonic() - began > given.seconds:
-                print(f"{label}: not run, for lack of time", flush=True)
+            if base.model not in costs and progress.fits(3):
+                costs[base.model] = profiled(base, models, progress)
+            if base.model not in costs or not progress.fits(1):
+                progress.say(f"{label}: not run, for lack of time")
                 continue
-            if base.model not in costs:
-                smaller = replace(base, prompts=base.prompts // 2, tokens=base.tokens // 2, most_tokens=base.most_tokens // 2)
-                costs[base.model] = rg.profile(
-                    [graph(base, models), graph(smaller, models)], models.cluster(base), FEW if models.tiny else PROFILED
-                )
-                print(f"{base.model} profiled after {time.monotonic() - began:.0f} s", flush=True)
             told = replace(costs[base.model], lengths=lengths(way, base, costs[base.model]))
-            one = measured(name, way, rg.compile(graph(way, models), models.cluster(way), told), models)
-            times = f"{one.predicted_s:7.3f} s {one.measured_s:7.3f} s {one.standard_error_s:6.3f}"
-            parts = ", ".join(f"{n} {one.predicted_nodes[n]:.3f}/{one.measured_nodes[n]:.3f}" for n in ("rollout", "update"))
-            print(f"{base.model:14} {name:36} {times} {one.error:+7.1%}  {parts}  ({time.monotonic() - began:.0f} s)", flush=True)
+            one = measured(name, way, rg.compile(graph(way, models), models.cluster(way), told), models, progress)
+            parts = ", ".join(f"{n} {one.predicted_nodes[n]:.3f} and {one.measured_nodes[n]:.3f}" for n in ("rollout", "update"))
+            progress.say(
+                f"{label}: predicted {one.predicted_s:.3f} s, measured {one.measured_s:.3f} ± {one.standard_error_s:.3f} s, "
+                f"{one.error:+.1%} ({parts})"
+            )
             yield one
 
 
@@ -286,13 +355,17 @@ def main() -> None:
     arguments.add_argument("--json", type=Path, help="write the figures here as well, after each configuration")
     arguments.add_argument("--only", default="", help="only those whose 'model: name' has this in it")
     arguments.add_argument("--skip", default="", help="not those whose 'model: name' has this in it")
-    arguments.add_argument("--seconds", type=float, default=470.0, help="after these nothing further starts")
+    arguments.add_argument("--seconds", type=float, default=470.0, help="nothing starts that would not be over by then")
+    arguments.add_argument("--tail", action="store_true", help="a second model as well, whose responses have a tail of lengths")
     arguments.add_argument("--tiny", action="store_true", help="a tiny model on two cores")
     given = arguments.parse_args()
-    ours, found, costs = start_ray(), list[Found](), dict[str, rg.Costs]()
+    progress, found, costs = Progress(given.seconds), list[Found](), dict[str, rg.Costs]()
+    ours = start_ray()
+    progress.say("Ray started")
     on = {"cores": os.cpu_count()} if given.tiny else machine()
     with tempfile.TemporaryDirectory() as folder:
-        for one in measure([TINY, TINY_TAIL] if given.tiny else [SMOLLM2, SHAPE], Models(Path(folder), given.tiny), given, costs):
+        bases = ([TINY, TINY_TAIL] if given.tiny else [SMOLLM2, SHAPE])[: 2 if given.tail else 1]
+        for one in measure(bases, Models(Path(folder), given.tiny), given, costs, progress):
             found.append(one)
             if given.json:
                 given.json.write_text(json.dumps(figures(found, costs) | on, indent=1) + "\n")
