@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from rlgraph.algorithms.inputs import check_number, masked, rowwise, tokenwise
-from rlgraph.algorithms.masks import keep, spread, whiten
+from rlgraph.algorithms.masks import bits, blocks, keep_bits, whiten
 from rlgraph.algorithms.scans import Packing, discounted_sum
 from rlgraph.columns import Columns
 
@@ -38,14 +38,17 @@ class GAE:
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
         mask = masked("GAE", batch)
-        packing = Packing.of(mask)
-        rewards = packing.left(tokenwise("GAE", batch, "token_rewards", mask))
-        values = packing.left(tokenwise("GAE", batch, "values", mask))
-        errors = rewards - values
-        errors[:, :-1].add_(values[:, 1:], alpha=self.gamma)
-        advantages = discounted_sum(errors, self.gamma * self.lam)
-        returns = packing.back(advantages + values)
-        return {"advantages": whiten(packing.back(advantages), mask, "GAE"), "returns": returns}
+        rewards, values = (tokenwise("GAE", batch, name, mask) for name in ("token_rewards", "values"))
+        returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
+        for rows in blocks(mask):
+            packing = Packing.of(mask[rows])
+            expected = packing.left(values[rows])
+            errors = packing.left(rewards[rows]) - expected
+            errors[:, :-1].add_(expected[:, 1:], alpha=self.gamma)
+            ahead = discounted_sum(errors, self.gamma * self.lam)
+            returns[rows] = packing.back(ahead + expected)
+            advantages[rows] = packing.back(ahead)
+        return {"advantages": whiten(advantages, mask, "GAE"), "returns": returns}
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,11 @@ class ReinforcePlusPlus:
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
         mask = masked("ReinforcePlusPlus", batch)
-        packing = Packing.of(mask)
-        rewards = packing.left(tokenwise("ReinforcePlusPlus", batch, "token_rewards", mask))
-        returns = packing.back(discounted_sum(rewards, self.gamma))
+        rewards = tokenwise("ReinforcePlusPlus", batch, "token_rewards", mask)
+        returns = torch.empty_like(rewards)
+        for rows in blocks(mask):
+            packing = Packing.of(mask[rows])
+            returns[rows] = packing.back(discounted_sum(packing.left(rewards[rows]), self.gamma))
         return {"advantages": whiten(returns, mask, "ReinforcePlusPlus"), "returns": returns}
 
 
@@ -87,8 +92,12 @@ class ReMax:
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
         mask = masked("ReMax", batch)
-        rewards = keep(tokenwise("ReMax", batch, "token_rewards", mask), mask)
-        # In place where it can be: what takes the time is memory that is touched for the first time.
-        returns = discounted_sum(rewards, 1.0).masked_fill_(~mask, 0.0)
+        rewards = tokenwise("ReMax", batch, "token_rewards", mask)
         baselines = rowwise("ReMax", batch, "baseline_rewards", mask)
-        return {"advantages": spread(-baselines, mask).add_(returns), "returns": returns}
+        returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
+        for rows in blocks(mask):
+            tokens = bits(mask[rows], rewards)
+            following = discounted_sum(keep_bits(rewards[rows], tokens), 1.0)
+            keep_bits(following, tokens, out=returns[rows])
+            keep_bits(following.sub_(baselines[rows, None]), tokens, out=advantages[rows])
+        return {"advantages": advantages, "returns": returns}

@@ -7,8 +7,8 @@ import torch
 
 from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import check_choice, check_flag, masked, tokenwise
-from rlgraph.algorithms.masks import EPSILON, ends, keep
-from rlgraph.algorithms.scans import Packing, discounted_sum
+from rlgraph.algorithms.masks import EPSILON, bits, blocks, ends, keep_bits
+from rlgraph.algorithms.scans import Packing, discounted_sum, running_sum_
 from rlgraph.columns import Columns
 
 
@@ -52,31 +52,38 @@ class OptimalTokenBaseline:
         where = "OptimalTokenBaseline"
         mask = masked(where, batch)
         groups = groups_of(where, batch, mask)
-        returns = keep(discounted_sum(keep(tokenwise(where, batch, "token_rewards", mask), mask), 1.0), mask)
-        probabilities = tokenwise(where, batch, "old_log_probs", mask).exp()
-        energy = 1 - 2 * probabilities + tokenwise(where, batch, "sum_pi_squared", mask)
-        if self.weighted:
-            energy = energy * tokenwise(where, batch, "rollout_is_weights", mask).square()
-        weights = keep(keep(energy, mask).cumsum(-1), mask)
-        if self.align == "column":
-            return {"advantages": keep(returns - self.baselines(returns, weights, mask, groups), mask), "returns": returns}
-        packing = Packing.of(mask)
-        packed = packing.left(returns)
-        baselines = self.baselines(packed, packing.left(weights), packing.packed, groups)
-        return {"advantages": packing.back(packed - baselines), "returns": returns}
+        rewards, log_probs, squares = (tokenwise(where, batch, name, mask) for name in ("token_rewards", "old_log_probs", "sum_pi_squared"))
+        scale = tokenwise(where, batch, "rollout_is_weights", mask) if self.weighted else None
+        returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
+        weighed, weights = rewards.new_zeros(2, len(groups.sizes), mask.shape[1])  # sums of the groups
+        last = torch.empty(len(mask), dtype=torch.int32, device=mask.device)
+        parts = [(rows, Packing.of(mask[rows]) if self.align == "token" else Packing.still(mask[rows])) for rows in blocks(mask)]
+        for rows, packing in parts:
+            energy = log_probs[rows].exp().mul_(-2).add_(1).add_(squares[rows])
+            if scale is not None:
+                energy = energy * scale[rows].square()
+            weight = running_sum_(packing.left(energy.to(rewards.dtype)))
+            weight = keep_bits(weight, bits(packing.packed, weight))
+            following = discounted_sum(packing.left(rewards[rows]), 1.0)
+            weights.index_add_(0, groups.index[rows], weight)
+            weighed.index_add_(0, groups.index[rows], weight.mul_(following))
+            returns[rows] = packing.back(following)
+            last[rows] = ends(packing.packed)
+        baselines, stops = weighed.div_(weights.add_(EPSILON)), self.stops(last, groups)[:, None]
+        places = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+        for rows, packing in parts:
+            shared = keep_bits(baselines.index_select(0, groups.index[rows]), bits(places < stops[rows], rewards))
+            torch.sub(returns[rows], packing.back(shared), out=advantages[rows])
+        return {"advantages": advantages, "returns": returns}
 
-    def baselines(self, returns: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the baseline of each token `[B, T]` from returns and weights that are 0 outside of the mask."""
-        present = mask.any(-1)
-        members = groups.sum(present.long())
-        shared = (groups.sum(returns * weights) / (groups.sum(weights) + EPSILON)).index_select(0, groups.index)
+    def stops(self, last: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return the place `[B]` at which the baselines of each row stop, from the place `[B]` behind its last token."""
         # In the column variant verl counts empty rows as members of a group, in the other it does not.
-        compared = (groups.sizes if self.align == "column" else members)[groups.index] > 1
+        members = groups.sizes if self.align == "column" else groups.sum((last > 0).long())
+        stops = torch.where(members[groups.index] > 1, last, 0)
         if not self.zero_tail:
-            return torch.where(compared[:, None], shared, 0.0)
-        last = ends(mask)
+            return stops
         longest = last == groups.max(last)[groups.index]
         alone = longest & (groups.sum(longest.long()) == 1)[groups.index]
         second = groups.max(torch.where(longest, 0, last))[groups.index]
-        tail = alone[:, None] & (torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device) >= second[:, None])
-        return torch.where(compared[:, None] & ~tail, shared, 0.0)
+        return torch.where(alone, stops.minimum(second), stops)

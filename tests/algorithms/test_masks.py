@@ -28,11 +28,31 @@ def test_flags_of_a_view_are_counted() -> None:
         assert masks.count(view, -1).tolist() == [sum(row) for row in view.tolist()]
 
 
-@pytest.mark.parametrize("width", [*WIDTHS, masks.CACHED + 1])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_of_rows_are_spread_over_their_masks(width: int, dtype: torch.dtype) -> None:
-    mask, rows = flags(70, width, 0.5)[: 3 if width > masks.CACHED else 70], torch.linspace(-1, 1, 70, dtype=dtype)
-    rows = rows[: len(mask)]
+    mask, rows = flags(70, width, 0.5), torch.linspace(-1, 1, 70, dtype=dtype)
     assert torch.equal(masks.spread(rows, mask), torch.where(mask, rows[:, None], 0.0))
     assert torch.equal(masks.spread(rows, mask.T.contiguous().T), torch.where(mask, rows[:, None], 0.0))
     assert masks.spread(rows[:0], mask[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_bits_are_kept_where_numbers_are(dtype: torch.dtype) -> None:
+    mask = flags(6, 24, 0.5)
+    values = torch.where(mask, torch.randn(6, 24, generator=torch.Generator().manual_seed(0)), float("nan")).to(dtype)
+    out = torch.empty_like(values)
+    for m, v, o in ((mask, values, out), (mask.T, values.T, out.T), (mask[:, ::3], values[:, ::3], out[:, ::3])):
+        expected = masks.keep(v, m)
+        assert torch.equal(masks.keep_bits(v, masks.bits(m, v)), expected)
+        masks.keep_bits(v, masks.bits(m, v), out=o)
+        assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("width", [1, 7, masks.CACHED, masks.CACHED + 1])
+def test_blocks_hold_every_row_once_and_fit_the_cache_if_one_row_does(width: int) -> None:
+    mask = torch.zeros(1, width, dtype=torch.bool).expand(masks.CACHED // 3, width)
+    rows = [row for block in masks.blocks(mask) for row in range(block.start, min(block.stop, len(mask)))]
+    assert rows == list(range(len(mask)))
+    assert all((block.stop - block.start) * width <= max(masks.CACHED, width) for block in masks.blocks(mask))
+    assert masks.blocks(mask[:0]) == []
