@@ -1,6 +1,6 @@
-"""Predicted against measured step time, over stages that wait as long as a law says and over real tiny engines, on Ray.
+"""Predicted against measured step time, over stages that wait as long as a law says and over real engines of a small model, on Ray.
 
-    python benchmarks/prediction.py [--json PATH] [--family NAME] [--steps N]
+    python benchmarks/prediction.py [--json PATH] [--family NAME] [--steps N] [--only WORD]
 
 A profile of one configuration (depth 1, one engine each) gives the costs; they predict all other configurations of its
 kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, a reference pass here and there, uniform
@@ -9,7 +9,10 @@ tail, and the median one where every step takes as long, since a busy machine st
 
 Real engines that compute at the same time slow each other down on the cores of one small machine, which is no property of
 either: synchronous runs of them are predicted from a synchronous profile, the others from one in which they overlap. And a shared
-machine computes faster at one time than at another, so the profile is made just before each.
+machine computes faster at one time than at another, so the profile is made just before each, for another batch size of two
+sizes. Their steps take half a second to two, so that the scheduler's noise averages out, and are compared by their mean but
+for stalls, as costs are read off. What the costs of the run itself foretell is told beside it: the rest of an error is that the
+machine was faster or slower than during the profile.
 
 Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
 the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
@@ -30,15 +33,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import numpy as np
 from simulated import LONG_TAIL, UNIFORM, Loop, Times
-from tiny import WeightedLikelihood, tiny
+from tiny import WeightedLikelihood
 
 import rlgraph as rg
+from rlgraph.engines.pretrained import tiny_model
+from rlgraph.planning import stalls
 from rlgraph.runtime.dispatch import start_ray, stop_ray
 
 SLOW_REWARD = Times(reward_s=0.06)
-WARM_UP = 6  # steps that fill the pipeline and warm the engines
-PROFILED = {"uniform": 40, "long tail": 200, "real engines": 40}  # steps; a tail of lengths must have been seen to be foreseen
+REAL = "real engines"
+WARM_UP, WARM_UP_REAL = 6, 3  # steps that fill the pipeline and warm the engines
+PROFILED = {"uniform": 40, "long tail": 200, REAL: 12}  # steps; a tail of lengths must have been seen to be foreseen
+STEPS_REAL = 16  # measured, of half a second to two
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class Case:
     graph: Callable[[], rg.Graph]
     cores: int
     asynchronous: bool
+    profiled: tuple[Callable[[], rg.Graph], ...] = ()  # the sizes of batch that its costs are read off
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,13 @@ class Found:
     standard_error_s: float
     residual: float  # the share of device-seconds that nothing explains
     load: float  # of the machine, after the run
+    steady_s: float | None = None  # of real engines: the mean of the steps that were no stalls
+    own_s: float | None = None  # of real engines: the step that the costs of the run itself foretell
 
     @property
     def measured_s(self) -> float:
+        if self.steady_s is not None:
+            return self.steady_s
         return self.mean_s if self.family.startswith("long tail") else self.median_s
 
     @property
@@ -110,22 +123,30 @@ def times_of(family: str) -> Times:
     return SLOW_REWARD if family.endswith("slow reward") else Times()
 
 
-def real_graph(folder: str, depth: int, prompts: int, max_tokens: int, shared: bool = False) -> rg.Graph:
-    """GRPO of a tiny model: transformers samples, FSDP2 trains."""
-    together = rg.Pool("shared")
-    rollout_pool, train_pool = (together, together) if shared else (rg.Pool("rollout"), rg.Pool("train"))
-    sampling = rg.Sampling(max_tokens=max_tokens, ignore_eos=True)
-    generator = rg.Generator(folder, pool=rollout_pool, engine="transformers", sampling=sampling, max_context=128, dtype="float32")
-    policy = rg.Policy(folder, pool=train_pool, dtype="float32", micro_batch_tokens=1024)
-    weights = rg.feedback("weights", depth=depth)
-    items = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(40)]
-    source = rg.prompts(items, count=prompts)
-    rollout = generator.rollout(source, weights, group_size=4)
-    rewards = rg.reward(length_reward, rollout)
-    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, loss=WeightedLikelihood())
-    weights.close(step.weights)
-    return rg.Graph("tiny", step.metrics)
+@dataclass(frozen=True)
+class Real:
+    """GRPO of a small model: transformers samples, FSDP2 trains."""
+
+    folder: str
+    depth: int
+    prompts: int = 8
+    shared: bool = False
+
+    def graph(self) -> rg.Graph:
+        together = rg.Pool("shared")
+        rollout_pool, train_pool = (together, together) if self.shared else (rg.Pool("rollout"), rg.Pool("train"))
+        sampling = rg.Sampling(max_tokens=64, ignore_eos=True)
+        generator = rg.Generator(self.folder, pool=rollout_pool, engine="transformers", sampling=sampling, max_context=128, dtype="float32")
+        policy = rg.Policy(self.folder, pool=train_pool, dtype="float32", micro_batch_tokens=1024)
+        weights = rg.feedback("weights", depth=self.depth)
+        items = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(40)]
+        source = rg.prompts(items, count=self.prompts)
+        rollout = generator.rollout(source, weights, group_size=4)
+        rewards = rg.reward(length_reward, rollout)
+        advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+        step = policy.update(rollout, advantages, loss=WeightedLikelihood())
+        weights.close(step.weights)
+        return rg.Graph("small", step.metrics)
 
 
 def length_reward(responses: list[str]) -> list[float]:
@@ -133,16 +154,20 @@ def length_reward(responses: list[str]) -> list[float]:
 
 
 def real(folder: str) -> Iterator[Case]:
-    shapes = {
-        "sync, colocated on 1 core": (0, 8, 48, True),
-        "depth 0": (0, 8, 48, False),
-        "depth 1": (1, 8, 48, False),
-        "depth 2": (2, 8, 48, False),
-        "depth 0, batch 64": (0, 16, 48, False),
-        "depth 1, batch 64": (1, 16, 48, False),
+    loops = {
+        "sync, colocated on 1 core": Real(folder, depth=0, shared=True),
+        "depth 0": Real(folder, depth=0),
+        "depth 1": Real(folder, depth=1),
+        "depth 2": Real(folder, depth=2),
+        "depth 0, batch 64": Real(folder, depth=0, prompts=16),
+        "depth 1, batch 64": Real(folder, depth=1, prompts=16),
+        "depth 2, batch 64": Real(folder, depth=2, prompts=16),
     }
-    for name, (depth, prompts, tokens, shared) in shapes.items():
-        yield Case("real engines", name, lambda s=(depth, prompts, tokens, shared): real_graph(folder, *s), 1 if shared else 2, depth > 0)
+    for name, loop in loops.items():
+        base = Real(folder, depth=min(loop.depth, 1))
+        sizes = (base,) if loop.prompts == base.prompts else (base, replace(base, prompts=base.prompts // 2))
+        profiled = tuple(size.graph for size in sizes)
+        yield Case(REAL, name, loop.graph, 1 if loop.shared else 2, loop.depth > 0, profiled)
 
 
 def costs_for(case: Case, costs: rg.Costs) -> rg.Costs:
@@ -155,8 +180,10 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
     graph = case.graph()
     plan = rg.compile(graph, rg.Cluster(cpus=case.cores), costs_for(case, costs))
     with plan.launch() as job:
-        seconds = [step.seconds for step in job.steps(steps + WARM_UP)][WARM_UP:]
+        warm_up = WARM_UP_REAL if case.profiled else WARM_UP
+        seconds = [step.seconds for step in job.steps(steps + warm_up)][warm_up:]
         residual = job.bubbles().residual
+        own = rg.compile(graph, plan.cluster, job.costs()).prediction.step_s if case.profiled else None
     error = statistics.stdev(seconds) / len(seconds) ** 0.5
     predicted = plan.prediction
     return Found(
@@ -171,20 +198,27 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
         standard_error_s=error,
         residual=residual,
         load=os.getloadavg()[0],
+        steady_s=stalls.mean(np.array(seconds)) if case.profiled else None,
+        own_s=own,
     )
 
 
-def measure(cases: list[Case], profile: Callable[[str, bool], rg.Costs], steps: int) -> Iterator[Found]:
-    profiles = dict[tuple[str, bool], rg.Costs]()
+def profile(case: Case) -> rg.Costs:
+    if case.profiled:
+        return rg.profile([graph() for graph in case.profiled], rg.Cluster(cpus=2), PROFILED[case.family])
+    return rg.profile(profiled_loop(case.family).graph(), rg.Cluster(cpus=3), PROFILED[case.family.split(",")[0]])
+
+
+def measure(cases: list[Case], steps: int) -> Iterator[Found]:
+    profiles = dict[str, rg.Costs]()
     print(f"{'family':22} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
     for case in cases:
-        real = case.family == "real engines"
-        key = (case.family, case.asynchronous and real)
-        if key not in profiles or real:
-            profiles[key] = profile(*key)
-        one = measured(case, profiles[key], steps)
+        if case.profiled or case.family not in profiles:
+            profiles[case.family] = profile(case)
+        one = measured(case, profiles[case.family], STEPS_REAL if case.profiled else steps)
+        own = f"  by its own costs {one.own_s / one.measured_s - 1:+.1%}" if one.own_s is not None else ""
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
-        print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}", flush=True)
+        print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}{own}", flush=True)
         yield one
 
 
@@ -246,21 +280,16 @@ def figures(found: list[Found], steps: int, load: tuple[float, float, float]) ->
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
-    arguments.add_argument("--family", choices=["uniform", "long tail", "real engines"], help="only this one; the file keeps the others")
-    arguments.add_argument("--steps", type=int, default=100)
+    arguments.add_argument("--family", choices=["uniform", "long tail", REAL], help="only this one; the file keeps the others")
+    arguments.add_argument("--steps", type=int, default=100, help="of stages that wait")
+    arguments.add_argument("--only", default="", help="only configurations whose name has this in it")
     given = arguments.parse_args()
     ours, began, load = start_ray(), time.time(), os.getloadavg()
     found = earlier(given.json, given.family)
     with tempfile.TemporaryDirectory() as folder:
-        model = str(tiny(Path(folder)))
-
-        def profile(family: str, overlapping: bool) -> rg.Costs:
-            if family == "real engines":
-                return rg.profile(real_graph(model, int(overlapping), 8, 48), rg.Cluster(cpus=2), PROFILED[family])
-            return rg.profile(profiled_loop(family).graph(), rg.Cluster(cpus=3), PROFILED[family.split(",")[0]])
-
-        cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "")]
-        for one in measure(cases, profile, given.steps):
+        model = str(tiny_model(Path(folder) / "small", hidden=256, layers=4))
+        cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "") and given.only in case.name]
+        for one in measure(cases, given.steps):
             found.append(one)
             if given.json:  # after each, so that a run that is cut short leaves what it has
                 given.json.write_text(json.dumps(figures(found, given.steps, load), indent=1) + "\n")
