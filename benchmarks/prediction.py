@@ -9,10 +9,10 @@ tail, and the median one where every step takes as long, since a busy machine st
 
 Real engines that compute at the same time slow each other down on the cores of one small machine, which is no property of
 either: synchronous runs of them are predicted from a synchronous profile, the others from one in which they overlap. And a shared
-machine computes faster at one time than at another, so the profile is made just before each, for another batch size of two
-sizes. Their steps take half a second to two, so that the scheduler's noise averages out, and are compared by their mean but
-for stalls, as costs are read off. What the costs of the run itself foretell is told beside it: the rest of an error is that the
-machine was faster or slower than during the profile.
+machine computes faster at one time than at another, so the profile is made just before each, for another batch size of a
+smaller and a larger one: noise grows with the distance to what was measured. Their steps take half a second to two, so that the
+scheduler's noise averages out, and are compared by their mean but for stalls, as costs are read off. What the costs of the run
+itself foretell is told beside it: the rest of an error is that the machine was faster or slower than during the profile.
 
 Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
 the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
@@ -165,7 +165,7 @@ def real(folder: str) -> Iterator[Case]:
     }
     for name, loop in loops.items():
         base = Real(folder, depth=min(loop.depth, 1))
-        sizes = (base,) if loop.prompts == base.prompts else (base, replace(base, prompts=base.prompts // 2))
+        sizes = (base,) if loop.prompts == base.prompts else (base, replace(base, prompts=3 * base.prompts))
         profiled = tuple(size.graph for size in sizes)
         yield Case(REAL, name, loop.graph, 1 if loop.shared else 2, loop.depth > 0, profiled)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tail] [--tiny]
 
-For each model one way is profiled, one step off on 1 + 1 GPUs, and again with half the prompts and half the tokens. These
+For each model one way is profiled, one step off on 1 + 1 GPUs, and again with twice the prompts and twice the tokens. These
 costs predict all others: in turns on one GPU and on two, steps off, other batches and groups, longer responses, engines
 that share a GPU, parts of a batch, other passes of training. Then each runs, and its step is compared with the prediction
 made before: the mean one where lengths have a tail, else the median one. Lengths that were not profiled are told to the
@@ -74,9 +74,9 @@ class Way:
         return self.group_size * -(-self.prompts // engines)
 
     @property
-    def half(self) -> "Way":
-        """The second way that is profiled."""
-        return replace(self, prompts=self.prompts // 2, tokens=self.tokens // 2, most_tokens=self.most_tokens // 2)
+    def double(self) -> "Way":
+        """The second way that is profiled: a larger one, since what lies between two sizes is known better than what lies beyond."""
+        return replace(self, prompts=2 * self.prompts, tokens=2 * self.tokens, most_tokens=2 * self.most_tokens)
 
     @property
     def work(self) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
 def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
     """Return the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up."""
     records = []
-    for name, way in (("profile", base), ("profile of half the size", base.half)):
+    for name, way in (("profile", base), ("profile of twice the size", base.double)):
         plan = rg.compile(graph(way, models), models.cluster(way))
         record = run(f"{base.model}: {name}", plan, FEW if models.tiny else PROFILED, progress).record
         late = [span for span in record.spans if span.step >= WARM_UP - 1]  # `costs_of` leaves the first of them out
