@@ -23,7 +23,9 @@ import ray
 import torch
 
 import rlgraph as rg
-from rlgraph.channels.weights import WeightsReader
+from rlgraph.channels.shm import ShmReader
+from rlgraph.channels.staging import Staging
+from rlgraph.columns import Column
 from rlgraph.runtime.dispatch import start_ray
 
 STAGE_S, TRANSFER_S = 0.3, 0.27
@@ -35,14 +37,18 @@ class FarGenerator(fakes.VectorGenerator):
     """A generator to which weights take TRANSFER_S to come, in whichever thread receives them."""
 
     def load(self, context: Any) -> Any:
-        parts = WeightsReader.parts
+        take, fill = ShmReader.take, Staging.fill
 
-        def slow(reader: WeightsReader, version: int, timeout_s: float) -> list[dict[str, torch.Tensor]]:
-            found = parts(reader, version, timeout_s)
-            time.sleep(TRANSFER_S)
+        def slow_take(reader: ShmReader, step: int, timeout_s: float) -> dict[str, Column]:
+            found = take(reader, step, timeout_s)
+            time.sleep(TRANSFER_S if reader._end.channel.startswith("weights") else 0.0)
             return found
 
-        WeightsReader.parts = slow  # type: ignore[method-assign]
+        def slow_fill(staging: Staging, *given: Any) -> None:
+            fill(staging, *given)
+            time.sleep(TRANSFER_S)
+
+        ShmReader.take, Staging.fill = slow_take, slow_fill  # type: ignore[method-assign,assignment]
         return super().load(context)
 
 
