@@ -203,9 +203,6 @@ class Found:
         return self.predicted_s / self.measured_s - 1
 
 
-TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}
-
-
 class Progress:
     """Says at once, with the seconds since the start, what is done: a run that is cut short has told all that it knew."""
 

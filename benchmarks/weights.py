@@ -23,6 +23,7 @@ from typing import Any
 
 VERSIONS, WARM_UP = 6, 2
 STEPS_AFTER = 6  # a swap, until as many decode steps are under way as before it
+LONGEST_S = 300.0  # of one shape; a process that dies ends it at once
 SEQUENCES, KEY = 64, b"benchmark"
 
 
@@ -207,7 +208,6 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
 
 def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orders: Any, results: Any) -> list[dict[str, float]]:
     """Return how long vLLM's own NCCL transfer stops generation, for some versions."""
-
     llm = generator._engine
     orders.put("vllm")
     init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
@@ -248,7 +248,8 @@ def measure(shape: str, models: str, how: tuple[int, bool], width: int) -> dict[
         for process in processes:
             process.start()
         try:
-            while out.empty() and all(process.is_alive() for process in processes):
+            deadline = time.monotonic() + LONGEST_S
+            while out.empty() and all(process.is_alive() for process in processes) and time.monotonic() < deadline:
                 time.sleep(0.1)
             size, rows, other = out.get(timeout=10)
         finally:

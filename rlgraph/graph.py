@@ -11,6 +11,8 @@ import networkx as nx
 from rlgraph import checks
 from rlgraph.errors import GraphError
 
+BUCKET_BYTES = 512 << 20  # of weights: few buckets, so that receiving them takes little of the interpreter that decodes
+
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 
 
@@ -169,7 +171,7 @@ class Feedback:
 
 
 def feedback(
-    name: str, *, depth: int, buffers: int = 1, freshest: bool = False, bucket_bytes: int = 512 << 20, checksum: bool = False
+    name: str, *, depth: int, buffers: int = 1, freshest: bool = False, bucket_bytes: int = BUCKET_BYTES, checksum: bool = False
 ) -> Feedback:
     """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
 

@@ -71,14 +71,13 @@ def partial_diagnostics(
     log_ratio = masked_log_ratio("partial_diagnostics", log_probs, rollout_log_probs, response_mask)
     sums, rows = _policies(log_probs, rollout_log_probs, log_ratio, response_mask)
     if correction.weights is not None:
-        raw, (low, high) = correction.weights.raw(log_ratio, response_mask), correction.weights.bounds()
+        raw = correction.weights.raw(log_ratio, response_mask)
         sums["rollout_is_mean"] = correction.weights.bounded(raw).sum()
+        high, low = _beyond(correction.weights, log_ratio, raw, response_mask)
         if correction.weights.level == "sequence":
-            ratios = log_ratio.sum(-1).double().clamp(max=CLAMP).exp()
-            rows["rollout_is_ratio_fraction_high"], rows["rollout_is_ratio_fraction_low"] = ratios > high, ratios < low
+            rows["rollout_is_ratio_fraction_high"], rows["rollout_is_ratio_fraction_low"] = high, low
         else:
-            sums["rollout_is_ratio_fraction_high"] = count((raw > high) & response_mask)
-            sums["rollout_is_ratio_fraction_low"] = count((raw < low) & response_mask)
+            sums["rollout_is_ratio_fraction_high"], sums["rollout_is_ratio_fraction_low"] = count(high), count(low)
     if correction.rejections:
         rejected = response_mask & ~kept
         sums["rollout_rs_masked_fraction"] = count(rejected)
@@ -153,22 +152,36 @@ def _extremes(
     mask: torch.Tensor,
     tokens: torch.Tensor,
 ) -> Metrics:
-    low, high = weights.bounds()
+    high, low = _beyond(weights, log_ratio, raw, mask)
     if weights.level == "sequence":
-        sums = log_ratio.sum(-1)
-        ratios = sums.double().clamp(max=CLAMP).exp()
+        ratios = _ratios_of_rows(log_ratio)
         return {
             "rollout_is_max": ratios.max(),
             "rollout_is_min": ratios.min(),
-            "rollout_is_ratio_fraction_high": (ratios > high).double().mean(),
-            "rollout_is_ratio_fraction_low": (ratios < low).double().mean(),
+            "rollout_is_ratio_fraction_high": high.double().mean(),
+            "rollout_is_ratio_fraction_low": low.double().mean(),
         }
     return {
         "rollout_is_max": bounded.max(),
         "rollout_is_min": torch.where(mask, bounded, float("inf")).min(),
-        "rollout_is_ratio_fraction_high": count((raw > high) & mask) / tokens,
-        "rollout_is_ratio_fraction_low": count((raw < low) & mask) / tokens,
+        "rollout_is_ratio_fraction_high": count(high) / tokens,
+        "rollout_is_ratio_fraction_low": count(low) / tokens,
     }
+
+
+def _beyond(
+    weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which ratios are above the bounds, and which below: those of responses `[B]`, or of tokens `[B, T]`, as weights go."""
+    low, high = weights.bounds()
+    if weights.level == "sequence":
+        ratios = _ratios_of_rows(log_ratio)
+        return ratios > high, ratios < low
+    return (raw > high) & mask, (raw < low) & mask
+
+
+def _ratios_of_rows(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.sum(-1).double().clamp(max=CLAMP).exp()
 
 
 def _rejection(rejection: Rejection, distance: torch.Tensor, mask: torch.Tensor) -> Metrics:

@@ -97,14 +97,19 @@ def in_one_memory(kinds: Mapping[str, tuple[torch.Size, torch.dtype]], device: t
     return {name: device_view(memory, dtype, shape, places[name]) for name, (shape, dtype) in kinds.items()}
 
 
+def lie_together(weights: Weights) -> bool:
+    """Return whether all weights are contiguous in one memory."""
+    tensors = list(weights.values())
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)
+
+
 def _offsets(weights: Weights) -> dict[str, int]:
     return {name: int(weight.storage_offset()) * weight.itemsize for name, weight in weights.items()}
 
 
 def _whole_memory(weights: Weights) -> torch.Tensor | None:
     """Return the one memory on a GPU that all the weights lie in, as bytes; None where there is no such."""
-    tensors = list(weights.values())
-    storage = tensors[0].untyped_storage()
-    if not tensors[0].is_cuda or any(t.untyped_storage().data_ptr() != storage.data_ptr() for t in tensors):
+    first = next(iter(weights.values()))
+    if not first.is_cuda or not lie_together(weights):
         return None
-    return torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())

@@ -80,7 +80,7 @@ class WeightsReader:
         parts, self._parts = self._parts, []
         for rank, part in enumerate(parts):
             check(version, rank, part)
-        parts = [{name: rows for name, rows in part.items() if name != CHECKSUMS} for part in parts]
+        parts = [parameters(part) for part in parts]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -91,6 +91,7 @@ class _Ahead:
     readers: Sequence[Reader]
     first: int
     staging: Staging = field(default_factory=Staging)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what is staged there, checked
     read: torch.cuda.Event | None = None  # when the engine has read the buffer
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class _Ahead:
         self.staging.fill(parts, lambda rank, beyond: self.readers[rank].arrived(beyond, A_DAY_S), self.read)
         for rank, part in enumerate(self.staging.parts):
             check(version, rank, part)
+        self.weights = parameters(self.staging.weights)
         del parts
         for reader in self.readers:
             reader.release()
@@ -128,11 +130,16 @@ class _Ahead:
             raise ChannelTimeout(f"no version {version} of the weights within {timeout_s:.1f} s; the trainer has not published it")
         if self.error is not None:
             raise self.error
-        return {name: weight for name, weight in self.staging.weights.items() if name != CHECKSUMS}
+        return self.weights
 
     def free(self, read: torch.cuda.Event | None) -> None:
         self.read = read
         self.empty.release()
+
+
+def parameters(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the rows without the checksums that came along."""
+    return {name: row for name, row in rows.items() if name != CHECKSUMS}
 
 
 def check(version: int, rank: int, rows: Mapping[str, torch.Tensor]) -> None:
@@ -140,8 +147,8 @@ def check(version: int, rank: int, rows: Mapping[str, torch.Tensor]) -> None:
     if CHECKSUMS not in rows:
         return
     sent = rows[CHECKSUMS].tolist()
-    names = [name for name in rows if name != CHECKSUMS]
-    for name, here, there in zip(names, checksums(rows[name] for name in names).tolist(), sent, strict=True):
+    arrived = parameters(rows)
+    for name, here, there in zip(arrived, checksums(arrived.values()).tolist(), sent, strict=True):
         if here != there:
             raise ChannelBroken(
                 f"version {version} of the weights: parameter '{name}' of trainer rank {rank} arrived with other bits than it was sent "

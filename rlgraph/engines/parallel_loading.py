@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.channels.device import Handle, Mapped, handle_of
 from rlgraph.channels.layout import DTYPES, device_view
-from rlgraph.channels.staging import in_one_memory
+from rlgraph.channels.staging import in_one_memory, lie_together
 from rlgraph.engines import copy_plan
 from rlgraph.engines.copy_plan import same_tensors
 
@@ -49,12 +49,6 @@ def described(description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> d
     found = msgspec.msgpack.decode(description, type=Description)
     memory = mapped(found.memory)
     return {w.name: device_view(memory, DTYPES[w.dtype], torch.Size(w.shape), w.offset) for w in found.weights}
-
-
-def lie_together(weights: Weights) -> bool:
-    """Return whether all weights are contiguous in one memory."""
-    tensors = list(weights.values())
-    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)
 
 
 class SharedWeights:

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from rlgraph.graph import Due
+from rlgraph.graph import BUCKET_BYTES, Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.schedule import Reason, Schedule
 
@@ -94,7 +94,7 @@ class PlannedLoop:
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: int = BUCKET_BYTES
     checksum: bool = False
     due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
 
