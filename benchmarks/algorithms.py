@@ -86,7 +86,9 @@ def rlgraph_items(c: Columns) -> dict[str, Item]:
         return with_gradient(c["log_probs"], lambda leaf: loss(leaf, c, totals)[0])
 
     def correct(correction: alg.RolloutCorrection) -> Item:
-        return lambda: (correction.weights(*policies), correction.kept(*policies), alg.diagnostics(*policies, correction))[:1]
+        weights = correction.weights
+        assert weights is not None
+        return lambda: (weights(*policies), correction.kept(*policies), alg.diagnostics(*policies, correction))[:1]
 
     rows = c["baseline_rewards"]
     return {
@@ -185,7 +187,8 @@ def verl_losses(c: Columns) -> dict[str, Item]:
 
         def loss(leaf: torch.Tensor) -> torch.Tensor:
             torch.manual_seed(0)
-            return function(c[old], leaf, c["advantages"], mask, "token-mean", made)[0]
+            minimised: torch.Tensor = function(c[old], leaf, c["advantages"], mask, "token-mean", made)[0]
+            return minimised
 
         return with_gradient(c["log_probs"], loss)
 

@@ -67,7 +67,6 @@ def tensor(size: int) -> torch.Tensor:
     return torch.arange(size // 4, dtype=torch.int32)
 
 
-@ray.remote(num_cpus=1)
 class End:
     """One of the two workers; each method is one side of one measurement."""
 
@@ -152,7 +151,8 @@ class End:
         return x
 
     def facts(self, size: int) -> tuple[int, int]:
-        self.source, self.starts = tensor(size), []
+        self.source = tensor(size)
+        self.starts: list[float] = []
         return os.getpid(), torch.get_num_threads()
 
     def emit(self, step: int) -> torch.Tensor:
@@ -168,11 +168,11 @@ class End:
 
 def ends(environment: dict[str, str] | None = None) -> tuple[Any, Any]:
     """Return a writing and a reading worker; the environment is the writer's, whose process sizes the buffers of native edges."""
-    environment = environment or {}
+    environment, worker = environment or {}, ray.remote(num_cpus=1)(End)
     both = {key: value for key, value in environment.items() if key == ZERO_COPY}
     return (
-        End.options(runtime_env={"env_vars": environment} if environment else None).remote(),
-        End.options(runtime_env={"env_vars": both} if both else None).remote(),
+        worker.options(runtime_env={"env_vars": environment} if environment else None).remote(),
+        worker.options(runtime_env={"env_vars": both} if both else None).remote(),
     )
 
 

@@ -9,9 +9,11 @@ was imported, compiled, unpickled or run.
 
 import argparse
 import json
+import random
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "channels"))
@@ -39,8 +41,8 @@ def main() -> None:
     for name, share in SHARES.items():
         hostile.attack(name, 20, given.seed + 1)  # what is imported on first use
         total = round(given.cases * share)
-        counted, longest, since = hostile.Counter(), 0.0, time.monotonic()
-        dice = hostile.random.Random(f"{name} {given.seed}")
+        counted, longest, since = Counter[str](), 0.0, time.monotonic()
+        dice = random.Random(f"{name} {given.seed}")
         for _ in track(range(total), name):
             start = time.monotonic()
             with watch.watching():

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,7 +52,9 @@ class Score:
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Columns:
             time.sleep(self.seconds)
-            return {"ref_log_probs": torch.zeros_like(columns["values"])}
+            values = columns["values"]
+            assert isinstance(values, torch.Tensor)
+            return {"ref_log_probs": torch.zeros_like(values)}
 
         return fire
 
@@ -137,7 +140,7 @@ def main() -> None:
     ours = start_ray()
     cases: dict[str, tuple[Callable[[bool], rg.Graph], int, int]] = {
         f"depth {depth}, rollout {seconds[0]} s, reference {seconds[1]} s, update {seconds[2]} s": (
-            lambda own, depth=depth, seconds=seconds: waiting(depth, seconds, own),
+            partial(waiting, depth, seconds),
             STEPS,
             WARM_UP,
         )

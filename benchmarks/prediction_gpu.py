@@ -158,7 +158,7 @@ def graph(way: Way, models: Models) -> rg.Graph:
         pool=pool if way.shared else rg.Pool("train"),
         optimizer=rg.AdamW(lr=1e-7),
         micro_batch_tokens=way.micro_batch_tokens,
-        **({"dtype": "float32"} if models.tiny else {}),
+        dtype="float32" if models.tiny else "bfloat16",
     )
     weights = rg.feedback("weights", depth=way.depth, buffers=2 if way.depth else 1)
     prompts = rg.prompts(QUESTIONS, count=way.prompts)
@@ -242,11 +242,11 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
         at.append(time.monotonic())
         record, residual = job.record(), job.bubbles().residual
     at.append(time.monotonic())
-    parts = [after - before for before, after in pairwise(at)]
     progress.longest_s = max(progress.longest_s, at[-1] - at[0])
     seconds = " ".join(f"{step.seconds:.3f}" for step in taken)
-    progress.say("{}: launch {:.1f} s, warm-up {:.1f} s, steps {:.1f} s, end {:.1f} s; steps of {} s".format(label, *parts, seconds))
-    return Ran(taken, record, residual, parts[0], at[-1] - at[0])
+    launch, warm_up, timed, end = (after - before for before, after in pairwise(at))
+    progress.say(f"{label}: launch {launch:.1f} s, warm-up {warm_up:.1f} s, steps {timed:.1f} s, end {end:.1f} s; steps of {seconds} s")
+    return Ran(taken, record, residual, launch, at[-1] - at[0])
 
 
 def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:

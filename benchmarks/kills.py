@@ -1,7 +1,7 @@
 """SIGKILL at random times: no prompt lost, doubled or reordered, the staleness bound kept, the final weights those of an undisturbed run.
 
-    python benchmarks/faults.py here --kills 250 --json PATH    the whole run in one process, killed again and again
-    python benchmarks/faults.py ray --kills 50 --json PATH      workers, driver and Ray's own processes, on Ray
+    python benchmarks/kills.py here --kills 250 --json PATH    the whole run in one process, killed again and again
+    python benchmarks/kills.py ray --kills 50 --json PATH      workers, driver and Ray's own processes, on Ray
 
 A real tiny model is trained on the CPU, by GRPO, at depth 0, 1 and 2. When to kill and whom is drawn from `--seed`. Results are added
 to those in the file, so that a long measurement can be made in parts. `--minutes` ends a part early.
@@ -289,7 +289,7 @@ def _name(pid: int) -> str:
     except OSError:
         return "gone"
     for part, name in (
-        ("faults.py drive", "driver"),
+        ("kills.py drive", "driver"),
         ("ray::Process", "worker"),
         ("gcs_server", "gcs_server"),
         ("raylet/raylet", "raylet"),

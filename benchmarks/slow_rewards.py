@@ -1,6 +1,6 @@
 """A slow reward that works on the parts of a batch while the rest is decoded, against one that waits for the whole batch.
 
-    python benchmarks/chunks.py [--json PATH] [--rounds N]
+    python benchmarks/slow_rewards.py [--json PATH] [--rounds N]
 
 Engines are simulated: they wait. Everything else runs for real on Ray. The reward takes a third of the time of generating, the
 update nearly all of it, so that only what hides the reward reaches the bound max(generate, update) at depth 1, or

@@ -1,11 +1,11 @@
-"""The benchmark of faults, in short: a run that is killed again and again is, when it is done, the run that was not."""
+"""The benchmark of kills, in short: a run that is killed again and again is, when it is done, the run that was not."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
 def test_a_run_killed_at_random_times_loses_doubles_and_changes_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What depth and a second weight buffer hide: publishing that takes 0.9 of a step, with stages that wait instead of compute.
 
-    python benchmarks/k_step_off.py [--json PATH]
+    python benchmarks/slow_weights.py [--json PATH]
 
 Rollout and update take 0.3 s each, so a step takes at least that; the way of a version from trainer to generator takes 0.27 s.
 Everything else is real: workers, channels, weights, dispatch. Step time over whole rounds, the median of 3 runs.
