@@ -10,8 +10,8 @@ from rlgraph.engines.base import ValueLoss
 from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge, checked_guards
-from rlgraph.nodes.mini_batches import Walks, checked_walks
-from rlgraph.nodes.policy import DEFAULT_GUARDS, TOKENS, TrainedModel, Update, check_folder, check_loss
+from rlgraph.nodes.mini_batches import checked_walks
+from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,10 +51,9 @@ class Critic(TrainedModel):
         check_loss(name, loss)
         given = carried(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
-        reads = tuple(dict.fromkeys((*TOKENS, *loss.reads, *optional)))
-        operation = CriticUpdate(self, loss, checked_walks(name, inputs, epochs, mini_batches), checked_guards(name, guards), name)
-        node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
-        return Update(Output(node, "weights"), Output(node, "metrics"))
+        walks = checked_walks(name, inputs, epochs, mini_batches)
+        training = CriticUpdate(model=self, loss=loss, walks=walks, guards=checked_guards(name, guards), name=name)
+        return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,32 +70,12 @@ class Values:
         return lambda step, columns: {"values": context.engine.scores(columns)}
 
 
-@dataclass(frozen=True, eq=False)
-class CriticUpdate:
+class CriticUpdate(Training):
     """The critic's optimizer steps on a batch; the metrics tell how well its values foretold the returns."""
 
-    critic: Critic
-    loss: ValueLoss
-    walks: Walks
-    guards: Guards = DEFAULT_GUARDS
-    name: str = "critic_update"
-    work: Work = "train"
-
-    @property
-    def epochs(self) -> int:
-        """How often it walks a batch, which costs are estimated from."""
-        return self.walks.epochs
-
-    def check(self, node: Node) -> None:
-        check_folder(self.critic.path)
-
-    def start(self, context: Context) -> Stage:
-        context.engine.judge = judge = Judge(self.name, self.guards)
-        return lambda step, columns: self.fire(context, judge, columns)
-
-    def fire(self, context: Context, judge: Judge, columns: Columns) -> Fired:
+    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
-        learnt = self.walks.update(context.engine, batch, self.loss) if judge.batch(batch) else {}
+        learnt = self.learn(context, judge, batch)
         counted = {name.replace("guards/", "guards/critic_"): value for name, value in judge.metrics().items()}
         return {}, {**learnt, **counted, **_foretold(batch)}
 

@@ -1,55 +1,20 @@
 """The policy: the model that is trained, its log-probs and its update."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import PolicyLoss, Sampling, check_count
 from rlgraph.engines.packing import response_lengths
 from rlgraph.errors import GraphError
-from rlgraph.graph import Model, Node, Output, Work, declare
+from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge, checked_guards
-from rlgraph.nodes.mini_batches import Walks, checked_walks
-
-TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
-DEFAULT_GUARDS = Guards()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TrainedModel(Model):
-    """What policy, critic and reference share: FSDP2 over a Hugging Face folder, float32 master weights, `dtype` compute.
-
-    `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
-    data-parallel processes (None: one for each GPU of the pool, one on the host). `recompute` keeps only the input of each
-    layer for the backward pass: less memory, a third more time. `compiled` fuses the kernels of each layer, at a slower start.
-    """
-
-    optimizer: AdamW = field(default_factory=AdamW)
-    data_parallel: int | None = None
-    micro_batch_tokens: int = 16384
-    dtype: str = "bfloat16"
-    recompute: bool = False
-    compiled: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("micro_batch_tokens", 1), ("data_parallel", 1)):
-            count = getattr(self, name)
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < least):
-                raise GraphError(f"{type(self).__name__}({name}={count!r}): {name} is a whole number of at least {least}")
-
-    @property
-    def ranks(self) -> int | None:
-        return self.data_parallel
-
-    def load(self, context: Any) -> Any:
-        from rlgraph.engines import load
-
-        return load.policy_engine(self, context)
+from rlgraph.nodes.mini_batches import checked_walks
+from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +38,6 @@ class LogProbs:
             return {self.column: context.engine.scores(columns)}
         log_probs, squares = context.engine.scores_and_squares(columns)
         return {self.column: log_probs, "sum_pi_squared": squares}
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an update gives: new weights for a feedback edge, and the metrics of the step."""
-
-    weights: Output
-    metrics: Output
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,38 +94,26 @@ class Policy(TrainedModel):
         wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask") if c in given]
         if checked_guards(name, guards).stop_mismatch is not None:
             wanted += ["rollout_log_probs", "old_log_probs"]
-        reads = tuple(dict.fromkeys((*TOKENS, *wanted, "weight_version")))
-        walks = checked_walks(name, inputs, epochs, mini_batches)
-        operation = PolicyUpdate(self, loss, behaviour, sampling_temperature(inputs), walks, critic_warmup, guards, name)
-        node = declare(name, operation, inputs, reads=reads, writes=(), model=self)
-        return Update(Output(node, "weights"), Output(node, "metrics"))
+        training = PolicyUpdate(
+            model=self,
+            loss=loss,
+            walks=checked_walks(name, inputs, epochs, mini_batches),
+            guards=guards,
+            name=name,
+            behaviour=behaviour,
+            temperature=sampling_temperature(inputs),
+            critic_warmup=critic_warmup,
+        )
+        return training.declare(inputs, (*TOKENS, *wanted, "weight_version"))
 
 
-@dataclass(frozen=True, eq=False)
-class PolicyUpdate:
-    """The policy's optimizer steps on a batch; the metrics tell how it did."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PolicyUpdate(Training):
+    """The policy's optimizer steps on a batch; the metrics tell how it did. Ratios are taken against the column `behaviour`."""
 
-    policy: TrainedModel
-    loss: PolicyLoss
     behaviour: str
     temperature: float
-    walks: Walks
     critic_warmup: int
-    guards: Guards = DEFAULT_GUARDS
-    name: str = "update"
-    work: Work = "train"
-
-    @property
-    def epochs(self) -> int:
-        """How often it walks a batch, which costs are estimated from."""
-        return self.walks.epochs
-
-    def check(self, node: Node) -> None:
-        check_folder(self.policy.path)
-
-    def start(self, context: Context) -> Stage:
-        context.engine.judge = judge = Judge(self.name, self.guards)
-        return lambda step, columns: self.fire(context, judge, step, columns)
 
     def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
         if step < self.critic_warmup:
@@ -180,8 +125,7 @@ class PolicyUpdate:
             "response_mask": columns.get("loss_mask", mask),
             "current_version": torch.full((len(mask),), step, dtype=torch.int32),
         }
-        learnt = self.walks.update(context.engine, batch, self.loss) if judge.batch(batch) else {}
-        return {}, {**learnt, **judge.metrics(), **_sizes(columns)}
+        return {}, {**self.learn(context, judge, batch), **judge.metrics(), **_sizes(columns)}
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:
@@ -233,16 +177,3 @@ def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
             f"node '{name}' has critic_warmup={critic_warmup}, but no critic's values lead to it; leave it out, or pass advantages that "
             "are estimated with critic.values(rollout)"
         )
-
-
-def check_folder(path: str) -> None:
-    """Raise DataError for a folder that holds no model."""
-    from rlgraph.engines.pretrained import check_model
-
-    check_model(path)
-
-
-def check_loss(name: str, loss: object) -> None:
-    """Raise GraphError for what is no loss object."""
-    if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
-        raise GraphError(f"node '{name}' has loss={loss!r}; pass a loss object, as loss=rg.ClippedLoss()")

@@ -6,7 +6,8 @@ from typing import ClassVar
 from rlgraph.engines.adamw import AdamW
 from rlgraph.errors import GraphError
 from rlgraph.graph import Feedback, Node, Output, declare
-from rlgraph.nodes.policy import TOKENS, LogProbs, TrainedModel, sampling_temperature
+from rlgraph.nodes.policy import LogProbs, sampling_temperature
+from rlgraph.nodes.trained import TOKENS, TrainedModel
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

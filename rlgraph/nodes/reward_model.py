@@ -9,9 +9,9 @@ from rlgraph.engines.base import check_count
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
-from rlgraph.nodes.policy import check_folder
 from rlgraph.nodes.reward import check_column, spread
 from rlgraph.nodes.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
+from rlgraph.nodes.trained import check_folder
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

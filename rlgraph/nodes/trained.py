@@ -1,0 +1,107 @@
+"""What policy and critic share: how a model is trained, and the node that trains it on a batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlgraph.columns import Columns
+from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.base import Loss, check_count
+from rlgraph.errors import GraphError
+from rlgraph.graph import Model, Node, Output, Work, declare
+from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.guards import Guards, Judge
+from rlgraph.nodes.mini_batches import Walks
+
+TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
+DEFAULT_GUARDS = Guards()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedModel(Model):
+    """What policy, critic and reference share: FSDP2 over a Hugging Face folder, float32 master weights, `dtype` compute.
+
+    `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
+    data-parallel processes (None: one for each GPU of the pool, one on the host). `recompute` keeps only the input of each
+    layer for the backward pass: less memory, a third more time. `compiled` fuses the kernels of each layer, at a slower start.
+    """
+
+    optimizer: AdamW = field(default_factory=AdamW)
+    data_parallel: int | None = None
+    micro_batch_tokens: int = 16384
+    dtype: str = "bfloat16"
+    recompute: bool = False
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        check_count(type(self).__name__, "micro_batch_tokens", self.micro_batch_tokens, 1)
+        if self.data_parallel is not None:
+            check_count(type(self).__name__, "data_parallel", self.data_parallel, 1)
+
+    @property
+    def ranks(self) -> int | None:
+        return self.data_parallel
+
+    def load(self, context: Any) -> Any:
+        from rlgraph.engines import load
+
+        return load.policy_engine(self, context)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update gives: new weights for a feedback edge, and the metrics of the step."""
+
+    weights: Output
+    metrics: Output
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Training(ABC):
+    """The optimizer steps of a model on a batch. Policy and critic say what of it they learn from, and what they tell of it."""
+
+    model: TrainedModel
+    loss: Loss
+    walks: Walks
+    guards: Guards
+    name: str
+    work: Work = "train"
+
+    @property
+    def epochs(self) -> int:
+        """How often it walks a batch, which costs are estimated from."""
+        return self.walks.epochs
+
+    def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
+        """Declare the node; a column may be named twice."""
+        node = declare(self.name, self, inputs, reads=tuple(dict.fromkeys(reads)), writes=(), model=self.model)
+        return Update(Output(node, "weights"), Output(node, "metrics"))
+
+    def check(self, node: Node) -> None:
+        check_folder(self.model.path)
+
+    def start(self, context: Context) -> Stage:
+        context.engine.judge = judge = Judge(self.name, self.guards)
+        return lambda step, columns: self.fire(context, judge, step, columns)
+
+    @abstractmethod
+    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+        """Train on the batch of a step, and return metrics."""
+
+    def learn(self, context: Context, judge: Judge, batch: Columns) -> dict[str, float]:
+        """Take the optimizer steps on a batch, unless the guards refuse it, and return their metrics."""
+        return self.walks.update(context.engine, batch, self.loss) if judge.batch(batch) else {}
+
+
+def check_folder(path: str) -> None:
+    """Raise DataError for a folder that holds no model."""
+    from rlgraph.engines.pretrained import check_model
+
+    check_model(path)
+
+
+def check_loss(name: str, loss: object) -> None:
+    """Raise GraphError for what is no loss object."""
+    if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
+        raise GraphError(f"node '{name}' has loss={loss!r}; pass a loss object, as loss=rg.ClippedLoss()")
