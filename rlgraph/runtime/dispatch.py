@@ -191,15 +191,20 @@ def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
     end = time.monotonic() + patience_s
     while True:
         try:
-            found = ray_hosts(plan)
-            silent = [address for node, address in found[1:] if not _answers(node)]
-            if not silent:
-                return found
-            raise PlanError(f"the plan takes {len(found)} hosts, and {silent} did not answer for {patience_s:g} s; start Ray there again")
-        except PlanError:
+            return _answering_hosts(plan)
+        except PlanError as error:
             if time.monotonic() > end:
-                raise
+                raise PlanError(f"{error}; waited {patience_s:g} s") from None
         time.sleep(1.0)  # Ray has no word for a host that joins
+
+
+def _answering_hosts(plan: Plan) -> list[tuple[str, str]]:
+    """Return what `ray_hosts` does. Raises PlanError where one of them does not answer, too."""
+    found = ray_hosts(plan)
+    silent = [address for node, address in found[1:] if not _answers(node)]
+    if silent:
+        raise PlanError(f"the plan takes {len(found)} hosts, and {silent} did not answer; start Ray there again")
+    return found
 
 
 def _answers(host: str) -> bool:

@@ -23,6 +23,7 @@ from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime.checkpoint import Recovery
+from rlgraph.runtime.dispatch import returned_hosts
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
@@ -116,6 +117,8 @@ def run(cluster: RayCluster) -> None:
 
     with pytest.raises(PlanError, match="the plan takes 2 hosts, Ray has 1"), job():
         pass
+    with pytest.raises(PlanError, match=r"the plan takes 2 hosts, Ray has 1: .*; waited 1.5 s"):
+        returned_hosts(running.plan, 1.5)
 
     other = cluster.add_node(**STORE)
     with job() as again:
