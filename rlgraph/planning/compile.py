@@ -22,6 +22,7 @@ from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode
 from rlgraph.planning.roofline import device_of, roofline
 from rlgraph.planning.schedule import Event, Schedule
 from rlgraph.planning.shapes import Shapes, known
+from rlgraph.planning.wires import staged_versions, weights_wire, wire
 
 NOTHING_KNOWN: Shapes = {}
 HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
@@ -49,7 +50,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes) -> Plan:
     """Return the plan of a graph whose pools have that many devices."""
     crew, settings, schedule = scheduled(graph, cluster, counts, priced)
-    memory = needs(graph, cluster, settings, shapes, priced.lengths)
+    memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
     expected = outlook(schedule, graph.nodes, settings, priced)
@@ -185,7 +186,7 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
     for writer in graph.nodes:
         by_transport: dict[Transport, list[Node]] = {}
         for reader in graph.forward.successors(writer):
-            by_transport.setdefault("local" if home[reader.name] == home[writer.name] else _wire(crew, writer, reader), []).append(reader)
+            by_transport.setdefault("local" if home[reader.name] == home[writer.name] else wire(crew, writer, reader), []).append(reader)
         for transport, found in by_transport.items():
             needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
@@ -197,21 +198,6 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
                 PlannedChannel(name, writer.name, readers, columns, transport, held, size, parts=writer.chunks, stream=_stream(writer))
             )
     return planned
-
-
-def _wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> Transport:
-    """Return shared memory where all workers of the nodes are on one host, else TCP."""
-    names = {node.name for node in (writer, *readers)}
-    return "shm" if len({worker.host for worker in crew if names & set(worker.nodes)}) == 1 else "tcp"
-
-
-def _weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> Transport:
-    """Return how weights travel: of GPUs, by memory that readers of the same host map, and by NCCL between hosts."""
-    wire = _wire(crew, writer, *readers)
-    if on_gpus and wire == "shm":
-        return "peer"
-    names = {node.name for node in (writer, *readers)}
-    return "nccl" if wire == "tcp" and all(worker.gpus for worker in crew if names & set(worker.nodes)) else wire
 
 
 def _stream(writer: Node) -> str | None:
@@ -254,7 +240,7 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
                     before.name,
                     (after.name,),
                     (),
-                    _wire(crew, before, after),
+                    wire(crew, before, after),
                     held,
                     0,
                     "order",
@@ -298,8 +284,8 @@ def _loops(
                 bucket_bytes=feedback.bucket_bytes,
                 checksum=feedback.checksum,
                 staleness=expected.staleness(graph, feedback),
-                transport=_weights_wire(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
-                slots=max(feedback.depth, 1) if on_gpus else feedback.depth + 1,  # staging on a GPU is dear
+                transport=weights_wire(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
+                slots=staged_versions(feedback, on_gpus=on_gpus),
                 publish_s=publish_s,
                 hidden=hidden,
             )

@@ -1,16 +1,17 @@
 """Peak memory of each device and of the host, from model shapes, and the refusal of a plan that cannot fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlgraph.errors import PlanError
-from rlgraph.graph import Graph, Model, Pool
+from rlgraph.graph import Feedback, Graph, Model, Pool
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.plan import PlannedMemory
+from rlgraph.planning.plan import PlannedMemory, PlannedWorker, Transport
 from rlgraph.planning.shapes import ModelShape, Shapes
+from rlgraph.planning.wires import staged_versions, weights_wire
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
@@ -30,23 +31,30 @@ class _Need:
 
 
 def needs(
-    graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], shapes: Shapes, lengths: Lengths | None
+    graph: Graph,
+    cluster: Cluster,
+    crew: Sequence[PlannedWorker],
+    settings: Mapping[str, Setting],
+    shapes: Shapes,
+    lengths: Lengths | None,
 ) -> tuple[PlannedMemory, ...]:
     """Return the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
     found, host = [], dict[str, int]()
+    moving = [_moving(graph, feedback, crew, shapes, on_gpus=cluster.gpus > 0) for feedback in graph.feedbacks]
     for pool in (pool for pool in graph.pools if pool.cpus is None):
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
             continue
         each = [_need(graph, model, shapes[model.path], settings, lengths) for model in models]
         if cluster.gpus:
+            each += [_on_the_way(moving, model, next(settings[n.name] for n in graph.nodes if n.model is model)) for model in models]
             found.append(_on_gpu(pool, each, cluster.gpu_memory_bytes))
             continue
         for model, need in zip(models, each, strict=True):
             ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
             for what, size in [*need.stays.items(), *need.turn.items()]:
                 host[what] = host.get(what, 0) + size * ranks
-    staged = sum(_staged(graph, shapes))
+    staged = sum(weights.bytes for weights in moving if weights.transport in ("shm", "tcp"))
     if staged:
         host["weights in staging"] = staged
     if host:
@@ -112,15 +120,32 @@ def _longest_of(model: Model, lengths: Lengths | None) -> float:
     return float(bound) if bound else responses + (lengths.prompt_tokens if lengths else PROMPT_TOKENS)
 
 
-def _staged(graph: Graph, shapes: Shapes) -> Iterator[int]:
-    """Yield the bytes of shared memory that hold the versions of each feedback edge."""
-    for feedback in graph.feedbacks:
-        assert feedback.source is not None
-        source = feedback.source.node.model
-        if source is not None and source.path in shapes:
-            reader = readers(graph, feedback)[0].model
-            itemsize = ITEMSIZE.get(str(getattr(reader, "dtype", "bfloat16")), 2)
-            yield (feedback.depth + 1) * shapes[source.path].parameters * itemsize
+@dataclass(frozen=True)
+class _Moving:
+    """Weights on their way along a feedback edge: all versions that are staged at once."""
+
+    source: Model | None
+    readers: tuple[Model | None, ...]
+    transport: Transport
+    bytes: int
+
+
+def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], shapes: Shapes, *, on_gpus: bool) -> _Moving:
+    assert feedback.source is not None
+    writer, reading = feedback.source.node, readers(graph, feedback)
+    itemsize = ITEMSIZE.get(str(getattr(reading[0].model, "dtype", "bfloat16")), 2)
+    parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
+    size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
+    return _Moving(writer.model, tuple(n.model for n in reading), weights_wire(crew, writer, reading, on_gpus=on_gpus), size)
+
+
+def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> _Need:
+    """Return what weights take that move from GPU to GPU: each rank that trains stages its rows, and NCCL brings all of them into
+    memory of the GPU that reads, of an engine over several GPUs the first."""
+    staged = sum(w.bytes for w in moving if w.source is model and w.transport in ("peer", "nccl")) // setting.engines
+    carried = sum(w.bytes for w in moving if model in w.readers and w.transport == "nccl")
+    parts = {"weights in staging": staged, "weights carried by NCCL": carried}
+    return _Need({what: size for what, size in parts.items() if size}, {}, 0)
 
 
 def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
@@ -141,4 +166,5 @@ FIXES = {
     "activations": "lower micro_batch_tokens, or set recompute=True",
     "keys and values": "lower max_context or max_tokens",
     "weights in staging": "lower depth, or use a smaller model",
+    "weights carried by NCCL": "put who trains and who generates on one host, lower depth, or use a smaller model",
 }

@@ -121,9 +121,9 @@ def _drafts(
                 left_out[f"staleness {depth} is above max_staleness={max_staleness}"] += 1
                 continue
             for counts in splits(graph, cluster):
-                _, placed, schedule = scheduled(graph, cluster, counts, priced)
+                crew, placed, schedule = scheduled(graph, cluster, counts, priced)
                 try:
-                    check_memory(graph.name, needs(graph, cluster, placed, shapes, priced.lengths))
+                    check_memory(graph.name, needs(graph, cluster, crew, placed, shapes, priced.lengths))
                 except PlanError as refused:
                     left_out[str(refused)] += 1
                     continue

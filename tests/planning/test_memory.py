@@ -38,12 +38,21 @@ def folder(path: Path, config: dict[str, object]) -> str:
     return str(path)
 
 
-def loop(model: str, *, tensor_parallel: int = 1, micro_batch_tokens: int = 16384, shared: bool = False, buffers: int = 1) -> rg.Graph:
+def loop(
+    model: str,
+    *,
+    tensor_parallel: int = 1,
+    micro_batch_tokens: int = 16384,
+    shared: bool = False,
+    buffers: int = 1,
+    depth: int = 1,
+    pools: tuple[rg.Pool, rg.Pool] | None = None,
+) -> rg.Graph:
     together = rg.Pool("shared")
-    rollout_pool, train_pool = (together, together) if shared else (rg.Pool("rollout"), rg.Pool("train"))
+    rollout_pool, train_pool = (together, together) if shared else pools or (rg.Pool("rollout"), rg.Pool("train"))
     generator = rg.Generator(model, pool=rollout_pool, tensor_parallel=tensor_parallel, max_context=4096)
     policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True)
-    weights = rg.feedback("weights", depth=0 if shared else 1, buffers=buffers)
+    weights = rg.feedback("weights", depth=0 if shared else depth, buffers=buffers)
     prompts = rg.prompts([{"prompt": "1"}], count=16)
     rollout = generator.rollout(prompts, weights, group_size=8)
     rewards = rg.reward(no_reward, rollout)
@@ -83,7 +92,8 @@ def test_training_states_are_sharded_and_an_engine_holds_its_weights(tmp_path: P
     assert (train["weights"], train["optimizer"], train["gradients"]) == (4 * count // 4, 8 * count // 4, 4 * count // 4)
     assert rollout["engine's weights"] == count  # 2 bytes each on 2 GPUs
     assert rollout["keys and values"] == pytest.approx(64 * 4096 * 147456 / 2)
-    assert parts(plan, "host")["weights in staging"] == 2 * 2 * count
+    assert train["weights in staging"] == 2 * count // 4  # of depth 1 one version, 2 bytes each
+    assert "host" not in {need.place for need in plan.memory}
 
 
 def test_a_second_buffer_is_a_second_copy_of_the_weights(tmp_path: Path) -> None:
@@ -96,6 +106,31 @@ def test_a_second_buffer_of_an_engine_over_gpus_lies_on_the_first_of_them(tmp_pa
     model = folder(tmp_path / "m", QWEN3_8B)
     plan = rg.compile(loop(model, tensor_parallel=2, buffers=2), rg.Cluster(gpus=8))
     assert parts(plan, "a GPU of 'rollout'")["engine's weights"] == 3 * ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("depth", "buffers", "copies"), [(0, 1, 2), (1, 1, 2), (1, 2, 3), (2, 2, 4)])
+def test_weights_from_another_host_are_carried_into_memory_of_the_generator(tmp_path: Path, depth: int, buffers: int, copies: int) -> None:
+    model, cluster = folder(tmp_path / "m", QWEN3_8B), rg.Cluster(gpus=16, cpus=64)
+    apart = loop(model, depth=depth, buffers=buffers, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=8)))
+    near = loop(model, depth=depth, buffers=buffers, pools=(rg.Pool("rollout", gpus=4), rg.Pool("train", gpus=4)))
+    plan, one_host = rg.compile(apart, cluster), rg.compile(near, cluster)
+    assert [p.loops[0].transport for p in (plan, one_host)] == ["nccl", "peer"]
+    count = ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    there, here = (parts(p, "a GPU of 'rollout'") for p in (plan, one_host))
+    assert there["weights carried by NCCL"] == plan.loops[0].slots * 2 * count
+    assert there["weights carried by NCCL"] + there["engine's weights"] == copies * 2 * count
+    assert "weights carried by NCCL" not in here
+    assert parts(plan, "a GPU of 'train'")["weights in staging"] == plan.loops[0].slots * 2 * count // 8
+
+
+def test_a_generator_without_room_for_weights_of_another_host_is_refused_with_what_they_take(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    graph = loop(model, depth=3, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=8)))
+    with pytest.raises(
+        PlanError, match=r"at least 61\.\d GiB on a GPU of 'rollout', which has 60\.0 GiB: .*weights carried by NCCL 45\.8 GiB"
+    ):
+        rg.compile(graph, rg.Cluster(gpus=16, cpus=64, gpu_memory_bytes=60 * GIB))
+    rg.compile(graph, rg.Cluster(gpus=16, cpus=64, gpu_memory_bytes=64 * GIB))
 
 
 def test_models_of_one_pool_take_turns_with_what_only_their_own_nodes_need(tmp_path: Path) -> None:
@@ -137,7 +172,7 @@ def test_tune_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     def build(tensor_parallel: int) -> rg.Graph:
         return loop(model, tensor_parallel=tensor_parallel)
 
-    found = rg.tune(build, rg.Cluster(gpus=32, gpu_memory_bytes=15 * GIB), tensor_parallel=(1, 4))
+    found = rg.tune(build, rg.Cluster(gpus=32, gpus_per_node=32, gpu_memory_bytes=15 * GIB), tensor_parallel=(1, 4))
     assert {tuned.settings["tensor_parallel"] for tuned in found} == {4}
     assert any("raise tensor_parallel" in reason for reason in found.left_out)
 

@@ -1,0 +1,29 @@
+"""How what a node writes travels to its readers, from where their workers run, and how many versions of weights wait on the way."""
+
+from collections.abc import Sequence
+
+from rlgraph.graph import Feedback, Node
+from rlgraph.planning.plan import PlannedWorker, Transport
+
+
+def wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> Transport:
+    """Return shared memory where all workers of the nodes are on one host, else TCP."""
+    return "shm" if len({worker.host for worker in _of(crew, writer, *readers)}) == 1 else "tcp"
+
+
+def weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> Transport:
+    """Return how weights travel: of GPUs, by memory that readers of the same host map, and by NCCL between hosts."""
+    found = wire(crew, writer, *readers)
+    if on_gpus and found == "shm":
+        return "peer"
+    return "nccl" if found == "tcp" and all(worker.gpus for worker in _of(crew, writer, *readers)) else found
+
+
+def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
+    """Return how many versions of the weights are staged at once, at most."""
+    return max(feedback.depth, 1) if on_gpus else feedback.depth + 1  # on a GPU memory is dear
+
+
+def _of(crew: Sequence[PlannedWorker], *nodes: Node) -> list[PlannedWorker]:
+    names = {node.name for node in nodes}
+    return [worker for worker in crew if names & set(worker.nodes)]
