@@ -187,11 +187,7 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
     longest = np.array([max(tokens[key].response_tokens) for key in both], dtype=float)
     total = np.array([sum(tokens[key].response_tokens) for key in both], dtype=float)
     prompts = np.array([tokens[key].prompt_tokens for key in both], dtype=float)
-    columns = {"step_s": longest, "sequence_s": total}
-    if prompts.any():
-        columns["prefill_s"] = prompts
-    if not prompts.any() or _varies(prompts):
-        columns["start_s"] = np.ones_like(seconds)
+    columns = _told_apart({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
     found = _fewest(columns, seconds)
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
     fitted = _fitted(columns, found)
@@ -203,6 +199,18 @@ def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> 
     steps = np.array([step for _, step in keys])
     each = np.unique(steps)
     return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])
+
+
+def _told_apart(columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the columns but for those that are nothing, or hardly differ from a multiple of one before them.
+
+    Which of two such columns fits better would be noise: the first one stands for both.
+    """
+    kept: dict[str, Array] = {}
+    for name, column in columns.items():
+        if column.any() and all(_varies(column / np.maximum(other, 1e-30)) for other in kept.values()):
+            kept[name] = column
+    return kept
 
 
 def _varies(values: Array) -> bool:

@@ -84,6 +84,27 @@ def test_two_sizes_of_batch_tell_what_is_constant_from_what_grows() -> None:
     assert costs.lengths == Lengths.measured([50], PROMPT_TOKENS)
 
 
+def claimed(sizes: tuple[int, ...], seed: int) -> set[str]:
+    """Return what decoding is said to take, after noisy runs with batches of these sizes whose responses are equally long."""
+    chance = np.random.default_rng(seed)
+
+    def noisy(event: str, lengths: list[int]) -> float:
+        return by_length(event, lengths) * chance.uniform(0.95, 1.05)
+
+    def recorded(size: int) -> Record:
+        plan, spans, sampled = run_of(Loop(depth=1, rows=size * Loop().rows), noisy, lengths=Lengths((0.0, 1.0), (50.0, 50.0)))
+        return Record(plan, spans, [replace(s, prompt_tokens=s.prompt_tokens + int(chance.integers(9))) for s in sampled])
+
+    decode = law(costs_of([recorded(size) for size in sizes]), "rollout").decode
+    assert decode is not None
+    return {name for name in ("step_s", "sequence_s", "prefill_s", "start_s") if getattr(decode, name)}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((1,), {"step_s"}), ((1, 2), {"step_s", "sequence_s"})])
+def test_where_all_lengths_are_equal_time_is_of_decoding_whatever_the_noise(sizes: tuple[int, ...], expected: set[str]) -> None:
+    assert [claimed(sizes, seed) for seed in range(10)] == [expected] * 10
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(depth: int) -> None:
     plan, spans, sampled = run_of(Loop(depth=depth), by_length, late_s=0.02)
