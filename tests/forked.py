@@ -1,4 +1,7 @@
-"""Workers as forked processes, without Ray: all else is a job's own. Starting one takes milliseconds, so faults can be many."""
+"""Workers as forked processes, without Ray: all else is a job's own. Starting one takes milliseconds, so faults can be many.
+
+The server that they are forked from has imported torch and transformers once, which a process of its own takes seconds for.
+"""
 
 import multiprocessing
 import os
@@ -21,7 +24,18 @@ from rlgraph.runtime.tasks import WorkerSetup
 
 server = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # to preload
-server.set_forkserver_preload(["torch", "rlgraph.runtime.process", "rlgraph.nodes.rollout", "fakes", "forked"])
+server.set_forkserver_preload(
+    [
+        "rlgraph.runtime.process",
+        "rlgraph.nodes.rollout",
+        "rlgraph.engines.fsdp",
+        "rlgraph.engines.transformers",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+        "fakes",
+        "forked",
+    ]
+)
 
 
 def serve(pickled: bytes, driver: str) -> None:

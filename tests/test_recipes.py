@@ -1,41 +1,61 @@
-"""Every recipe runs: two steps on a tiny random model, as a program of its own, from a fresh folder."""
+"""Every recipe runs: two steps on a tiny random model, from a fresh folder. Two do so on Ray, as programs of their own.
+
+The workers of the others are forked: what differs between recipes is their graphs, for which Ray starts the same processes.
+"""
 
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
+from rlgraph.errors import RlgraphError
+from rlgraph.runtime.dispatch import DISPATCHES
+
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))}
 MORE = {"ppo": ["critic_warmup=1"]}  # so that the second of two steps trains the policy
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
 
 
-def run(recipe: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(recipe), *arguments], cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Do in this process what `python recipes/NAME.py ARGUMENTS` does."""
+    recipe = RECIPES[name]
+    monkeypatch.setattr(sys, "argv", [str(recipe), *arguments])
+    monkeypatch.syspath_prepend(recipe.parent)
+    runpy.run_path(str(recipe), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "tools"])
+def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    run(name, monkeypatch, *TINY, *MORE.get(name, []), "out=run")
+    assert_complete(tmp_path, capsys.readouterr().out)
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_leaves_its_metrics_pictures_and_timelines(recipe: Path, tmp_path: Path) -> None:
-    found = run(recipe, tmp_path, *TINY, *MORE.get(recipe.stem, []), "out=run")
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize(("name", "engine"), [pytest.param("one_step_off", "vllm", marks=pytest.mark.vllm), ("tools", "transformers")])
+def test_a_recipe_is_a_program_that_runs_on_ray(name: str, engine: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(RECIPES[name]), *TINY, f"engine={engine}", "out=run"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert_complete(tmp_path, ended.stdout)
+
+
+def assert_complete(folder: Path, said: str) -> None:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["staleness"] <= line["step"] for line in lines)
     assert {"critic/rewards/mean", "actor/pg_loss", "timing_s/gen", "timing_s/update_actor"} <= set(lines[0]) | set(lines[1])
     for name in ("run.html", "run.json", "graph.svg", "reward.svg", "plan.json", "costs.yaml", "trace.json", "timeline.json"):
-        assert f"run/{name}" in found.stdout
-        assert (tmp_path / "run" / name).stat().st_size > 0
-
-
-@pytest.mark.ray
-@pytest.mark.vllm
-def test_the_one_step_off_recipe_runs_on_vllm(tmp_path: Path) -> None:
-    recipe = next(path for path in RECIPES if path.stem == "one_step_off")
-    found = run(recipe, tmp_path, *TINY, "engine=vllm", "out=run")
-    assert found.returncode == 0, found.stdout + found.stderr
+        assert f"run/{name}" in said
+        assert (folder / "run" / name).stat().st_size > 0
 
 
 WRONG = {
@@ -53,10 +73,24 @@ WRONG = {
 }
 
 
+class Started(Exception):
+    """Something was started."""
+
+
+def begin(self: object) -> None:
+    raise Started
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_bad_settings_end_with_a_clear_error_before_anything_starts(name: str, tmp_path: Path) -> None:
+def test_bad_settings_end_with_a_clear_error_before_anything_starts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, message = WRONG[name]
-    found = run(next(path for path in RECIPES if path.stem == "one_step_off"), tmp_path, *arguments)
-    assert found.returncode != 0
-    assert message in found.stderr
-    assert "Ray" not in found.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", begin)
+    with pytest.raises(RlgraphError, match=re.escape(message)):
+        run("one_step_off", monkeypatch, *arguments)
+
+
+def test_a_recipe_says_its_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("one_step_off", monkeypatch, "--help")
+    assert "depth: 1\n" in capsys.readouterr().out
