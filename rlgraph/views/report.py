@@ -15,6 +15,7 @@ from rlgraph.views.text import text
 from rlgraph.views.tracks import last_steps, predicted_steps, tracks
 
 SHOWN_STEPS = 6  # of the timeline
+COLUMNS = (7, 4, 2)  # of tiles, on pages of three widths
 POINTS = 240  # of a curve; longer runs are shown as means of as many steps each
 LEAST = 0.005  # of a pool's time: smaller rows are told together
 REWARD = "critic/rewards/mean"
@@ -74,7 +75,7 @@ def page(run: Run) -> str:
         "<nav>",
         *(f'<a href="#{key}">{name}</a>' for key, name, _ in sections),
         "</nav>",
-        f'<div class="tiles">{"".join(_tiles(run))}</div>',
+        _tiled(list(_tiles(run))),
         *(f'<section id="{key}"><h2>{name}</h2>{"".join(drawn(run))}</section>' for key, name, drawn in sections),
         "<footer>Drawn by rlgraph. This file holds all that it shows.</footer>",
     ]
@@ -86,6 +87,18 @@ def page(run: Run) -> str:
     )
 
 
+def _tiled(tiles: Sequence[str]) -> str:
+    """Return the tiles, and for pages where at most so many go beside one another, how rows of equal number become full.
+
+    The first tile takes the room of those that a last row would lack.
+    """
+    layout = []
+    for most in COLUMNS:
+        columns = math.ceil(len(tiles) / math.ceil(len(tiles) / most))
+        layout.append(f"--of-{most}:{columns};--first-of-{most}:{1 + -len(tiles) % columns}")
+    return f'<div class="tiles" style="{";".join(layout)}">{"".join(tiles)}</div>'
+
+
 def _tiles(run: Run) -> Iterator[str]:
     seconds = sorted(run.values("timing_s/step"))
     if seconds:
@@ -93,7 +106,7 @@ def _tiles(run: Run) -> Iterator[str]:
         yield _tile("a step", words.seconds(run.step_s), f"median of {len(seconds)}; {words.seconds(least)} to {words.seconds(most)}")
     if run.priced is not None:
         predicted = run.priced.prediction.step_s
-        yield _tile("predicted from its nodes", words.seconds(predicted), _off(predicted, run.step_s))
+        yield _tile("predicted", words.seconds(predicted), f"from its nodes {_off(predicted, run.step_s)}")
     rewards = run.values(REWARD)
     if rewards:
         part = max(len(rewards) // 10, 1)
@@ -112,7 +125,7 @@ def _tile(name: str, value: str, note: str) -> str:
 
 
 def _off(predicted: float, measured: float) -> str:
-    return f"measured {(measured - predicted) / predicted:+.1%}" if predicted else ""
+    return f"(measured {(measured - predicted) / predicted:+.1%})" if predicted else ""
 
 
 def _advice(run: Run) -> Iterator[str]:
@@ -215,7 +228,7 @@ def _predicted(run: Run) -> Iterator[str]:
     if run.priced is not None:
         yield (
             f"<p>From the measured seconds of its nodes a step is predicted to take <b>{words.seconds(run.priced.prediction.step_s)}</b>; "
-            f"it took <b>{words.seconds(run.step_s)}</b> ({_off(run.priced.prediction.step_s, run.step_s)}).</p>"
+            f"it took <b>{words.seconds(run.step_s)}</b> {_off(run.priced.prediction.step_s, run.step_s)}.</p>"
         )
     yield '<table><thead><tr><th>what</th><th class="n">predicted</th><th class="n">measured (median)</th><th class="n">80 % lie in</th>'
     yield '<th class="n">measured / predicted</th><th class="n">firings</th></tr></thead><tbody>'

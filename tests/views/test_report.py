@@ -187,6 +187,13 @@ for (const svg of document.querySelectorAll("svg")) {
     if (at.left < whole.left - 1 || at.right > whole.right + 1) seen.push("outside: " + text.textContent);
   }
 }
+const rows = new Map();
+for (const tile of document.querySelectorAll(".tile")) rows.set(tile.offsetTop, [...(rows.get(tile.offsetTop) ?? []), tile]);
+const edge = (tile, side) => Math.round(tile.getBoundingClientRect()[side]);
+const ends = [...rows.values()].map((row) => edge(row[0], "left") + " " + edge(row.at(-1), "right"));
+if (new Set(ends).size !== 1) seen.push("rows of tiles from and to " + ends);
+const most = Math.max(...[...rows.values()].map((row) => row.length));
+if ([...rows.values()].some((row) => row.length < most - 1)) seen.push("rows of tiles are of different lengths");
 const light = (colour) => {
   const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
@@ -226,8 +233,14 @@ def in_browser(text: str, folder: Path, width: int, dark: bool) -> tuple[dict[st
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (500, False)], ids=["light", "dark", "narrow"])
-def test_a_browser_draws_all_of_a_report_readably_and_its_console_stays_empty(run: Run, tmp_path: Path, width: int, dark: bool) -> None:
+@pytest.mark.parametrize(
+    ("plan", "width", "dark"),
+    [("ppo", 1280, False), ("ppo", 1280, True), ("one_step_off", 1280, False), ("one_step_off", 1000, False), ("one_step_off", 500, False)],
+)
+def test_a_browser_draws_all_of_a_report_readably_and_its_console_stays_empty(
+    plans: dict[str, Plan], tmp_path: Path, plan: str, width: int, dark: bool
+) -> None:
+    run = played(plans[plan], 40, scale=1.1, priced=slower(plans[plan], 1.1), tail=5.0)
     found, console = in_browser(page(run), tmp_path, width, dark)
     assert console == ""
     assert found["seen"] == []
