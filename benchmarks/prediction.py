@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
+from accuracy import accuracy, summary
 from simulated import LONG_TAIL, UNIFORM, Loop, Times
 from tiny import WeightedLikelihood
 
@@ -222,29 +223,23 @@ def measure(cases: list[Case], steps: int) -> Iterator[Found]:
         yield one
 
 
-def signs(found: list[Found]) -> tuple[int, int]:
-    """Return in how many pairs of a synchronous and an asynchronous configuration the prediction names the faster one, and of how many."""
-    right = pairs = 0
-    for one in found:
-        for other in found:
-            same = one.family == other.family and not one.asynchronous and other.asynchronous
-            if same and comparable(one.name, other.name):
-                pairs += 1
-                right += (one.predicted_s > other.predicted_s) == (one.measured_s > other.measured_s)
-    return right, pairs
+def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
+    """Return each synchronous configuration with each asynchronous one that does the same work on equally many devices."""
+    return [
+        (one, other)
+        for one in found
+        for other in found
+        if one.family == other.family and not one.asynchronous and other.asynchronous and comparable(one.name, other.name)
+    ]
 
 
-def choices(found: list[Found]) -> dict[str, float]:
-    """Return, for each family and number of devices, the measured step of the predicted best over that of the measured best."""
+def works(found: list[Found]) -> dict[str, list[Found]]:
+    """Return the configurations that do the same work, by family and number of devices."""
     groups: dict[str, list[Found]] = {}
     for one in found:
         if not any(word in one.name for word in ("batch", "reference")):
             groups.setdefault(f"{one.family}, {one.devices} devices", []).append(one)
-    return {
-        name: min(group, key=lambda one: one.predicted_s).measured_s / min(one.measured_s for one in group)
-        for name, group in groups.items()
-        if len(group) > 1
-    }
+    return groups
 
 
 def comparable(sync: str, asynchronous: str) -> bool:
@@ -261,18 +256,11 @@ def earlier(path: Path | None, family: str | None) -> list[Found]:
 
 
 def figures(found: list[Found], steps: int, load: tuple[float, float, float]) -> dict[str, Any]:
-    errors = [abs(one.error) for one in found]
-    right, pairs = signs(found)
     return {
         "machine": {"cores": rg.local_cluster().cpus, "load_before": load, "load_after": os.getloadavg()},
         "steps": steps,
         "profiled_steps": PROFILED,
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "signs_right": right,
-        "signs": pairs,
-        "worst_residual": max(one.residual for one in found),
-        "predicted best over measured best": choices(found),
+        **accuracy(found, pairs(found), works(found)),
         "configurations": [{**asdict(one), "measured_s": one.measured_s, "error": one.error} for one in found],
     }
 
@@ -295,12 +283,8 @@ def main() -> None:
                 given.json.write_text(json.dumps(figures(found, given.steps, load), indent=1) + "\n")
     if ours:
         stop_ray()
-    errors = [abs(one.error) for one in found]
-    right, pairs = signs(found)
-    print(f"{len(found)} configurations: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    print(f"device-seconds not explained: at most {max(one.residual for one in found):.3%}")
-    print("; ".join(f"{name}: the predicted best takes {ratio:.3f} of the best" for name, ratio in choices(found).items()))
-    print(f"the faster of sync and async named in {right} of {pairs} pairs; {time.time() - began:.0f} s, load {load[0]:.1f} before")
+    print(summary(figures(found, given.steps, load)))
+    print(f"{time.time() - began:.0f} s, load {load[0]:.1f} before")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accuracy import accuracy, summary
 from overlap import QUESTIONS, parity
 from shapes import VOCAB, random_model
 from weights import machine
@@ -310,39 +311,27 @@ def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: 
             yield one
 
 
-def signs(found: list[Found]) -> tuple[int, int]:
-    """Return in how many pairs of a synchronous and an asynchronous way to do the same work the faster was foretold, and of how many."""
-    pairs = [(a, b) for a in found for b in found if a.way.depth == 0 < b.way.depth and a.way.work == b.way.work]
-    return sum((a.predicted_s > b.predicted_s) == (a.measured_s > b.measured_s) for a, b in pairs), len(pairs)
+def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
+    """Return each synchronous way to do a work with each asynchronous one."""
+    return [(a, b) for a in found for b in found if a.way.depth == 0 < b.way.depth and a.way.work == b.way.work]
 
 
-def choices(found: list[Found]) -> dict[str, float]:
-    """Return, for each work done in several ways, the measured step of the one foretold to be best over that of the best."""
-    groups: dict[tuple[Any, ...], list[Found]] = {}
+def works(found: list[Found]) -> dict[str, list[Found]]:
+    """Return the ways to do each work."""
+    groups: dict[str, list[Found]] = {}
     for one in found:
-        groups.setdefault(one.way.work, []).append(one)
-    return {
-        f"{model}, {prompts} x {group} of {tokens} tokens, {gpus} GPUs": min(ways, key=lambda one: one.predicted_s).measured_s
-        / min(one.measured_s for one in ways)
-        for (model, prompts, group, tokens, gpus), ways in groups.items()
-        if len(ways) > 1
-    }
+        model, prompts, group, tokens, gpus = one.way.work
+        groups.setdefault(f"{model}, {prompts} x {group} of {tokens} tokens, {gpus} GPUs", []).append(one)
+    return groups
 
 
 def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
     """Return what the file holds."""
-    errors = [abs(one.error) for one in found]
-    right, pairs = signs(found)
     return {
         "profiled_steps": PROFILED,
         "costs": {model: yaml.safe_load(written(each)) for model, each in costs.items()},
         "configurations_measured": len(found),
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "signs_right": right,
-        "signs": pairs,
-        "worst_residual": max(one.residual for one in found),
-        "predicted best over measured best": choices(found),
+        **accuracy(found, pairs(found), works(found)),
         "configurations": [{**asdict(one), "error": one.error} for one in found],
     }
 
@@ -370,12 +359,7 @@ def main() -> None:
         stop_ray()
     if not found:
         raise SystemExit("no configuration ran: nothing has these words, or there was no time")
-    told = figures(found, costs)
-    print(f"{len(found)} configurations: median error {told['median_error']:.1%}, worst {told['worst_error']:.1%}")
-    print(
-        f"the faster of sync and async foretold in {told['signs_right']} of {told['signs']} pairs; {told['worst_residual']:.3%} unexplained"
-    )
-    print("; ".join(f"{work}: {ratio:.3f} of the best" for work, ratio in told["predicted best over measured best"].items()))
+    print(summary(figures(found, costs)))
 
 
 if __name__ == "__main__":
