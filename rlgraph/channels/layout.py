@@ -92,7 +92,8 @@ class Layout:
             ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
             if on_device:
                 self.device = column.device
-        self.host_size, self.device_size = ends[False], ends[True]
+        # Also columns without an element need memory there, since it is what says where they lie.
+        self.host_size, self.device_size = ends[False], ends[True] or (ALIGNMENT if self.apart else 0)
         self.tensors = len(self.host) + len(self.apart)
 
     def header(self, handle: Handle | None) -> bytes:
@@ -108,9 +109,9 @@ class Laid:
         self.size = size_of(layout, header)
         segment[: self.header] = header
         start = _aligned(self.header)
-        room = torch.empty(0, dtype=torch.uint8, device=layout.device) if memory is None else memory
         self._views = {p.name: _view(segment, p.dtype, p.shape, start + p.offset) for p in layout.host}
-        self._views |= {p.name: device_view(room, p.dtype, p.shape, p.offset) for p in layout.apart}
+        if memory is not None:
+            self._views |= {p.name: device_view(memory, p.dtype, p.shape, p.offset) for p in layout.apart}
         self._buckets: tuple[int | None, list[Bucket]] = (0, [])
 
     def write(self, columns: Columns, bucket_bytes: int | None = None) -> Iterator[int]:
@@ -198,13 +199,14 @@ def read(slot: mmap, header: int, size: int, mapped: Mapped, carried: torch.Tens
         if isinstance(entry, TextColumn):
             columns[entry.name] = entry.rows
         elif isinstance(entry, TensorColumn):
-            on_device = entry.on_device and memory is not None
-            _check(entry, memory.numel() if on_device and memory is not None else size - start)
-            dtype, shape = DTYPES[entry.dtype], torch.Size(entry.shape)
-            if on_device and memory is not None:
-                columns[entry.name] = device_view(memory, dtype, shape, entry.offset)
+            if not entry.on_device:
+                _check(entry, size - start)
+                columns[entry.name] = _view(slot, DTYPES[entry.dtype], torch.Size(entry.shape), start + entry.offset)
+            elif memory is not None:
+                _check(entry, memory.numel())
+                columns[entry.name] = device_view(memory, DTYPES[entry.dtype], torch.Size(entry.shape), entry.offset)
             else:
-                columns[entry.name] = _view(slot, dtype, shape, start + entry.offset)
+                raise Malformed(f"column '{entry.name}' lies on a GPU, and no memory of one came with the message")
     return columns
 
 

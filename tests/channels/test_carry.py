@@ -63,6 +63,18 @@ def test_messages_whose_size_changes_cross_with_text_and_with_nothing_beside(car
         reader.release()
 
 
+@pytest.mark.parametrize("beside", [{}, {"x": torch.arange(5)}, {"who": ["text"]}], ids=["alone", "beside another", "beside text"])
+def test_a_column_without_an_element_arrives_in_the_memory_of_what_is_carried(carried: Any, beside: dict[str, Any]) -> None:
+    writer, [reader] = carried()
+    for step, shape in enumerate([(0,), (2, 0), (0, 3)]):
+        writer.put(step, {**beside, "empty": torch.ones(shape)}, LONG)
+        empty = reader.take(step, LONG)["empty"]
+        assert empty.shape == shape
+        assert empty.untyped_storage().data_ptr() in {memory.data_ptr() for memory in reader._carried.values()}
+        del empty
+        reader.release()
+
+
 def test_a_message_too_long_for_the_buffers_of_tcp_does_not_lock_out_the_one_before_it(carried: Any) -> None:
     writer, [reader] = carried(slots=2)
     text = ["long " * 5_000_000]
