@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+import forked
 import torch
 
 import rlgraph as rg
@@ -69,6 +70,11 @@ def bits(step: Step) -> dict[str, float]:
 
 def on_ray(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
     with plan(graph).launch() as job:
+        return [bits(step) for step in job.steps(steps)]
+
+
+def in_workers(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+    with forked.job(graph) as job:
         return [bits(step) for step in job.steps(steps)]
 
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import digests
 import fakes
+import forked
 import pytest
 from digests import ITEMS, DigestPolicy
 
@@ -84,27 +85,28 @@ def test_log_probs_of_parts_are_those_of_the_batch_in_every_bit(model: str, chun
     assert [step["actor/ppo_kl"] for step in parts] == [step["actor/ppo_kl"] for step in whole]
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-def test_parts_on_ray_with_two_generator_ranks_equal_the_oracle_without_parts() -> None:
-    with rg.compile(fakes.vector_loop(1, count=8, chunks=4, ranks=2), rg.Cluster(cpus=2)).launch() as job:
+def test_parts_of_two_generator_workers_equal_the_oracle_without_parts() -> None:
+    with forked.job(fakes.vector_loop(1, count=8, chunks=4, ranks=2)) as job:
         assert [bits(step) for step in job.steps(5)] == fake_bits(1)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-def test_on_ray_passes_take_turns_in_their_pool_by_part_and_begin_before_the_last_part_is_decoded(model: str) -> None:
-    plan = rg.compile(graph(model, 4, passes=True), rg.Cluster(cpus=2))
-    with plan.launch() as job:
-        on_ray = [digests.bits(step) for step in job.steps(3)]
+def test_a_reward_begins_with_the_first_part_while_others_are_decoded() -> None:
+    with forked.job(fakes.vector_loop(1, count=8, chunks=4, generate_s=0.8)) as job:
+        list(job.steps(2))
+        fired = {(span.name, span.step): span for span in job.spans() if span.kind == "fire"}
+    for step in range(2):
+        assert fired["score 1/4", step].start_s < fired["rollout 4/4", step].end_s
+
+
+def test_passes_of_workers_take_turns_in_their_pool_by_part(model: str) -> None:
+    with forked.job(graph(model, 4, passes=True)) as job:
+        found = [digests.bits(step) for step in job.steps(3)]
         spans = [span for span in job.spans() if span.kind == "fire"]
-    assert [step["digest/weights"] for step in on_ray] == [step["digest/weights"] for step in digests.here(graph(model, 1, passes=True), 3)]
+    assert [step["digest/weights"] for step in found] == [step["digest/weights"] for step in digests.here(graph(model, 1, passes=True), 3)]
     train = sorted((s for s in spans if s.name.split(" ")[0] in ("old_log_probs", "ref_log_probs", "update")), key=lambda s: s.start_s)
     by_part = [f"{node} {part}/4" for part in range(1, 5) for node in ("old_log_probs", "ref_log_probs")]
     assert [s.name for s in train] == [*by_part, "update"] * 3
     assert all(before.end_s <= after.start_s for before, after in pairwise(train))
-    first_reward = next(s for s in spans if s.name == "reward 1/4")
-    assert first_reward.start_s < next(s for s in spans if s.name == "rollout 4/4").end_s
 
 
 def test_metrics_of_parts_are_averaged_but_of_extremes_the_extreme_is_kept() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import digests
+import forked
 import pytest
 from digests import ITEMS, DigestPolicy, odd_tokens
 
@@ -123,12 +124,10 @@ def test_metrics_are_those_of_each_source_and_of_all(model: str) -> None:
     assert step["val/reward/mean@4"] == pytest.approx((3 * step["val/even/reward/mean@4"] + 2 * step["val/odd/reward/mean@4"]) / 5)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
 def test_an_evaluation_apart_that_takes_several_steps_holds_none_of_them_up(model: str, tmp_path: Path) -> None:
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)  # the evaluation of step 3 ends once update 6 runs, which a training that waits for it never reaches
-    with rg.compile(graph(model, "apart", pipe=pipe, every=4), rg.Cluster(cpus=2)).launch(deadline_s=60) as job:
+    with forked.job(graph(model, "apart", pipe=pipe, every=4)) as job:
         steps = [digests.bits(step) for step in job.steps(8)]
     assert versions(steps) == {3: 4, 7: 8}
     assert [step["digest/weights"] for step in steps] == [step["digest/weights"] for step in digests.here(graph(model, "nowhere"), 8)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, odd_tokens, on_ray, plan
+from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens, plan
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -68,19 +68,15 @@ def test_a_rollout_that_weights_have_interrupted_is_said_to_run_again(model: Pat
     assert {before for before, then in pairs if then.startswith("waiting for room") and "room" not in before} == {running}
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize(("depth", "buffers"), [(1, 1), (2, 2)])
-def test_a_continuous_run_on_ray_equals_the_oracle_in_every_bit(model: Path, depth: int, buffers: int) -> None:
+def test_a_continuous_run_of_workers_equals_the_oracle_in_every_bit(model: Path, depth: int, buffers: int) -> None:
     graph = loop(model, depth, buffers=buffers, continuous=True)
-    assert on_ray(graph, 5) == here(graph, 5)
+    assert in_workers(graph, 5) == here(graph, 5)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize("options", [{"interrupt": "recompute"}, {"interrupt": "keep", "continuous": True}], ids=["interrupt", "both"])
 def test_interrupted_runs_keep_the_bound_and_learn(model: Path, options: dict[str, Any]) -> None:
-    batchwise, found = here(loop(model, 2), 4), on_ray(loop(model, 2, freshest=True, **options), 30)
+    batchwise, found = here(loop(model, 2), 4), in_workers(loop(model, 2, freshest=True, **options), 30)
     assert [step["digest/prompts"] for step in found[:4]] == [step["digest/prompts"] for step in batchwise]
     for index, step in enumerate(found):
         assert max(0, index - 2) <= step["oldest"] <= step["newest"] <= index

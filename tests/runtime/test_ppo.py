@@ -6,18 +6,18 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, odd_tokens, on_ray, plan
+from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, in_workers, odd_tokens, plan
 
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.engines.pretrained import tiny_model
+from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
 from rlgraph.runtime.checkpoint import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +69,17 @@ def ppo(
 class Run:
     steps: Sequence[Step]
     spans: Sequence[Span]
-    plan: rg.Plan
+    plan: Plan
 
 
 @pytest.fixture(scope="module")
-def run(model: Path, ray_here: None) -> Run:
-    """A run on Ray: one step behind, four optimizer steps a batch, the policy still in the first step."""
-    planned = plan(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1))
-    with planned.launch() as job:
-        return Run(list(job.steps(4)), job.spans(), planned)
+def run(model: Path) -> Run:
+    """A run of workers: one step behind, four optimizer steps a batch, the policy still in the first step."""
+    with forked.job(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1)) as job:
+        return Run(list(job.steps(4)), job.spans(), job.plan)
 
 
-def test_on_ray_values_returns_and_both_updates_equal_the_oracle_in_every_bit(run: Run, model: Path) -> None:
+def test_values_returns_and_both_updates_equal_the_oracle_in_every_bit(run: Run, model: Path) -> None:
     expected = here(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1), 4)
     assert [bits(step) for step in run.steps] == expected
     assert len({step["digest/critic"] for step in expected}) == 4
@@ -207,9 +206,9 @@ def test_old_log_probs_that_follow_the_rollouts_edge_are_those_it_sampled_with(m
     assert [step["staleness/max"] for step in steps] == [0, 1, 2, 2]
 
 
-def test_following_on_ray_equals_the_oracle_in_every_bit(model: Path) -> None:
+def test_workers_that_follow_equal_the_oracle_in_every_bit(model: Path) -> None:
     graph = followed(model, 1, "at the update", DigestPolicy)
-    assert on_ray(graph, 4) == here(graph, 4)
+    assert in_workers(graph, 4) == here(graph, 4)
 
 
 def saved(graph: rg.Graph, folder: Path, steps: int) -> list[dict[str, float]]:
@@ -231,7 +230,7 @@ def test_a_resumed_run_goes_on_with_critic_moments_and_followed_weights_as_they_
 
 
 def test_two_engines_and_two_ranks_of_policy_and_critic_do_what_one_of_each_does(model: Path) -> None:
-    one, two = here(ppo(model, depth=1), 2), on_ray(ppo(model, depth=1, generator=TwoEngines, ranks=2), 2)
+    one, two = here(ppo(model, depth=1), 2), in_workers(ppo(model, depth=1, generator=TwoEngines, ranks=2), 2)
     for a, b in zip(one, two, strict=True):
         assert a["digest/tokens"] == b["digest/tokens"]
         for name in ("odd", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "critic/values/mean", "critic/returns/mean"):

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, here, odd_tokens, on_ray
+from digests import ITEMS, DigestPolicy, here, in_workers, odd_tokens, on_ray
 
 import rlgraph as rg
 from rlgraph.engines.pretrained import tiny_model
 from rlgraph.runtime.worker import owned
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 
 def grpo(model: Path, depth: int, *, buffers: int = 1, ranks: int | None = None, old_log_probs: bool = False) -> rg.Graph:
@@ -33,6 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
 def test_five_steps_on_ray_equal_the_oracle_in_every_bit(model: Path, depth: int, buffers: int) -> None:
     graph = grpo(model, depth, buffers=buffers)
@@ -61,7 +61,7 @@ def test_the_trainers_own_log_probs_give_the_same_step_as_the_engines_on_policy(
 
 
 def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:
-    one, two = here(grpo(model, 1), 3), on_ray(grpo(model, 1, ranks=2), 3)
+    one, two = here(grpo(model, 1), 3), in_workers(grpo(model, 1, ranks=2), 3)
     assert two[0]["digest/batch"] == one[0]["digest/batch"]
     for a, b in zip(one[:2], two[:2], strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)

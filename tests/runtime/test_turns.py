@@ -1,10 +1,10 @@
-"""Whole runs with tools: Ray samples what a single process does, and rewards go up."""
+"""Whole runs with tools: workers sample what a single process does, and rewards go up."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, odd_tokens, on_ray
+from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -58,11 +58,9 @@ def test_responses_of_several_turns_learn(model: Path) -> None:
     assert last > first + 0.1, (first, last)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-def test_turns_on_ray_are_sampled_as_in_one_process(model: Path) -> None:
+def test_turns_of_a_worker_are_sampled_as_in_one_process(model: Path) -> None:
     # Which turns decode together depends on when they were answered, and with it the last bits: so the first step alone is compared.
     graph = loop(model, 1)
-    ours, theirs = here(graph, 1), on_ray(graph, 3)
+    ours, theirs = here(graph, 1), in_workers(graph, 3)
     assert theirs[0]["digest/responses"] == ours[0]["digest/responses"]
     assert [step["staleness/max"] for step in theirs] == [0, 1, 1]
