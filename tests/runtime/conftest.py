@@ -15,3 +15,10 @@ def ray_here() -> Iterator[None]:
     yield
     if ours:
         ray.shutdown()
+
+
+@pytest.fixture
+def ray_unless_forked(request: pytest.FixtureRequest, dispatch: str) -> None:
+    """That one Ray where the test's `dispatch` needs it."""
+    if dispatch != "forked":
+        request.getfixturevalue("ray_here")

@@ -1,4 +1,7 @@
-"""A job on Ray gives the bits of the oracle, for both ways of dispatch; whatever fails is named, and nothing is left behind."""
+"""A job gives the bits of the oracle, on Ray for both ways of dispatch; whatever fails is named, and nothing is left behind.
+
+What does not depend on how workers are started and ticked is tested with forked workers.
+"""
 
 import os
 import re
@@ -11,7 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
+from forked import alive
 
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
@@ -22,8 +27,6 @@ from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 DISPATCHES = ["compiled_graph", "calls"]
 
@@ -41,14 +44,8 @@ def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
         return [bits(step) for step in here.steps(steps)]
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize(
     ("dispatch", "depth", "buffers"),
     [("compiled_graph", 0, 1), ("compiled_graph", 1, 1), ("compiled_graph", 2, 2), ("calls", 1, 1)],
@@ -63,19 +60,19 @@ def test_a_run_on_ray_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, b
 
 
 def test_generator_ranks_change_nothing_in_the_batch() -> None:
-    with job(fakes.vector_loop(1, ranks=2)) as running:
+    with forked.job(fakes.vector_loop(1, ranks=2)) as running:
         found = [bits(step) for step in running.steps(4)]
     assert found == oracle(fakes.vector_loop(1), 4)
 
 
 def test_freshest_weights_keep_the_bound() -> None:
-    with job(fakes.vector_loop(2, freshest=True, generate_s=0.02)) as running:
+    with forked.job(fakes.vector_loop(2, freshest=True, generate_s=0.02)) as running:
         assert all(step.staleness <= min(step.index, 2) for step in running.steps(10))
 
 
 def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
     pool = Pool("shared")
-    with job(fakes.vector_loop(0, pools=(pool, pool), generate_s=0.02, train_s=0.02)) as running:
+    with forked.job(fakes.vector_loop(0, pools=(pool, pool), generate_s=0.02, train_s=0.02)) as running:
         list(running.steps(4))
         busy = sorted((s.start_s, s.end_s) for s in running.spans() if s.name in ("rollout", "update") and s.kind == "fire")
     assert len(busy) == 8
@@ -84,8 +81,13 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     ("dispatch", "worker"),
-    [*(("compiled_graph", worker) for worker in ("prompts", "generator", "score", "policy")), ("calls", "generator")],
+    [
+        *(("forked", worker) for worker in ("prompts", "generator", "score", "policy")),
+        pytest.param("compiled_graph", "generator", marks=pytest.mark.ray),
+        pytest.param("calls", "generator", marks=pytest.mark.ray),
+    ],
 )
+@pytest.mark.usefixtures("ray_unless_forked")
 def test_a_killed_worker_is_named_and_its_peers_end(dispatch: str, worker: str) -> None:
     with job(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), dispatch) as running:
         steps = running.steps(1000)
@@ -119,6 +121,7 @@ with job:
 """
 
 
+@pytest.mark.ray
 def test_a_killed_worker_leaves_no_process_no_file_and_no_shared_memory() -> None:
     before = set(Path("/dev/shm").iterdir())
     script = KILL.format(tests=str(Path(fakes.__file__).parent))
@@ -138,6 +141,8 @@ def failing(batch: Columns) -> dict[str, Column]:
     return fakes.score.function(batch)
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_a_node_that_raises_is_named_with_step_and_traceback(dispatch: str) -> None:
     with job(fakes.vector_loop(1, middle=failing), dispatch) as running:
@@ -159,7 +164,7 @@ class Unloadable(fakes.VectorGenerator):
 def test_an_engine_that_cannot_be_loaded_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "VectorGenerator", Unloadable)
     message = "failed before the first step in worker 'generator': MemoryError: no room"
-    with pytest.raises(NodeError, match=message), job(fakes.vector_loop(1)):
+    with pytest.raises(NodeError, match=message), forked.job(fakes.vector_loop(1)):
         raise AssertionError("the job must not start")
 
 
@@ -169,6 +174,8 @@ def hanging(batch: Columns) -> dict[str, Column]:
     raise AssertionError("a signal woke it")
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
 def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
     with job(fakes.vector_loop(1, middle=hanging), deadline_s=5.0) as running:
         with pytest.raises(ChannelTimeout) as raised:
@@ -193,7 +200,8 @@ def overwriting(batch: Columns) -> dict[str, Column]:
 
 
 def test_a_node_that_changes_what_its_peers_read_is_named() -> None:
-    with job(fakes.vector_loop(1, middle=overwriting)) as running, pytest.raises(NodeError, match="node 'overwriting' failed at step 0"):
+    stopped = pytest.raises(NodeError, match="node 'overwriting' failed at step 0")
+    with forked.job(fakes.vector_loop(1, middle=overwriting)) as running, stopped:
         list(running.steps(3))
 
 
@@ -204,7 +212,7 @@ def nameless(batch: Columns) -> dict[str, Column]:
 
 def test_a_node_that_writes_other_columns_than_declared_is_refused() -> None:
     with (
-        job(fakes.vector_loop(0, middle=nameless)) as running,
+        forked.job(fakes.vector_loop(0, middle=nameless)) as running,
         pytest.raises(NodeError, match=r"returned columns \['reward'\]; it declares \['rewards'\]"),
     ):
         list(running.steps(1))

@@ -1,4 +1,4 @@
-"""A job on Ray goes on from its checkpoints as if it had never stopped, whoever is killed."""
+"""A job goes on from its checkpoints as if it had never stopped, whoever is killed."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
 
@@ -22,8 +23,6 @@ from rlgraph.runtime.checkpoint import Recovery
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 Bits = tuple[int, dict[str, float], int]
 
@@ -42,7 +41,16 @@ def oracle(graph: Graph, steps: int) -> list[Bits]:
         return [bits(step) for step in here.steps(steps)]
 
 
-@pytest.mark.parametrize(("depth", "buffers", "dispatch"), [(0, 1, "calls"), (1, 1, "compiled_graph"), (2, 2, "compiled_graph")])
+@pytest.mark.usefixtures("ray_unless_forked")
+@pytest.mark.parametrize(
+    ("depth", "buffers", "dispatch"),
+    [
+        (0, 1, "forked"),
+        pytest.param(1, 1, "compiled_graph", marks=pytest.mark.ray),
+        pytest.param(1, 1, "calls", marks=pytest.mark.ray),
+        (2, 2, "forked"),
+    ],
+)
 def test_a_job_that_was_left_goes_on_where_it_was(depth: int, buffers: int, dispatch: str, tmp_path: Path) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
     with job(graph, tmp_path, dispatch=dispatch) as first:
@@ -52,11 +60,12 @@ def test_a_job_that_was_left_goes_on_where_it_was(depth: int, buffers: int, disp
     assert found == oracle(graph, 10)
 
 
-@pytest.mark.parametrize("worker", ["generator", "policy"])
-def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ray_unless_forked")
+@pytest.mark.parametrize(("worker", "dispatch"), [("generator", "forked"), pytest.param("policy", "compiled_graph", marks=pytest.mark.ray)])
+def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, dispatch: str, tmp_path: Path) -> None:
     graph = fakes.vector_loop(1, generate_s=0.02, train_s=0.02)
     found = []
-    with job(graph, tmp_path, restarts=1) as running:
+    with job(graph, tmp_path, restarts=1, dispatch=dispatch) as running:
         for step in running.steps(12):
             found.append(bits(step))
             if step.index in (4, 9):
@@ -93,7 +102,7 @@ def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_t
             declare("deadly", Deadly(source.item(position)["prompt"]), (rollout, rollout.node.inputs[0]), reads=reads, writes=("rewards",))
         )
 
-    with job(fakes.vector_loop(1, middle=deadly), tmp_path, restarts=3) as running:
+    with job(fakes.vector_loop(1, middle=deadly), tmp_path, restarts=3, dispatch="forked") as running:
         steps = [step.index for step in running.steps(5)]
         assert tuple(running.set_aside) == (position,)
     assert steps == list(range(5))
@@ -124,6 +133,7 @@ def recorded(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ray
 def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_path: Path) -> None:
     killed = start(tmp_path, 1000)
     workers = until(killed, 6)
