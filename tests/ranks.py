@@ -1,14 +1,12 @@
-"""Data-parallel ranks of a trainer: started by a test, `run_ranks`, and what each does, `python ranks.py KIND FOLDER OUT RANK WORLD`."""
+"""Data-parallel ranks of a trainer, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import server
 from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
@@ -22,15 +20,16 @@ MICRO_BATCH_TOKENS = 16
 
 def run_ranks(kind: str, model: Path, out: Path, world: int) -> list[Any]:
     """Return what each rank saved: of a policy or a critic."""
-    here = Path(__file__)
-    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here.parents[1]}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(here), kind, str(model), str(out)]
-    started = [subprocess.Popen([*command, str(rank), str(world)], env=environment) for rank in range(world)]
-    assert [process.wait(timeout=100) for process in started] == [0] * world
+    ranks = [server.Process(target=be_rank, args=(kind, str(model), out, rank, world), daemon=True) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+    assert [rank.exitcode for rank in ranks] == [0] * world
     return [torch.load(out / f"{rank}.pt") for rank in range(world)]
 
 
-def main(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
+def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     batch = returns_of(batch_of(LENGTHS, holes=True))
@@ -55,7 +54,3 @@ def main(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
     engine.close()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
