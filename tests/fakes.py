@@ -97,7 +97,7 @@ class Train:
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
             time.sleep(self.seconds)
-            loss = (columns["values"].mean(-1) * columns["rewards"]).mean()
+            loss = (columns["values"].mean(-1) * columns["rewards"]).mean()  # type: ignore[union-attr]
             context.engine.vector.mul_(0.9).add_(loss)
             return {}, {"loss": loss.item(), "weight": context.engine.vector.sum().item()}
 

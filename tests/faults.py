@@ -59,7 +59,7 @@ def _no_disk() -> None:
 ENDS: dict[str, Callable[[], None]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(3),
-    "segmentation fault": lambda: ctypes.string_at(0),  # type: ignore[dict-item, return-value]
+    "segmentation fault": lambda: ctypes.string_at(0),  # type: ignore[dict-item]
     "aborts": os.abort,
 }
 RAISES: dict[str, Callable[[], None]] = {"exception": _raise, "no memory": _out_of_memory, "full disk": _no_disk}
@@ -130,7 +130,7 @@ class Faulty:
         return self.inner.work
 
     def start(self, context: Context) -> Stage:
-        fire = self.inner.start(context)
+        fire: Stage = self.inner.start(context)
         if self.fault.stage in ("load", "publish"):
             self._weights(context)
             return fire

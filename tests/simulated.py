@@ -86,6 +86,7 @@ class Generate:
     def start(self, context: Context) -> Any:
         def parts(step: int, columns: Columns) -> Iterator[Fired]:
             ids = columns["prompt_ids"]
+            assert isinstance(ids, torch.Tensor)
             rows = len(ids)
             drawn = np.random.default_rng([7, step]).random(rows)
             every = np.ceil(np.interp(drawn, self.lengths.at, self.lengths.tokens)).astype(int)
@@ -119,7 +120,7 @@ class ByTokens:
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
-            tokens = int(columns["response_mask"].sum() + columns["prompt_mask"].sum())
+            tokens = int(columns["response_mask"].sum() + columns["prompt_mask"].sum())  # type: ignore[union-attr]
             time.sleep(self.start_s + self.token_s * tokens / context.world)
             if self.column is None:
                 return {}, {"tokens": float(tokens)}

@@ -88,6 +88,8 @@ class WeightedLikelihood:
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
         mask, advantages = batch["response_mask"], batch["advantages"]
+        assert isinstance(mask, torch.Tensor)
+        assert isinstance(advantages, torch.Tensor)
         terms = -log_probs * advantages
         if entropy is not None:
             terms = terms + self.entropy * entropy

@@ -20,7 +20,7 @@ from rlgraph.channels.address import close_listener, set_deadline
 from rlgraph.channels.device import Mapped
 from rlgraph.channels.link import Link
 from rlgraph.channels.memory import new_segment
-from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, More, Welcome
+from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, More, Token, Welcome
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
 
@@ -97,15 +97,15 @@ def mutated(dice: random.Random, data: bytes) -> bytes:
 
 def token(dice: random.Random) -> bytes:
     """Return a token that is wrong in some way, or is right in the wrong place."""
-    number = lambda: dice.choice(NUMBERS)  # noqa: E731
     fulls = [Full(0, 0, 10, 100, 4096), Full(0, 0, 10, 100, 4096, 0, 2)]
-    valid = dice.choice([*fulls, Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1)])
+    others: list[Token] = [Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1)]
+    valid = dice.choice([*fulls, *others])
     match dice.randrange(5):
         case 0:
             return mutated(dice, tokens.encode(valid))
         case 1:
             return msgspec.msgpack.encode(
-                [dice.choice(["full", "free", "welcome", "failed", "goodbye", "more", "no"]), *(number() for _ in range(5))]
+                [dice.choice(["full", "free", "welcome", "failed", "goodbye", "more", "no"]), *(dice.choice(NUMBERS) for _ in range(5))]
             )
         case 2:
             return msgspec.msgpack.encode(value(dice))
@@ -117,7 +117,10 @@ def token(dice: random.Random) -> bytes:
 
 def header(dice: random.Random) -> bytes:
     """Return a message's header that lies about its columns."""
-    number = lambda: dice.choice([*NUMBERS[:9], dice.choice(NUMBERS), 128, 192])  # noqa: E731
+
+    def number() -> int:
+        return dice.choice([*NUMBERS[:9], dice.choice(NUMBERS), 128, 192])
+
     name = dice.choice(["x", "", "responses", "\0"])
     dtype = dice.choice(["float32", "bool", "int64", "load", "Tensor", "__class__", "quint8", "complex128", ""])
     shape = [number() for _ in range(dice.randrange(4))]
@@ -188,7 +191,7 @@ def told_reader(dice: random.Random) -> str:
 
 def _reader(near: Link) -> ShmReader:
     connect = tokens.connect
-    tokens.connect = lambda *arguments: (near, Welcome(2))  # type: ignore[assignment]
+    tokens.connect = lambda *arguments: (near, Welcome(2))
     try:
         return ShmReader("edge", b"key", "/nowhere", 1)
     finally:
@@ -232,7 +235,12 @@ def told_writer(dice: random.Random) -> str:
             far._socket.sendall(framed(dice, token(dice)))
         if dice.random() < 0.9:
             far.end(socket.SHUT_WR)
-        return outcome(lambda: [writer.put(step, {}, 0.02) for step in range(3)])
+
+        def put() -> None:
+            for step in range(3):
+                writer.put(step, {}, 0.02)
+
+        return outcome(put)
     finally:
         writer.close()
         close_listener(writer._door._listener, writer.address)  # the door believes that its reader came in through it
@@ -258,7 +266,7 @@ def told_driver(dice: random.Random) -> str:
     try:
         far._socket.sendall(framed(dice, message(dice)))
         far.end(socket.SHUT_WR)
-        messages.receive(near)  # type: ignore[arg-type]
+        messages.receive(near)
     except (EOFError, OSError):
         return "rejected"
     finally:
