@@ -1,6 +1,6 @@
-"""Predicted against measured step time of real engines: two GPUs, a dozen ways to run a model on them.
+"""Predicted against measured step time of real engines: two or four GPUs, a dozen ways to run a model on them.
 
-    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tail] [--tiny]
+    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tail] [--gpus 4] [--costs PATH]
 
 For each model one way is profiled, one step off on 1 + 1 GPUs, and again with twice the prompts and twice the tokens. These
 costs predict all others: in turns on one GPU and on two, steps off, other batches and groups, longer responses, engines
@@ -33,6 +33,7 @@ import yaml
 from accuracy import accuracy, summary
 from overlap import QUESTIONS, parity
 from shapes import VOCAB, random_model
+from ways import SHAPE, SMOLLM2, TINY, TINY_TAIL, Way, ways, ways_on_four
 from weights import machine
 
 import rlgraph as rg
@@ -46,69 +47,6 @@ WARM_UP = 2  # steps that fill the pipeline, and the first passes of the engines
 MEASURED_S, LEAST, MOST = 3.0, 5, 12  # of each configuration: about so long, and so many steps
 PROFILED = 6  # steps of each of the two
 FEW = 4  # steps of either on two cores, which only show that all works
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run: what is generated and trained, on which devices."""
-
-    model: str
-    prompts: int
-    tokens: int  # of every response, or their median where they have a tail
-    most_tokens: int
-    micro_batch_tokens: int
-    group_size: int = 8
-    depth: int = 1
-    gpus: int = 2
-    shared: bool = False  # generation and training take turns on all GPUs
-    engines_per_gpu: int = 1
-    chunks: int = 1
-
-    @property
-    def tail(self) -> bool:
-        return self.most_tokens > self.tokens
-
-    @property
-    def sequences(self) -> int:
-        """The most responses that one engine writes at once: for no more need decode steps be recorded."""
-        engines = self.engines_per_gpu * (self.gpus if self.shared else 1)
-        return self.group_size * -(-self.prompts // engines)
-
-    @property
-    def double(self) -> "Way":
-        """The second way that is profiled: a larger one, since what lies between two sizes is known better than what lies beyond."""
-        return replace(self, prompts=2 * self.prompts, tokens=2 * self.tokens, most_tokens=2 * self.most_tokens)
-
-    @property
-    def work(self) -> tuple[Any, ...]:
-        """What is done a step, whatever the devices and their order."""
-        return self.model, self.prompts, self.group_size, self.tokens, self.gpus
-
-
-SMOLLM2 = Way("SmolLM2-135M", prompts=32, tokens=128, most_tokens=128, micro_batch_tokens=16384)
-SHAPE = Way("0.6B", prompts=32, tokens=64, most_tokens=400, micro_batch_tokens=16384)
-TINY = Way("tiny", prompts=8, tokens=24, most_tokens=24, micro_batch_tokens=1024, group_size=4)
-TINY_TAIL = replace(TINY, model="tiny, tail", tokens=16, most_tokens=96)
-
-
-def ways(base: Way) -> dict[str, Way]:
-    """Return the configurations that are predicted from `base`: those that differ most from it first."""
-    found = {
-        "in turns on two": replace(base, depth=0, shared=True),
-        "twice the prompts": replace(base, prompts=2 * base.prompts),
-        "side by side, depth 0": replace(base, depth=0),
-        "in turns on one": replace(base, depth=0, shared=True, gpus=1),
-        "in turns on two, twice the prompts": replace(base, prompts=2 * base.prompts, depth=0, shared=True),
-        "twice the tokens": replace(base, tokens=2 * base.tokens, most_tokens=2 * base.most_tokens),
-        "two steps off": replace(base, depth=2),
-        "depth 0, 4 parts": replace(base, depth=0, chunks=4),
-        "engines share a GPU": replace(base, engines_per_gpu=4),
-        "quarter of the passes' tokens": replace(base, micro_batch_tokens=base.micro_batch_tokens // 4),
-        "twice the group, half the prompts": replace(base, prompts=base.prompts // 2, group_size=2 * base.group_size),
-        "one step off, as profiled": base,
-    }
-    seldom = ("quarter of the passes' tokens", "engines share a GPU", "twice the group, half the prompts")
-    return {name: way for name, way in found.items() if not (base.tail and name in seldom)}
 
 
 @dataclass(frozen=True)
@@ -143,7 +81,7 @@ class Models:
 
 def graph(way: Way, models: Models) -> rg.Graph:
     """Return GRPO that runs this way."""
-    pool = rg.Pool("gpus" if way.shared else "rollout")
+    pool = rg.Pool("gpus") if way.shared else rg.Pool("rollout", share=way.rollout_gpus)
     engine: dict[str, Any] = {"engine": "transformers", "dtype": "float32"} if models.tiny else {}
     generator = rg.Generator(
         models.path(way),
@@ -156,7 +94,7 @@ def graph(way: Way, models: Models) -> rg.Graph:
     )
     policy = rg.Policy(
         models.path(way),
-        pool=pool if way.shared else rg.Pool("train"),
+        pool=pool if way.shared else rg.Pool("train", share=way.gpus - way.rollout_gpus),
         optimizer=rg.AdamW(lr=1e-7),
         micro_batch_tokens=way.micro_batch_tokens,
         dtype="float32" if models.tiny else "bfloat16",
@@ -289,7 +227,7 @@ def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progr
 
 def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.Costs], progress: Progress) -> Iterator[Found]:
     """Profile each base, into `costs`, predict, run: the models in turn, so that a run that is cut short has of both."""
-    queues = [list(ways(base).items()) for base in bases]
+    queues = [list((ways_on_four if given.gpus == 4 else ways)(base).items()) for base in bases]
     for index in range(max(map(len, queues))):
         for base, queue in zip(bases, queues, strict=True):
             name, way = queue[index] if index < len(queue) else ("", base)
@@ -336,6 +274,17 @@ def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
     }
 
 
+def earlier(file: Path | None) -> dict[str, rg.Costs]:
+    """Return the costs in the JSON of an earlier run, by model."""
+    found = {}
+    for model, each in (json.loads(file.read_text())["costs"] if file else {}).items():
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as copy:
+            yaml.safe_dump(each, copy)
+            copy.flush()
+            found[model] = rg.Costs.from_file(copy.name)
+    return found
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well, after each configuration")
@@ -343,14 +292,17 @@ def main() -> None:
     arguments.add_argument("--skip", default="", help="not those whose 'model: name' has this in it")
     arguments.add_argument("--seconds", type=float, default=470.0, help="nothing starts that would not be over by then")
     arguments.add_argument("--tail", action="store_true", help="a second model as well, whose responses have a tail of lengths")
+    arguments.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="four: what is predicted from two")
+    arguments.add_argument("--costs", type=Path, help="the JSON of an earlier run on the same machine, whose costs hold")
+    arguments.add_argument("--shape", action="store_true", help="only the second model")
     arguments.add_argument("--tiny", action="store_true", help="a tiny model on two cores")
     given = arguments.parse_args()
-    progress, found, costs = Progress(given.seconds), list[Found](), dict[str, rg.Costs]()
+    progress, found, costs = Progress(given.seconds), list[Found](), earlier(given.costs)
     ours = start_ray()
     progress.say("Ray started")
     on = {"cores": os.cpu_count()} if given.tiny else machine()
     with tempfile.TemporaryDirectory() as folder:
-        bases = ([TINY, TINY_TAIL] if given.tiny else [SMOLLM2, SHAPE])[: 2 if given.tail else 1]
+        bases = ([TINY, TINY_TAIL] if given.tiny else [SMOLLM2, SHAPE])[given.shape : 1 + (given.tail or given.shape)]
         for one in measure(bases, Models(Path(folder), given.tiny), given, costs, progress):
             found.append(one)
             if given.json:

@@ -26,7 +26,7 @@ class Staging:
         self.parts: list[dict[str, torch.Tensor]] = []  # of the weights, the rows of each rank
         self._flat: torch.Tensor | None = None
         self._whole: tuple[torch.Tensor, list[int]] | None = None  # memory that is copied as it is, and where parameters begin and it ends
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []  # one for each rank: what they send comes at once, each over its own link
 
     def fill(self, parts: Sequence[Weights], arrived: Arrived | None = None, after: torch.cuda.Event | None = None) -> None:
         """Copy the rows of all ranks below one another; returns when they are here.
@@ -37,17 +37,18 @@ class Staging:
         rows = [row for part in parts for row in part.values()]
         if len(rows) != len(self._rows) or any(new is not old for new, old in zip(rows, self._rows, strict=True)):
             self._prepare(parts, rows)
-        with torch.cuda.stream(self._stream):
-            if self._stream is not None and after is not None:
-                self._stream.wait_event(after)
-            there = [0] * len(parts)
-            while waiting := [rank for rank, part in enumerate(parts) if there[rank] < len(part)]:
-                for rank in waiting:
-                    first = there[rank]
-                    there[rank] = len(parts[rank]) if arrived is None else arrived(rank, first)
+        if after is not None:
+            for stream in self._streams:
+                stream.wait_event(after)
+        there = [0] * len(parts)
+        while waiting := [rank for rank, part in enumerate(parts) if there[rank] < len(part)]:
+            for rank in waiting:
+                first = there[rank]
+                there[rank] = len(parts[rank]) if arrived is None else arrived(rank, first)
+                with torch.cuda.stream(self._streams[rank] if self._streams else None):
                     self._copy(rank, first, there[rank], parts[rank])
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
     def _copy(self, rank: int, first: int, end: int, part: Weights) -> None:
         """Copy the rank's parameters from number `first` up to `end`."""
@@ -70,14 +71,14 @@ class Staging:
         pieces = {name: torch.split(weight, [len(part[name]) for part in parts]) for name, weight in self.weights.items()}
         self.parts = [{name: pieces[name][rank] for name in part} for rank, part in enumerate(parts)]
         self._rows, self._whole = rows, None
+        if rows[0].is_cuda and len(self._streams) != len(parts):
+            self._streams = [torch.cuda.Stream() for _ in parts]
         starts = list(_offsets(parts[0]).values())
         alike = source is not None and self._flat is not None and len(source) == len(self._flat) and starts == sorted(starts)
         if source is not None and alike and _offsets(parts[0]) == _offsets(self.weights):
             self._whole = source, [*starts, len(source)]
 
     def _allocate(self, first: Weights, shapes: Mapping[str, tuple[int, ...]], source: torch.Tensor | None) -> None:
-        if next(iter(first.values())).is_cuda:
-            self._stream = torch.cuda.Stream()
         if source is None:
             kinds = {name: (torch.Size(shapes[name]), weight.dtype) for name, weight in first.items()}
             self._flat, self.weights = None, in_one_memory(kinds, next(iter(first.values())).device)
