@@ -62,6 +62,8 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
         _write_hole(target / "model.safetensors", {name: tuple(p.shape) for name, p in model.named_parameters()})
     else:
         model.save_pretrained(target)
+        del model
+        torch.cuda.empty_cache()  # the engine that comes takes most of this GPU
     _byte_tokenizer().save_pretrained(target)
     config(shape).save_pretrained(target)  # type: ignore[attr-defined]
     return str(target)

@@ -35,7 +35,7 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
     for name, (length, *others) in parameter_shapes(folder).items():
         chunk = -(-length // len(addresses))  # as torch.chunk cuts
         rows[name] = torch.randn(max(min(chunk, length - rank * chunk), 0), *others, device="cuda").mul_(0.02)
-    writer = WeightsWriter(ShmWriter("weights", engines, 1, KEY, addresses[rank]), torch.bfloat16, 512 << 20)
+    writer = WeightsWriter(ShmWriter("weights", slots=1, readers=engines, authkey=KEY, address=addresses[rank]), torch.bfloat16, 512 << 20)
     while (version := orders.get()) is not None:
         with torch.no_grad():
             torch._foreach_mul_(list(rows.values()), 1.001)

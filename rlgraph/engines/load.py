@@ -6,7 +6,8 @@ from rlgraph.engines.base import GenerateEngine, TrainEngine
 
 
 class Place(Protocol):
-    """Where an engine runs: its rank among the workers of its model, its cores, and what the responses were sampled at."""
+    """Where an engine runs: its rank among the workers of its model, its cores, what the responses were sampled at, and how many
+    versions of the weights lie on its device."""
 
     @property
     def rank(self) -> int: ...
@@ -28,6 +29,9 @@ class Place(Protocol):
 
     @property
     def shared(self) -> bool: ...
+
+    @property
+    def copies(self) -> int: ...
 
 
 def generate_engine(model: Any, place: Place) -> GenerateEngine:
@@ -51,6 +55,7 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
         memory=model.memory,
         engines=model.engines_per_gpu,
         shared=place.shared and place.device == "cuda",
+        copies=place.copies,
     )
 
 

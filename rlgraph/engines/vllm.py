@@ -24,7 +24,8 @@ class VllmEngine(GenerateEngine):
     """A `GenerateEngine` on vLLM. Make one a process.
 
     `max_model_len` is the context (None: the model's). Of a GPU's memory the `engines` on it take the share `memory` together
-    and give it back between rollouts if the pool is `shared`; `kv_cache_bytes` says instead what keys and values may take.
+    and give it back between rollouts if the pool is `shared`; of it, `copies` of the weights are for each engine, one of them its own,
+    the others buffers that it receives versions in. `kv_cache_bytes` says instead what keys and values may take.
     `threads` is the number of cores on a CPU; it is set for the process as a whole. `random_weights` leaves the folder's weights
     aside. Log-probs are those of the distribution sampled from.
 
@@ -45,6 +46,7 @@ class VllmEngine(GenerateEngine):
         memory: float | None = None,
         shared: bool = False,
         engines: int = 1,
+        copies: int = 1,
         random_weights: bool = False,
     ) -> None:
         super().__init__()
@@ -60,16 +62,19 @@ class VllmEngine(GenerateEngine):
         if self._on_cpu and tensor_parallel > 1:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         self._parallel = tensor_parallel > 1
-        if (engines > 1 or shared) and kv_cache_bytes is None and not self._on_cpu:
-            weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize // tensor_parallel
+        share = vllm_arguments.share_of_memory(memory, shared)
+        if not self._on_cpu:
+            weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
             total = torch.cuda.get_device_properties(0).total_memory
-            kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, weights, engines, vllm_arguments.share_of_memory(memory, shared))
+            share -= engines * (copies - 1) * weights / total
+            if (engines > 1 or shared) and kv_cache_bytes is None:
+                kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, weights // tensor_parallel, engines, share)
         machine = vllm_arguments.arguments(
             on_cpu=self._on_cpu,
             context=context,
             max_sequences=max_sequences,
             kv_cache_bytes=kv_cache_bytes,
-            memory=memory,
+            share=share,
             shared=shared,
         )
         arguments = EngineArgs(

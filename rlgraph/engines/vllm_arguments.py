@@ -31,9 +31,9 @@ def environment(gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def arguments(
-    *, on_cpu: bool, context: int, max_sequences: int | None, kv_cache_bytes: int | None, memory: float | None, shared: bool
+    *, on_cpu: bool, context: int, max_sequences: int | None, kv_cache_bytes: int | None, share: float, shared: bool
 ) -> Mapping[str, Any]:
-    """Return the arguments of `vllm.EngineArgs` that depend on the machine; `memory` is a share of the GPU's."""
+    """Return the arguments of `vllm.EngineArgs` that depend on the machine; `share` is that of a GPU's memory."""
     if on_cpu:
         return {
             "kv_cache_memory_bytes": kv_cache_bytes or KV_CACHE_BYTES,
@@ -48,7 +48,7 @@ def arguments(
     most = max_sequences or 1024
     return {
         "kv_cache_memory_bytes": kv_cache_bytes,
-        "gpu_memory_utilization": share_of_memory(memory, shared),
+        "gpu_memory_utilization": share,
         "max_num_seqs": most,
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": max(16384, context),

@@ -33,8 +33,9 @@ class Context:
 
     `rendezvous` is where the ranks of one model meet, for torch.distributed; `temperature` is that of the sampling, since a
     trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes,
-    `shared` whether other models compute there in turns. `arrivals` are new versions for the node that runs, where it is at the
-    reading end of a feedback edge. `set_aside` are places of the data order that are passed over, since their prompt killed a worker.
+    `shared` whether other models compute there in turns, `copies` how many versions of its weights lie there.
+    `arrivals` are new versions for the node that runs, where it is at the reading end of a feedback edge. `set_aside` are places of
+    the data order that are passed over, since their prompt killed a worker.
     """
 
     engine: Any = None
@@ -46,6 +47,7 @@ class Context:
     version: int = 0
     device: str = "cpu"
     shared: bool = False
+    copies: int = 1
     arrivals: Arrivals | None = None
     set_aside: tuple[int, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict)

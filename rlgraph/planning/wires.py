@@ -20,8 +20,12 @@ def weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[
 
 
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
-    """Return how many versions of the weights are staged at once, at most."""
-    return max(feedback.depth, 1) if on_gpus else feedback.depth + 1  # on a GPU memory is dear
+    """Return how many versions of the weights are staged at once, at most.
+
+    When the last step has been fired, `depth` versions and the newest are unread, and none may wait for room. On a GPU, whose
+    memory is dear, it counts that a second buffer takes one of them.
+    """
+    return max(feedback.depth + 2 - feedback.buffers, 1) if on_gpus else feedback.depth + 1
 
 
 def _of(crew: Sequence[PlannedWorker], *nodes: Node) -> list[PlannedWorker]:

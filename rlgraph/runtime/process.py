@@ -94,6 +94,7 @@ class Process:
             rendezvous=rendezvous,
             device=device,
             shared=self.setup.shared,
+            copies=self.setup.copies,
             set_aside=self.setup.set_aside,
         )
         self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)

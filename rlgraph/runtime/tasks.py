@@ -111,6 +111,7 @@ class WorkerSetup:
     listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
     local_gpus: tuple[int, ...]  # as they are counted on its host
     shared: bool  # whether workers of other models have its GPUs in turns
+    copies: int = 1  # versions of its model's weights that it holds at once
     saving: Saving | None = None
     resume: Resume | None = None
     begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
@@ -155,6 +156,7 @@ def setups(
             listen_at=addresses[worker.host] if addresses else "",
             local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
             shared=any(set(worker.gpus) & set(other.gpus) for other in plan.workers if other.model != worker.model),
+            copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
             saving=_saving(plan, start, lead, worker) if start.folder else None,
             resume=start.resume,
             begin=begin,
@@ -164,6 +166,11 @@ def setups(
         )
         for worker in plan.workers
     )
+
+
+def _copies(loop: PlannedLoop) -> int:
+    """Return how many versions a reader of the loop holds: those of its buffers, and one that NCCL brings."""
+    return loop.buffers + (loop.transport == "nccl")
 
 
 def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWorker) -> Saving:

@@ -1,4 +1,4 @@
-"""A job on GPUs: `job_here.py colocated|colocated_tensor_parallel|one_step_off` prints the staleness of its steps."""
+"""A job on GPUs: `job_here.py colocated|colocated_tensor_parallel|one_step_off|second_buffer` prints the staleness of its steps."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ generator = rg.Generator(
     tensor_parallel=gpus,
 )
 policy = rg.Policy(folder, pool=rollout_pool if colocated else rg.Pool("train", gpus=1))
-weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
+weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=2 if sys.argv[1] == "second_buffer" else 1)
 prompts = rg.prompts(SUMS, count=2)
 rollout = generator.rollout(prompts, weights, group_size=2)
 step = policy.update(rollout, rg.advantages(rollout, rg.reward(length, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())

@@ -28,8 +28,9 @@ def test_generator_and_policy_share_one_gpu_in_turns(alone: Alone) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_one_step_off_runs_on_two_gpus_one_version_behind(alone: Alone) -> None:
-    assert alone("job_here.py", "one_step_off").splitlines()[-1] == "staleness [0, 1, 1]"
+@pytest.mark.parametrize("buffers", ["one_step_off", "second_buffer"])
+def test_one_step_off_runs_on_two_gpus_one_version_behind(alone: Alone, buffers: str) -> None:
+    assert alone("job_here.py", buffers).splitlines()[-1] == "staleness [0, 1, 1]"
 
 
 @pytest.mark.multi_gpu
