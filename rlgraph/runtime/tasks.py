@@ -169,8 +169,8 @@ def setups(
 
 
 def _copies(loop: PlannedLoop) -> int:
-    """Return how many versions a reader of the loop holds: those of its buffers, and one that NCCL brings."""
-    return loop.buffers + (loop.transport == "nccl")
+    """Return how many versions a reader of the loop has room for: in its buffers, and where NCCL brings them."""
+    return loop.buffers + (loop.slots if loop.transport == "nccl" else 0)
 
 
 def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWorker) -> Saving:

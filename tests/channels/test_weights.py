@@ -1,11 +1,16 @@
 """A generator's end of a feedback edge: a version is received once all ranks have published it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import rlgraph as rg
 from rlgraph.channels.local import local_channel
+from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelTimeout
+from rlgraph.planning.wires import staged_versions
 
 
 def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_for_it() -> None:
@@ -21,3 +26,19 @@ def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_fo
         found = reader.receive(version, 0.0)["w"]
         assert found.tolist() == [[version] * 3] + [[10 * version] * 3] * 2
         reader.done()
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_no_version_of_a_run_that_ends_waits_for_a_step_that_never_comes(tmp_path: Path, depth: int, buffers: int, on_gpus: bool) -> None:
+    slots = staged_versions(rg.feedback("weights", depth=depth, buffers=buffers), on_gpus=on_gpus)
+    end = ShmWriter("weights", slots, 1, b"key", f"{tmp_path}/w")
+    reader = WeightsReader([ShmReader("weights", b"key", f"{tmp_path}/w", 5.0)], buffers)
+    writer = WeightsWriter(end, torch.float32)
+    for step in range(6):
+        if step > depth:
+            reader.receive(step - depth, 5.0)
+            reader.done()
+        writer.publish(step + 1, {"w": torch.ones(2)}, 5.0)
+    end.close()
+    reader.readers[0].close()
