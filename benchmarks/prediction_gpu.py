@@ -200,6 +200,7 @@ def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
 
 
 TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}
+TURNS = {"wake": "wake", "sleep": "sleep"}  # of all models that have a pool in turns
 
 
 def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progress) -> Found:
@@ -208,7 +209,8 @@ def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progr
     ran = run(f"{way.model}: {name}", plan, count, progress)
     timed = ran.steps[WARM_UP:]
     seconds = [step.seconds for step in timed]
-    moving = {kind: sum(e.seconds for e in plan.schedule.events if e.kind == kind) for kind in ("publish", "load")}
+    moving = {kind: sum(e.seconds for e in plan.schedule.events if e.kind == kind) for kind in ("publish", "load", *TURNS)}
+    keys = TIMINGS | TURNS
     return Found(
         name=name,
         way=way,
@@ -218,7 +220,7 @@ def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progr
         standard_error_s=statistics.stdev(seconds) / len(seconds) ** 0.5,
         steps_s=tuple(seconds),
         predicted_nodes={node: plan.node(node).seconds for node in ("rollout", "update", "reward")} | moving,
-        measured_nodes={node: statistics.mean(s.metrics.get(f"timing_s/{key}", 0.0) for s in timed) for node, key in TIMINGS.items()},
+        measured_nodes={node: statistics.mean(s.metrics.get(f"timing_s/{key}", 0.0) for s in timed) for node, key in keys.items()},
         residual=ran.residual,
         launch_s=ran.launch_s,
         whole_s=ran.whole_s,
@@ -241,7 +243,7 @@ def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: 
                 continue
             told = replace(costs[base.model], lengths=lengths(way, base, costs[base.model]))
             one = measured(name, way, rg.compile(graph(way, models), models.cluster(way), told), models, progress)
-            parts = ", ".join(f"{n} {one.predicted_nodes[n]:.3f} and {one.measured_nodes[n]:.3f}" for n in ("rollout", "update"))
+            parts = ", ".join(f"{n} {one.predicted_nodes[n]:.3f} and {one.measured_nodes[n]:.3f}" for n in ("rollout", "update", *TURNS))
             progress.say(
                 f"{label}: predicted {one.predicted_s:.3f} s, measured {one.measured_s:.3f} ± {one.standard_error_s:.3f} s, "
                 f"{one.error:+.1%} ({parts})"

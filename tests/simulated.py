@@ -4,8 +4,9 @@ Response lengths are drawn by (step, row), so they are the same however the rows
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,15 +24,44 @@ LONG_TAIL = Lengths((0.0, 0.5, 0.9, 0.98, 1.0), (20.0, 60.0, 120.0, 250.0, 400.0
 PROMPT_TOKENS = 8
 
 
+@dataclass(frozen=True)
+class Turns:
+    """How long an engine takes to wake and to sleep, and the bytes it then tells; `memory` is a file that is there while one is awake."""
+
+    wake_s: float = 0.0
+    sleep_s: float = 0.0
+    bytes: int | None = None
+    memory: str | None = None
+    who: str = ""
+
+
 class Part(Vector):
     """A vector of which each rank publishes its rows."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, turns: Turns) -> None:
         super().__init__()
+        self.turns = turns
         self.mine = slice(len(self.vector) * rank // world, len(self.vector) * (rank + 1) // world)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {"vector": self.vector[self.mine]}
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        if self.turns.memory is not None:
+            assert Path(self.turns.memory).read_text() == self.turns.who, "the device's memory is not this engine's"
+        super().load_weights(weights)
+
+    def wake(self) -> None:
+        if self.turns.memory is not None:
+            with Path(self.turns.memory).open("x") as file:  # raises where another engine is awake
+                file.write(self.turns.who)
+        time.sleep(self.turns.wake_s)
+
+    def sleep(self) -> int | None:
+        time.sleep(self.turns.sleep_s)
+        if self.turns.memory is not None:
+            Path(self.turns.memory).unlink()
+        return self.turns.bytes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,13 +70,14 @@ class Simulated(Model):
 
     count: int = 1
     dtype: str = "float32"
+    turns: Turns = Turns()
 
     @property
     def ranks(self) -> int:
         return self.count
 
     def load(self, context: Context) -> Any:
-        return Part(context.rank, context.world)
+        return Part(context.rank, context.world, replace(self.turns, who=f"{self.role} {context.rank}"))
 
 
 class SimulatedGenerator(Simulated):
@@ -146,7 +177,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop of waiting stages. Devices are cores of a pretended cluster, one rank each."""
+    """A training loop of waiting stages. Devices are cores, or GPUs, of a pretended cluster, one rank each."""
 
     depth: int = 1
     buffers: int = 1
@@ -158,6 +189,7 @@ class Loop:
     reference: str | None = None  # the pool of a reference pass: "train", "rollout", or one of its own
     lengths: Lengths = UNIFORM
     times: Times = field(default_factory=Times)
+    turns: Mapping[str, Turns] = field(default_factory=dict)  # of "generator", "policy", "reference"
 
     @property
     def devices(self) -> int:
@@ -175,7 +207,8 @@ class Loop:
         weights = feedback("weights", depth=self.depth, buffers=self.buffers)
         source = prompts(ITEMS, self.rows, seed=1)
         sampled = ("prompt_mask", "response_mask", "weight_version", "group_ids")
-        generator = SimulatedGenerator("vector", pool=pools["rollout"], count=self.generators)
+        turns = {role: self.turns.get(role, Turns()) for role in ("generator", "policy", "reference")}
+        generator = SimulatedGenerator("vector", pool=pools["rollout"], count=self.generators, turns=turns["generator"])
         operation = Generate(self.lengths, self.times, self.chunks)
         rollout = Output(
             declare(
@@ -192,12 +225,12 @@ class Loop:
         rewards = Output(declare("reward", Reward(self.times.reward_s, self.rows), (rollout,), reads=("group_ids",), writes=("rewards",)))
         inputs, reads = [rollout, rewards], ["prompt_mask", "response_mask", "weight_version", "rewards"]
         if self.reference is not None:
-            model = SimulatedReference("vector", pool=pools[self.reference])
+            model = SimulatedReference("vector", pool=pools[self.reference], turns=turns["reference"])
             score = ByTokens(0.0, self.times.score_token_s, "ref_log_probs", "forward")
             tokens = ("prompt_mask", "response_mask")
             inputs.append(Output(declare("ref_log_probs", score, (rollout,), reads=tokens, writes=("ref_log_probs",), model=model)))
             reads.append("ref_log_probs")
-        policy = SimulatedPolicy("vector", pool=pools["train"], count=self.trainers)
+        policy = SimulatedPolicy("vector", pool=pools["train"], count=self.trainers, turns=turns["policy"])
         train = ByTokens(self.times.train_start_s, self.times.train_token_s)
         update = declare("update", train, inputs, reads=tuple(reads), writes=(), model=policy)
         weights.close(Output(update, "weights"))

@@ -110,11 +110,15 @@ class GenerateEngine(ABC):
     def close(self) -> None:
         """Free the model."""
 
-    def sleep(self) -> None:  # noqa: B027 (an engine that holds no device memory of note has nothing to do)
-        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile."""
+    def sleep(self) -> int | None:
+        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile.
+
+        Returns how many bytes of each device went to host memory, and None where that is not known.
+        """
+        return None  # an engine that holds no device memory of note has nothing to do
 
     def wake(self) -> None:  # noqa: B027
-        """Be ready to decode again. Weights may be loaded before."""
+        """Be ready to load weights and to decode again, once this returns."""
 
     def step(self, prefix: str = "") -> dict[str, Response]:
         """Advance by one decode step, if there is one to do, and return what has finished, by request id.
@@ -242,11 +246,14 @@ class TrainEngine(Protocol):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from a `state` of the same names and shapes, whose tensors may be the live ones, filled."""
 
-    def sleep(self) -> None:
-        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile."""
+    def sleep(self) -> int | None:
+        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile.
+
+        Returns how many bytes of the device went to host memory, and None where that is not known.
+        """
 
     def wake(self) -> None:
-        """Be ready to compute again."""
+        """Be ready to compute again, once this returns."""
 
     def close(self) -> None:
         """Free the model."""

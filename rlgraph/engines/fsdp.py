@@ -111,7 +111,6 @@ class FsdpEngine:
             return metrics
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._offloaded.put_back()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
@@ -153,12 +152,13 @@ class FsdpEngine:
                 local(tensor).copy_(local(state[name]))
         self._steps = int(state["optimizer_steps"])
 
-    def sleep(self) -> None:
-        """Give back the device memory of the moments until the next optimizer step, and what no tensor is in."""
-        self._offloaded.take_off()
+    def sleep(self) -> int | None:
+        """Give back the device memory of the moments, which go to host memory, and of what no tensor is in."""
+        return self._offloaded.take_off() if self._device.type == "cuda" else None
 
     def wake(self) -> None:
-        """Be ready to compute again; the moments come back when they are needed."""
+        """Be ready to compute again, the moments on the device."""
+        self._offloaded.put_back()
 
     def close(self) -> None:
         """Free the model, and the process group if the engine made it."""

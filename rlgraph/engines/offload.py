@@ -13,10 +13,13 @@ class OffloadedMoments:
         self._host: dict[int, torch.Tensor] = {}
         self._away: list[torch.Tensor] = []
 
-    def take_off(self) -> None:
-        """Free the device memory of the moments. Nothing happens if they are away already."""
+    def take_off(self) -> int:
+        """Free the device memory of the moments, and of what no tensor is in; return the bytes that went to the host.
+
+        Nothing happens if they are away already.
+        """
         if self._away:
-            return
+            return 0
         for index, tensor in enumerate(self._moments()):
             if index not in self._host:
                 self._host[index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -26,12 +29,15 @@ class OffloadedMoments:
         for tensor in self._away:
             tensor.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
+        return sum(tensor.numel() * tensor.itemsize for tensor in self._away)
 
     def put_back(self) -> None:
-        """Let the moments be on the device again."""
+        """Let the moments be on the device again, once this returns."""
         for index, tensor in enumerate(self._away):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
             tensor.copy_(self._host[index], non_blocking=True)
+        if self._away:
+            torch.cuda.synchronize()
         self._away.clear()
 
     def _moments(self) -> list[torch.Tensor]:

@@ -64,10 +64,11 @@ class ScoreEngine:
         scores: torch.Tensor = self._model(input_ids=tokens, attention_mask=mask).logits[:, self._label].float().cpu()
         return scores
 
-    def sleep(self) -> None:
+    def sleep(self) -> int | None:
         """Give back what no tensor is in; the weights stay where they are."""
         if self._device == "cuda":
             torch.cuda.empty_cache()
+        return 0
 
     def wake(self) -> None:
         """Be ready to score again."""

@@ -63,12 +63,13 @@ class VllmEngine(GenerateEngine):
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         self._parallel = tensor_parallel > 1
         share = vllm_arguments.share_of_memory(memory, shared)
+        weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
+        self._own_bytes = weights // tensor_parallel  # of each device
         if not self._on_cpu:
-            weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
             total = torch.cuda.get_device_properties(0).total_memory
             share -= engines * (copies - 1) * weights / total
             if (engines > 1 or shared) and kv_cache_bytes is None:
-                kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, weights // tensor_parallel, engines, share)
+                kv_cache_bytes = vllm_arguments.kv_cache_of_many(total, self._own_bytes, engines, share)
         machine = vllm_arguments.arguments(
             on_cpu=self._on_cpu,
             context=context,
@@ -210,12 +211,15 @@ class VllmEngine(GenerateEngine):
             self._finished |= self._tagged(self.decode())
         core.resume_scheduler()
 
-    def sleep(self) -> None:
-        """Give the memory of keys and values back, and that of the weights, which go to host memory."""
+    def sleep(self) -> int | None:
+        """Give the memory of keys and values back, and that of the weights, which go to host memory; see `GenerateEngine`."""
+        if self._on_cpu:
+            return None
         self._catch_up()
         self._engine.sleep(level=1)
         self._shared.give_back()
         self._asleep = {"weights", "kv_cache"}
+        return self._own_bytes
 
     def wake(self) -> None:
         """Take the memory again."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from rlgraph.planning.plan import Plan, PlannedPool
+from rlgraph.planning.schedule import MOVING
 
 IDLE = 0.75  # a pool that works less than this waits noticeably
 UNUSED = 0.25  # a pool that works less than this could be part of another
@@ -19,7 +20,7 @@ def _turns_and_shares(plan: Plan) -> Iterator[str]:
     events = {event.name: event for event in plan.schedule.events}
     cycle = [events[name] for name in plan.prediction.critical]
     working = [pool for pool in plan.pools if any(node.pool == pool.name for node in plan.nodes)]
-    if any(event.kind != "fire" for event in cycle) and len({event.pool for event in cycle} - {None}) > 1:
+    if any(event.kind in MOVING for event in cycle) and len({event.pool for event in cycle} - {None}) > 1:
         depths = ", ".join(f"{loop.name} has depth {loop.depth}" for loop in plan.loops)
         busiest = max(pool.busy for pool in working)
         yield (

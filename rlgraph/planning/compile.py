@@ -1,7 +1,7 @@
 """From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import networkx as nx
@@ -18,10 +18,21 @@ from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
 from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
-from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker, Prediction, Transport
-from rlgraph.planning.roofline import device_of, roofline
-from rlgraph.planning.schedule import Event, Schedule
+from rlgraph.planning.plan import (
+    Plan,
+    PlannedChannel,
+    PlannedLoop,
+    PlannedNode,
+    PlannedPool,
+    PlannedSleep,
+    PlannedWorker,
+    Prediction,
+    Transport,
+)
+from rlgraph.planning.roofline import device_of, roofline, with_sleep
+from rlgraph.planning.schedule import MOVING, Event, Schedule
 from rlgraph.planning.shapes import Shapes, known
+from rlgraph.planning.turns import Sleeps, sleeping
 from rlgraph.planning.wires import staged_versions, weights_wire, wire
 
 NOTHING_KNOWN: Shapes = {}
@@ -40,16 +51,20 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
 
 def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
-    """Return the costs given, or an estimate: by the roofline where devices and shapes are known, else nominal."""
+    """Return the costs given, or an estimate: by the roofline where devices and shapes are known, else nominal.
+
+    What they lack of models that take turns is estimated too.
+    """
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
-        return roofline(graph, device, shapes)
-    return checked(graph, costs)
+        return with_sleep(graph, roofline(graph, device, shapes), device, shapes)
+    return with_sleep(graph, checked(graph, costs), device, shapes)
 
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes) -> Plan:
     """Return the plan of a graph whose pools have that many devices."""
     crew, settings, schedule = scheduled(graph, cluster, counts, priced)
+    sleeps = sleeping(graph, crew, settings, priced.sleep)
     memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
@@ -81,6 +96,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
+        sleeps=tuple(_sleeps(crew, settings, sleeps, priced)),
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
 
@@ -122,7 +138,7 @@ def scheduled(
     hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
     rows = max(node.rows for node in graph.nodes)
     seconds = {n.name: costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes}
-    schedule = events.schedule(graph, hosts, seconds, costs)
+    schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep))
     return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
 
 
@@ -177,6 +193,15 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
         )
         for node in graph.nodes
     ]
+
+
+def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:
+    for worker in crew:
+        node = worker.nodes[0]
+        if worker.model is not None and worker.rank == 0 and node in sleeps:
+            cost = sleeps[node]
+            source = costs.sleep_source(worker.model, settings[node])
+            yield PlannedSleep(worker.model, cost.wake_s, cost.sleep_s, cost.bytes, source)
 
 
 def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
@@ -266,13 +291,13 @@ def _waits_for_weights(rollout: Node, update: Node) -> bool:
 def _loops(
     graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Outlook, *, on_gpus: bool
 ) -> list[PlannedLoop]:
-    free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind != "fire" else e for e in schedule.events))
+    free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned = []
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
-        publish_s = sum(e.seconds for e in schedule.events if e.kind != "fire" and e.name in moving)
+        publish_s = sum(e.seconds for e in schedule.events if e.kind in MOVING and e.name in moving)
         planned.append(
             PlannedLoop(
                 name=feedback.name,

@@ -1,14 +1,15 @@
 """What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Node, Work
-from rlgraph.planning.laws import NodeCost, Setting, check_seconds
+from rlgraph.planning.laws import NodeCost, Setting, SleepCost, check_seconds
 from rlgraph.planning.lengths import Array, Lengths
+from rlgraph.planning.placement import model_names
 from rlgraph.planning.plan import CostSource
 
 DRAWN_STEPS = 400  # of a prediction that follows lengths and spreads
@@ -22,7 +23,8 @@ class Costs:
 
     `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine;
     `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, which generating and training
-    follow where a node's cost says so. `on` says in words where the costs were taken.
+    follow where a node's cost says so. `on` says in words where the costs were taken. `sleep` is what models take that have
+    their devices in turns with others, by the names that a plan gives them ("generator", "policy"); what it lacks is estimated.
 
     Raises PlanError for a cost that is negative or no number, or one that needs lengths where there are none.
     """
@@ -35,6 +37,7 @@ class Costs:
     lengths: Lengths | None = None
     publish_bytes: int | None = None
     on: str = ""
+    sleep: Mapping[str, SleepCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         moving = {"publish_s": self.publish_s, "receive_s": self.receive_s, "swap_s": self.swap_s}
@@ -74,10 +77,22 @@ class Costs:
         elsewhere = self.law(node).measured not in (None, setting)
         return "scaled" if elsewhere else self.source
 
-    def only(self, names: Iterable[str]) -> "Costs":
-        """Return the costs without nodes of other names."""
-        kept = set(names)
-        return replace(self, nodes={name: cost for name, cost in self.nodes.items() if name in kept})
+    def sleep_source(self, model: str, setting: Setting) -> CostSource:
+        """Return where the seconds come from in which a model wakes and sleeps at this setting."""
+        cost = self.sleep[model]
+        if cost.estimated:
+            return "estimated"
+        at = cost.measured
+        return "scaled" if at is not None and (at.devices, at.engines) != (setting.devices, setting.engines) else self.source
+
+    def only(self, graph: Graph) -> "Costs":
+        """Return the costs without those of nodes and models that a graph lacks."""
+        nodes, models = {node.name for node in graph.nodes}, model_names(graph)
+        return replace(
+            self,
+            nodes={name: cost for name, cost in self.nodes.items() if name in nodes},
+            sleep={name: cost for name, cost in self.sleep.items() if name in models},
+        )
 
     def to_file(self, path: str | Path) -> None:
         """Write the costs as YAML; `Costs.from_file` reads them again."""
@@ -132,6 +147,10 @@ def checked(graph: Graph, costs: Costs | None) -> Costs:
     for name in costs.nodes:
         if name not in names:
             raise PlanError(f"costs name a node '{name}' that graph '{graph.name}' lacks; its nodes are {names}")
+    models = list(model_names(graph))
+    for name in costs.sleep:
+        if name not in models:
+            raise PlanError(f"costs name a model '{name}' in `sleep` that graph '{graph.name}' lacks; its models are {models}")
     for name in names:
         if name not in costs.nodes:
             raise PlanError(f"costs lack node '{name}' of graph '{graph.name}'; give each node a cost, or none at all for nominal ones")

@@ -9,6 +9,7 @@ import networkx as nx
 from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.schedule import Dependency, Event, EventKind, Schedule
+from rlgraph.planning.turns import Sleeps, around_turns, turn_events
 
 Hosts = Mapping[str, str]  # the worker of each node, by name
 Seconds = Mapping[str, float]  # of each node in a step, on average
@@ -34,12 +35,16 @@ def in_loop(graph: Graph, node: Node) -> bool:
     return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
 
 
-def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs) -> Schedule:
-    """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock."""
+def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps) -> Schedule:
+    """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock.
+
+    `sleeps` are the costs of the models that have their devices in turns, by node.
+    """
     fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
     events = [*fired, *_weights_events(graph, hosts, costs)]
-    ordered = _ordered(graph, events)
+    ordered = _ordered(graph, [*events, *turn_events(graph, _ordered(graph, fired), sleeps)])
     flow = [*_data(graph), *_loops(graph)]
+    flow += around_turns(ordered, flow)
     turns = [*_turns(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
     return Schedule(tuple(ordered), tuple(flow + turns))
 
@@ -129,9 +134,12 @@ def pool_of(node: Node) -> str | None:
 
 
 def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
-    """Order the events of a step: nodes by their turn, weights loaded just before a rollout and published just after an update."""
+    """Order the events of a step: nodes by their turn, weights loaded just before a rollout and published just after an update.
+
+    An engine wakes before it loads weights, and sleeps before those that it trained are published.
+    """
     turns = {node.name: turn(graph, node) for node in graph.nodes}
-    rank: dict[EventKind, int] = {"receive": 0, "load": 1, "fire": 2, "publish": 3}
+    rank: dict[EventKind, int] = {"receive": 0, "wake": 1, "load": 2, "fire": 3, "sleep": 4, "publish": 5}
     return sorted(events, key=lambda e: (turns[e.node][0], turns[e.node][1] + e.part, turns[e.node][2], rank[e.kind]))
 
 

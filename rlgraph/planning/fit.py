@@ -10,10 +10,10 @@ from rlgraph.planning import stalls
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.events import load_event, publish_event, receive_event
 from rlgraph.planning.handover import handovers, interruptions
-from rlgraph.planning.laws import Decode, NodeCost, Setting
+from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import Plan, PlannedNode
-from rlgraph.planning.schedule import Sampled, Span
+from rlgraph.planning.schedule import MOVING, Sampled, Span
 
 WARM_UP = 1  # steps left out: engines compile, caches fill
 STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
@@ -52,7 +52,7 @@ def costs_of(records: Sequence[Record]) -> Costs:
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
     def moving(event: str) -> float:
-        found = [span.seconds for span in kept if span.name == event and span.kind in ("publish", "receive", "load")]
+        found = [span.seconds for span in kept if span.name == event and span.kind in MOVING]
         return stalls.mean(np.array(found)) + late[event] if found else 0.0
 
     within = interruptions(kept)
@@ -80,7 +80,29 @@ def costs_of(records: Sequence[Record]) -> Costs:
         lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
         publish_bytes=records[0].published_bytes or None,
         on=_place(plan),
+        sleep=_sleep(plan, kept, late),
     )
+
+
+def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[str, SleepCost]:
+    """Return what each model that shares its devices has taken to wake and to sleep: the mean of its turns, by the slowest rank."""
+    found: dict[str, SleepCost] = {}
+    for worker in (worker for worker in plan.workers if worker.model is not None and worker.rank == 0):
+        seconds: dict[str, list[float]] = {"wake": [], "sleep": []}
+        sizes: list[int] = []
+        for event in (e for e in plan.schedule.events if e.kind in seconds and e.node in worker.nodes):
+            spans = [span for span in kept if (span.name, span.kind) == (event.name, event.kind)]
+            each = [max(span.seconds for span in spans if span.step == step) for step in sorted({span.step for span in spans})]
+            sizes += [span.bytes for span in spans if span.bytes is not None]
+            if each:
+                seconds[event.kind].append(stalls.mean(np.array(each)) + late[event.name])
+        if seconds["wake"] and seconds["sleep"]:
+            setting = setting_of(plan, plan.node(worker.nodes[0]))
+            together = max(setting.engines // setting.devices, 1)  # engines of one device
+            size = max(sizes) * together if sizes else None
+            sleep_s, wake_s = (float(np.mean(seconds[kind])) for kind in ("sleep", "wake"))
+            found[str(worker.model)] = SleepCost(sleep_s, wake_s, size, Setting(setting.devices, setting.engines))
+    return found
 
 
 def _together(records: Sequence[Record]) -> tuple[list[Span], Mapping[tuple[str, int], int], Mapping[str, float]]:

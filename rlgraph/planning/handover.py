@@ -6,7 +6,7 @@ import numpy as np
 
 from rlgraph.planning import stalls
 from rlgraph.planning.period import firing_order
-from rlgraph.planning.schedule import Dependency, Schedule, Span
+from rlgraph.planning.schedule import WORK, Dependency, Schedule, Span
 
 Ends = dict[tuple[str, int], dict[str, float]]  # by event and step: when each worker was done
 
@@ -36,7 +36,7 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Map
     within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
-        if span.kind in ("fire", "publish", "receive", "load") and span not in within:
+        if span.kind in WORK and span not in within:
             measured.setdefault((span.name, span.step), []).append(span)
     steps = sorted({span.step for span in spans})
     waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -144,6 +144,37 @@ class NodeCost:
         kept = decode.doubling ** np.log2(max(wider, 1e-9))
         found: Array = decode.seconds(batch, prompt_tokens, setting.engines) / (wider * kept)
         return found
+
+
+@dataclass(frozen=True)
+class SleepCost:
+    """What a model takes that has its devices in turns with others: to give their memory back, and to take it again.
+
+    `bytes` go to host memory and come back, on each device. `measured` is the setting that the numbers come from; `estimated`
+    says that the seconds are those of the bytes on the device's link to its host.
+
+    Raises PlanError for a number that is negative or none.
+    """
+
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    bytes: int | None = None
+    measured: Setting | None = None
+    estimated: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("sleep_s", self.sleep_s), ("wake_s", self.wake_s), ("bytes", self.bytes or 0)):
+            check_seconds(name, value)
+
+    def at(self, setting: Setting, *, sharded: bool) -> "SleepCost":
+        """Return the cost at another setting, in proportion to what a device holds: `sharded` over the ranks, or a whole copy
+        for each engine."""
+        if self.measured is None:
+            return self
+        copies = 1.0 if sharded else setting.engines / self.measured.engines
+        scale = copies * self.measured.devices / setting.devices
+        size = None if self.bytes is None else round(self.bytes * scale)
+        return replace(self, sleep_s=self.sleep_s * scale, wake_s=self.wake_s * scale, bytes=size)
 
 
 @lru_cache(maxsize=256)

@@ -64,6 +64,11 @@ def needs(
     return tuple(found)
 
 
+def itemsize_of(model: Model | None) -> int:
+    """Return the bytes of one number of what a model computes with."""
+    return ITEMSIZE.get(str(getattr(model, "dtype", "bfloat16")), 2)
+
+
 def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemory:
     """Models of one pool take turns: what stays adds up, of what a turn needs the largest counts."""
     parts: dict[str, int] = {}
@@ -80,7 +85,7 @@ def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemo
 def _need(graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None) -> _Need:
     nodes = [node for node in graph.nodes if node.model is model]
     setting = settings[nodes[0].name]
-    itemsize = ITEMSIZE.get(str(getattr(model, "dtype", "bfloat16")), 2)
+    itemsize = itemsize_of(model)
     if any(node.operation.work == "generate" for node in nodes):
         return _generating(graph, model, shape, setting, itemsize, lengths)
     trained = any(node.operation.work == "train" for node in nodes)
@@ -133,7 +138,7 @@ class _Moving:
 def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], shapes: Shapes, *, on_gpus: bool) -> _Moving:
     assert feedback.source is not None
     writer, reading = feedback.source.node, readers(graph, feedback)
-    itemsize = ITEMSIZE.get(str(getattr(reading[0].model, "dtype", "bfloat16")), 2)
+    itemsize = itemsize_of(reading[0].model)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
     size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
     return _Moving(writer.model, tuple(n.model for n in reading), weights_wire(crew, writer, reading, on_gpus=on_gpus), size)

@@ -1,6 +1,6 @@
 """Placement: how many devices each pool gets, and which processes run on them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -117,9 +117,8 @@ def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, 
     gpus = devices(graph, cluster, counts)
     cores = _first_cores(graph, cluster, counts)
     found: list[PlannedWorker] = []
-    for model in _models(graph):
+    for name, model in model_names(graph).items():
         names = tuple(sorted((n.name for n in graph.nodes if n.model is model), key=order.__getitem__))
-        name = _unique(model.role, [w.model for w in found])
         found += _ranks(model, name, names, gpus[model.pool.name], counts[model.pool.name], cluster, cores[model.pool.name])
     for chain in _host_chains(graph):
         names = tuple(sorted((n.name for n in chain), key=order.__getitem__))
@@ -194,7 +193,15 @@ def _models(graph: Graph) -> list[Model]:
     return list(dict.fromkeys(n.model for n in graph.nodes if n.model is not None))
 
 
-def _unique(name: str, taken: list[str | None]) -> str:
+def model_names(graph: Graph) -> dict[str, Model]:
+    """Return the models of a graph by the names that plans and costs give them: their roles, numbered where there are several."""
+    found: dict[str, Model] = {}
+    for model in _models(graph):
+        found[_unique(model.role, found)] = model
+    return found
+
+
+def _unique(name: str, taken: Container[str]) -> str:
     number = 2
     unique = name
     while unique in taken:

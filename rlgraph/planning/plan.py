@@ -11,7 +11,7 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.schedule import Reason, Schedule
 
 Transport: TypeAlias = Literal["local", "shm", "tcp", "peer", "nccl"]
-CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline"]
+CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline", "estimated"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,18 @@ class PlannedLoop:
 
 
 @dataclass(frozen=True)
+class PlannedSleep:
+    """A model that has its devices in turns with others: seconds of one wake and of one sleep, and the bytes that a device's
+    memory gives to the host's meanwhile, where known."""
+
+    model: str
+    wake_s: float
+    sleep_s: float
+    bytes: int | None
+    cost: CostSource
+
+
+@dataclass(frozen=True)
 class PlannedMemory:
     """Estimated bytes at one place: its parts, the peak, the `least_bytes` that must fit, and what there is, where known."""
 
@@ -176,6 +188,7 @@ class Plan:
     prediction: Prediction
     certificate: Certificate
     memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
+    sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
 
     def to_json(self) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""

@@ -14,7 +14,7 @@ from rlgraph.planning.laws import NodeCost, Setting
 from rlgraph.planning.period import play
 from rlgraph.planning.placement import divided
 from rlgraph.planning.plan import Plan, PlannedNode
-from rlgraph.planning.schedule import Dependency, Event, Sampled, Schedule, Span
+from rlgraph.planning.schedule import WORK, Dependency, Event, Sampled, Schedule, Span
 
 LEAST_STEPS = 4
 PLAYED_STEPS = 200
@@ -103,7 +103,7 @@ def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
     within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
     for span in trace.spans:
-        if span.kind in ("fire", "publish", "receive", "load"):
+        if span.kind in WORK:
             own_s = span.seconds - sum(inner.seconds for inner in within.get(span, ()))
             longest[span.name, span.step] = max(own_s, longest.get((span.name, span.step), 0.0))
     found = {}

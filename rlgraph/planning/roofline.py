@@ -1,35 +1,42 @@
 """What nodes would cost by the roofline of the device, from model shapes alone: nothing is measured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlgraph.graph import Graph, Node
+from rlgraph.graph import Graph, Model, Node
 from rlgraph.planning.costs import NOMINAL, Costs, epochs_of
-from rlgraph.planning.laws import Decode, NodeCost, Setting
+from rlgraph.planning.events import readers
+from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Lengths
+from rlgraph.planning.memory import OPTIMIZER, itemsize_of
+from rlgraph.planning.placement import model_names
 from rlgraph.planning.shapes import ModelShape, Shapes
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peak bfloat16 operations and bytes of memory traffic a second, and bytes of memory, as the vendor gives them."""
+    """Peak bfloat16 operations and bytes of memory traffic a second, bytes of memory, and bytes a second to and from the
+    host, one way, as the vendor gives them."""
 
     flops: float
     bandwidth: float
     memory_bytes: int
+    host_link: float
 
 
 GB = 10**9
+PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
 DEVICES: Mapping[str, Device] = {
-    "A100": Device(312e12, 2.039e12, 80 * GB),
-    "H100": Device(989e12, 3.35e12, 80 * GB),
-    "H200": Device(989e12, 4.8e12, 141 * GB),
-    "H20": Device(148e12, 4.0e12, 96 * GB),
-    "L40S": Device(362e12, 0.864e12, 48 * GB),
-    "B200": Device(2250e12, 8.0e12, 180 * GB),
+    "A100": Device(312e12, 2.039e12, 80 * GB, PCIE_4),
+    "H100": Device(989e12, 3.35e12, 80 * GB, PCIE_5),
+    "H200": Device(989e12, 4.8e12, 141 * GB, PCIE_5),
+    "H20": Device(148e12, 4.0e12, 96 * GB, PCIE_5),
+    "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4),
+    "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5),
 }
 # What well-kept engines reach of these peaks; assumptions, which a profile replaces.
 TRAINING, PREFILL, DECODING = 0.4, 0.5, 0.6
+COPYING = 0.8  # of the link to the host, by copies to and from memory that is pinned there: 50 GB/s of PCIe 5
 LINK = 25e9  # bytes a second of one version's way to a generator
 # Lengths nobody has seen: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
@@ -62,6 +69,27 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
         publish_bytes=int(moved),
         on=f"the roofline of {device.flops / 1e12:.0f} TFLOP/s and {device.bandwidth / 1e12:.2f} TB/s",
     )
+
+
+def with_sleep(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+    """Return costs that know what each model takes to sleep and to wake: what they lack is estimated, and says so.
+
+    That is the time in which what goes to host memory, or comes back, passes the device's link: the weights of a generator, the
+    moments of a model that is trained. A model of unknown shape counts as large as the version published, if that is known.
+    """
+    missing = {name: model for name, model in model_names(graph).items() if name not in costs.sleep}
+    return replace(costs, sleep={**costs.sleep, **{name: _sleep(graph, model, costs, device, shapes) for name, model in missing.items()}})
+
+
+def _sleep(graph: Graph, model: Model, costs: Costs, device: Device | None, shapes: Shapes) -> SleepCost:
+    works = {node.operation.work for node in graph.nodes if node.model is model}
+    each = OPTIMIZER if "train" in works else 0
+    if "generate" in works and getattr(model, "engine", "") != "transformers":  # which keeps its memory
+        each = itemsize_of(model)
+    published = min((itemsize_of(node.model) for f in graph.feedbacks for node in readers(graph, f)), default=2)
+    count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
+    seconds = each * count / (COPYING * (device.host_link if device else PCIE_4))
+    return SleepCost(seconds, seconds, each * count if count else None, Setting(), estimated=True)
 
 
 def _lengths(graph: Graph) -> Lengths:

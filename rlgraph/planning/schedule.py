@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-EventKind: TypeAlias = Literal["fire", "publish", "receive", "load"]
+EventKind: TypeAlias = Literal["fire", "publish", "receive", "load", "wake", "sleep"]
 SpanKind: TypeAlias = EventKind | Literal["carry", "wait", "room", "idle", "start"]
-WORK: frozenset[SpanKind] = frozenset(("fire", "publish", "receive", "load"))
+MOVING: frozenset[SpanKind] = frozenset(("publish", "receive", "load"))
+WORK: frozenset[SpanKind] = MOVING | {"fire", "wake", "sleep"}
 Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that takes time once a step: a node fires, or weights are published, received or loaded."""
+    """Something that takes time once a step: a node fires, weights are published, received or loaded, or an engine that shares
+    its devices with other models wakes or sleeps: it takes their memory, or gives it back."""
 
     name: str
     kind: EventKind
@@ -55,7 +57,7 @@ class Span:
 
     Kinds of an event (`WORK`) have its name. A run also has `wait` (for a message: the name is that of its channel or feedback
     edge), `room` (for a free slot of it), `carry` (rlgraph's own work around the node of that name: checks, copies), `idle`
-    (between two steps) and `start` (before the first).
+    (between two steps) and `start` (before the first). `bytes` is what it moved between a device and host memory, where known.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Span:
     start_s: float
     end_s: float
     version: int | None = None
+    bytes: int | None = None
 
     @property
     def seconds(self) -> float:

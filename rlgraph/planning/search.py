@@ -115,7 +115,7 @@ def _drafts(
         try:
             graph = build(**settings)
             shapes = shapes_of(graph)
-            priced = priced_for(graph, cluster, None if costs is None else costs.only(node.name for node in graph.nodes), shapes)
+            priced = priced_for(graph, cluster, None if costs is None else costs.only(graph), shapes)
             depth = max((feedback.depth for feedback in graph.feedbacks), default=0)
             if max_staleness is not None and depth > max_staleness:
                 left_out[f"staleness {depth} is above max_staleness={max_staleness}"] += 1

@@ -8,8 +8,19 @@ import numpy as np
 
 from rlgraph.planning.schedule import Span
 
-_ROW = np.dtype([("name", "i4"), ("kind", "i4"), ("step", "i8"), ("worker", "i4"), ("start_s", "f8"), ("end_s", "f8"), ("version", "i8")])
-_NO_VERSION = -1
+_ROW = np.dtype(
+    [
+        ("name", "i4"),
+        ("kind", "i4"),
+        ("step", "i8"),
+        ("worker", "i4"),
+        ("start_s", "f8"),
+        ("end_s", "f8"),
+        ("version", "i8"),
+        ("bytes", "i8"),
+    ]
+)
+_NONE = -1  # where a span has no version, or no bytes
 
 
 class Spans:
@@ -17,7 +28,7 @@ class Spans:
 
     def __init__(self, kept: int) -> None:
         self._rows = np.zeros(kept, _ROW)
-        self._rows["version"] = _NO_VERSION  # which touches every page of it
+        self._rows["version"] = _NONE  # which touches every page of it
         self._added = 0
         self._codes: dict[str, int] = {}
 
@@ -31,9 +42,9 @@ class Spans:
 
     def add(self, spans: Iterable[Span]) -> None:
         for span in spans:
-            version = _NO_VERSION if span.version is None else span.version
+            version, size = (_NONE if value is None else value for value in (span.version, span.bytes))
             name, kind, worker = self._code(span.name), self._code(span.kind), self._code(span.worker)
-            self._rows[self._added % len(self._rows)] = (name, kind, span.step, worker, span.start_s, span.end_s, version)
+            self._rows[self._added % len(self._rows)] = (name, kind, span.step, worker, span.start_s, span.end_s, version, size)
             self._added += 1
 
     def since(self, start_s: float) -> list[Span]:
@@ -41,12 +52,16 @@ class Spans:
         names: list[Any] = list(self._codes)
         first = self._added if self.full else 0
         return [
-            Span(names[name], names[kind], step, names[worker], start - start_s, end - start_s, None if version == _NO_VERSION else version)
-            for name, kind, step, worker, start, end, version in np.roll(self._rows, -first)[: len(self)].tolist()
+            Span(names[name], names[kind], step, names[worker], start - start_s, end - start_s, _known(version), _known(size))
+            for name, kind, step, worker, start, end, version, size in np.roll(self._rows, -first)[: len(self)].tolist()
         ]
 
     def _code(self, name: str) -> int:
         return self._codes.setdefault(name, len(self._codes))
+
+
+def _known(value: int) -> int | None:
+    return None if value == _NONE else value
 
 
 class Metrics:

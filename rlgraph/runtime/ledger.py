@@ -32,14 +32,14 @@ class Ledger:
         self._close(node, "carry", step)
 
     @contextmanager
-    def span(self, name: str, kind: SpanKind, step: int, version: int | None = None) -> Iterator[None]:
-        """Time a block; one that raises is kept as well."""
-        start_s = self._enter()
+    def span(self, name: str, kind: SpanKind, step: int, version: int | None = None) -> Iterator[list[int]]:
+        """Time a block; one that raises is kept as well. What it adds to the list that it is given are bytes that it moved."""
+        start_s, moved = self._enter(), list[int]()
         try:
-            yield
+            yield moved
         finally:
             self._leave()
-            self._add(name, kind, step, start_s, time.monotonic(), version)
+            self._add(name, kind, step, start_s, time.monotonic(), version, sum(moved) or None)
 
     @contextmanager
     def moving(
@@ -75,9 +75,11 @@ class Ledger:
         if now - self._until_s > ABSORBED_S:
             self._add(name, kind, step, self._until_s, now)
 
-    def _add(self, name: str, kind: SpanKind, step: int, start_s: float, end_s: float, version: int | None = None) -> None:
+    def _add(
+        self, name: str, kind: SpanKind, step: int, start_s: float, end_s: float, version: int | None = None, size: int | None = None
+    ) -> None:
         if end_s > start_s:
-            self._spans.append(Span(name, kind, step, self.worker, start_s, end_s, version))
+            self._spans.append(Span(name, kind, step, self.worker, start_s, end_s, version, size))
         if not self._open:
             self._until_s = end_s
 

@@ -40,16 +40,21 @@ def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
-    """Return `timing_s/*` of one step: each node's own work, and how long the update waited for what it trains on.
+    """Return `timing_s/*` of one step: each node's own work, how long the update waited for what it trains on, and what engines
+    that share a pool took to wake and to sleep.
 
-    The parts of a batch count together; of several ranks the slowest counts.
+    The parts of a batch count together, and so do all turns of a step; of several ranks the slowest counts.
     """
     found: dict[tuple[str, str], float] = {}
     nodes = {event.name: event.node for event in plan.schedule.events}
     batches = {channel.name for channel in plan.channels if channel.kind == "batch"}
     trainers = {worker for loop in plan.loops for worker in plan.node(loop.writer).workers}
     names = {"publish": "publish", "load": "update_weights"}
+    turns: dict[tuple[str, str], float] = {}  # by kind and event
     for span in spans:
+        if span.kind in ("wake", "sleep"):
+            turns[span.kind, span.name] = max(span.seconds, turns.get((span.kind, span.name), 0.0))
+            continue
         name = TIMINGS.get(nodes[span.name], nodes[span.name]) if span.kind == "fire" else names.get(span.kind)
         if span.kind == "wait" and span.worker in trainers and span.name in batches:
             name = "wait_prev_gen"
@@ -58,4 +63,6 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     slowest: dict[str, float] = {}
     for (name, _), seconds in found.items():
         slowest[name] = max(slowest.get(name, 0.0), seconds)
+    for (kind, _), seconds in turns.items():
+        slowest[kind] = slowest.get(kind, 0.0) + seconds
     return {f"timing_s/{name}": seconds for name, seconds in slowest.items()}

@@ -19,6 +19,8 @@ WORK: tuple[tuple[str, Callable[..., str]], ...] = (
     (r"running node '(.*)'", str),
     (r"publishing version \d+ of '(.*)' \(", publish_event),
     (r"loading version \d+ of '(.*)' before node '(.*)'", load_event),
+    (r"giving its engine the devices \('(.*)'\)", str),
+    (r"taking the devices from its engine \('(.*)'\)", str),
 )
 LAYOUT = struct.Struct("<dq240s")
 
@@ -41,7 +43,7 @@ class Doing:
 
     @property
     def works(self) -> str | None:
-        """The name of the event at work, as in spans: a node, or weights that are published or loaded; None for a wait."""
+        """The name of the event at work, as in spans: a node, weights that move, an engine that wakes or sleeps; None for a wait."""
         for pattern, name in WORK:
             if found := re.match(pattern, self.what):
                 return name(*found.groups())

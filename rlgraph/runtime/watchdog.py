@@ -11,6 +11,7 @@ from statistics import median
 
 from rlgraph.errors import ChannelTimeout
 from rlgraph.planning.plan import Plan
+from rlgraph.planning.schedule import WORK
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.stacks import of_interest
 from rlgraph.runtime.status import Doing
@@ -41,7 +42,7 @@ class Watchdog:
         """Take in how long the nodes of a worker took, and how full its channels are."""
         self.used.update(report.used)
         for span in report.spans:
-            if span.kind in ("fire", "publish", "load"):
+            if span.kind in WORK - {"receive"}:
                 self._seconds.setdefault(span.name, deque(maxlen=REMEMBERED)).append(span.end_s - span.start_s)
 
     def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:

@@ -6,7 +6,7 @@ Knows neither Ray nor processes: the local executor runs the same workers side b
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, 
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
+from rlgraph.planning.turns import Turn
 from rlgraph.runtime.ledger import Ledger
 from rlgraph.runtime.mailbox import Inbox, Mailbox
 from rlgraph.runtime.parts import joined
@@ -52,6 +53,8 @@ class Worker:
     streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
     kept: dict[str, list[Columns]] = field(default_factory=dict)  # parts of a batch that a checkpoint may need, by node
     doing: str = "starting"
+    turn: Turn | None = None  # that it has in its pool, where other models have the devices as well
+    awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.setup.worker.name)
@@ -70,25 +73,31 @@ class Worker:
             self.fire(self.setup.task(name), step, part)
 
     def fire(self, task: Task, step: int, part: int = 0) -> None:
-        """Fire one node: weights, inputs, the node's own work, outputs, then the weights it publishes."""
+        """Fire one node: its turn in the pool, weights, inputs, the node's own work, outputs, then the weights it publishes."""
         self.ledger.begin(step)
+        self.turn = self.setup.turn(task.name, part)
+        self._take(task, step, part, "order")  # before an engine wakes: the one before it has given the memory back by then
         for loop in self.loops:
             if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
                 self._load_weights(loop, task.name, step)
-        columns = self._take(task, step, part)
+        columns = self._take(task, step, part, "batch")
         writing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
         publishing = [loop for loop in writing if loop.due is None]
         if publishing:  # the deepest edge is the rollout's: others lead to nodes that look at the batch on its way
             self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
         self.doing = task.name
+        idle = task.due is not None and not task.due(step)
+        if not idle:
+            self._wake(step)
         if self.setup.probe == (task.name, step) and task.chunks == 1 and getattr(task.operation, "source", None) is None:
             self._probe(task, step, columns)
         self.on_enter(step, f"running node '{task.name}'")
         self.context.arrivals = self._arrivals(task, step)
-        idle = task.due is not None and not task.due(step)
         self.ledger.carry(task.name, step)
         with nullcontext() if idle else self.ledger.span(fire_event(task.name, part, task.chunks), "fire", step):
             fired = self._run(task, step, part, columns)
+        if self.turn is not None and self.turn.firings[-1] == (task.name, part):  # before the next of the pool is told
+            self._sleep(self.turn, step)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
             checked_columns(task.name, task.writes, written)
@@ -119,20 +128,31 @@ class Worker:
         return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
 
     def _run(self, task: Task, step: int, part: int, columns: Columns) -> Fired:
-        """Run the node's own work; an engine that shares its devices gives their memory back before the next node is told."""
-        parts_of_its_own = task.chunks > 1 and task.follows is None
-        shared = self.context.shared and (task.due is None or task.due(step))
-        if shared and (part == 0 or not parts_of_its_own):
+        """Run the node's own work; one that gives its batch in parts goes on until the next of them is there."""
+        if task.chunks == 1 or task.follows is not None:
+            return self.stages[task.name](step, columns)
+        if part == 0:
+            self.streams[task.name] = cast("Iterator[Fired]", self.stages[task.name](step, columns))
+        return next(self.streams[task.name])
+
+    def _wake(self, step: int) -> None:
+        """Let an engine that has its devices in turns take their memory, unless it has it."""
+        if self.turn is None or self.awake:
+            return
+        self.ledger.carry(self.doing, step)
+        self.on_enter(step, f"giving its engine the devices ('{self.turn.wake}')")
+        with self.ledger.span(self.turn.wake, "wake", step):
             self.context.engine.wake()
-        if parts_of_its_own:  # it goes on until the next of them is there
-            if part == 0:
-                self.streams[task.name] = cast("Iterator[Fired]", self.stages[task.name](step, columns))
-            fired = next(self.streams[task.name])
-        else:
-            fired = self.stages[task.name](step, columns)
-        if shared and (part == task.chunks - 1 or not parts_of_its_own):
-            self.context.engine.sleep()
-        return fired
+        self.awake = True
+
+    def _sleep(self, turn: Turn, step: int) -> None:
+        """Let an engine give the memory of its devices back, if it has it: where nothing was due, it has not."""
+        if not self.awake:
+            return
+        self.on_enter(step, f"taking the devices from its engine ('{turn.sleep}')")
+        with self.ledger.span(turn.sleep, "sleep", step) as moved:
+            moved.append(self.context.engine.sleep() or 0)
+        self.awake = False
 
     def _probe(self, task: Task, step: int, columns: Columns) -> None:
         """Fire a node, one that has killed its worker at this step, for one prompt after another, and forget what comes of it."""
@@ -155,9 +175,9 @@ class Worker:
         loop = next((loop for loop in self.loops if loop.reader is not None and task.name in loop.plan.readers), None)
         return Arriving(self, loop, task.name, step) if loop is not None else None
 
-    def _take(self, task: Task, step: int, part: int) -> dict[str, Column]:
+    def _take(self, task: Task, step: int, part: int, kind: Literal["batch", "order"]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
-        for box in self.mailbox.read_by(task.name):
+        for box in (box for box in self.mailbox.read_by(task.name) if box.channel.kind == kind):
             wanted = task.messages(box.channel, step, part)
             if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.setup.begin[box.channel.writer]):
                 continue
@@ -167,7 +187,7 @@ class Worker:
                 self._drop(box)
             with self.ledger.moving(box.channel.name, "wait", box.blocked_s, (task.name, "carry"), step):
                 batch = box.take(wanted, self.setup.deadline_s)
-            for name in task.columns.get(box.channel.writer, ()) if box.channel.kind == "batch" else ():
+            for name in task.columns.get(box.channel.writer, ()) if kind == "batch" else ():
                 columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
         return columns
 
@@ -247,6 +267,7 @@ class Worker:
     def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         assert loop.reader is not None
         engine = self.context.engine
+        self._wake(step)
         self.on_enter(step, f"loading version {version} of '{loop.plan.name}' before node '{node}'")
         with self.ledger.span(load_event(loop.plan.name, node), "load", step, version=version):
             if isinstance(engine, GenerateEngine):

@@ -20,6 +20,8 @@ USES: Mapping[SpanKind, Use] = {
     "publish": "moving",
     "receive": "moving",
     "load": "moving",
+    "wake": "sleep",
+    "sleep": "sleep",
     "carry": "carry",
     "room": "room",
     "idle": "idle",
@@ -27,7 +29,8 @@ USES: Mapping[SpanKind, Use] = {
 }
 CHAIN = 12  # waits followed from one worker to the next; a longer chain is given up
 START_UP, BETWEEN, FINISHED = "start-up", "between steps", "no further step"
-RANK = {"fire": 0, "load": 1, "publish": 2, "receive": 3, "carry": 4, "wait": 5, "room": 6, "order": 7, "idle": 8, "start": 9}
+CLAIMS = ("fire", "load", "wake", "sleep", "publish", "receive", "carry", "wait", "room", "order", "idle", "start")
+RANK = {claim: rank for rank, claim in enumerate(CLAIMS)}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from rlgraph.views import words
 
-Use: TypeAlias = Literal["node", "moving", "carry", "data", "weights", "room", "turn", "idle", "start", "unexplained"]
-BUSY: tuple[Use, ...] = ("node", "moving", "carry")
+Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "data", "weights", "room", "turn", "idle", "start", "unexplained"]
+BUSY: tuple[Use, ...] = ("node", "moving", "sleep", "carry")
 LEAST = 0.002  # of a pool's time: smaller rows are added up into one line of the table
 HAND_OVER = "hand-over"  # the cause of a wait in which nobody upstream worked: the message was on its way
 SMALL = "smaller rows together"
@@ -22,7 +22,8 @@ SMALL = "smaller rows together"
 class Row:
     """Device-seconds of one use. `name` is the node, weights event, channel or feedback edge; `cause` is what a wait was for.
 
-    Uses: `node` a node's own work; `moving` publishing, receiving and loading weights; `carry` rlgraph's own work around a node;
+    Uses: `node` a node's own work; `moving` publishing, receiving and loading weights; `sleep` an engine that shares its devices
+    gave their memory back, or took it again; `carry` rlgraph's own work around a node;
     `data` the message was not there; `weights` the version was not there; `room` no slot was free; `turn` another node of the
     pool came first; `idle` between two steps; `start` before the first one; `unexplained` no span says what.
     """
@@ -38,7 +39,7 @@ class Row:
         kept = " on its way" if self.cause == HAND_OVER else f", since {words.clean(self.cause)} was not done" if self.cause else ""
         name = words.clean(self.name)
         match self.use:
-            case "node" | "moving":
+            case "node" | "moving" | "sleep":
                 return name
             case "carry":
                 return f"rlgraph around {name}: copies and checks"

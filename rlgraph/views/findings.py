@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 from rlgraph.planning.advice import UNUSED
 from rlgraph.planning.plan import PlannedLoop, PlannedPool
+from rlgraph.planning.schedule import MOVING
 from rlgraph.views import words
 from rlgraph.views.run import Run
 
@@ -36,7 +37,7 @@ def findings(run: Run) -> tuple[str, ...]:
     if not run.steady or not run.spans:
         return ()
     found = [line for side in _sides(run) for line in _balance(run, side)]
-    rules: Sequence[Callable[[Run], Iterator[str]]] = (_unused, _publishing, _hosts, _driver, _own_work, _disagreement, _clipping)
+    rules: Sequence[Callable[[Run], Iterator[str]]] = (_unused, _publishing, _turns, _hosts, _driver, _own_work, _disagreement, _clipping)
     found += [line for rule in rules for line in rule(run)]
     return tuple(found) or tuple(_balanced(run))
 
@@ -134,12 +135,23 @@ def _publishing(run: Run) -> Iterator[str]:
     for loop in run.plan.loops:
         reader = run.plan.node(loop.readers[0])
         rows = run.steady_bubbles.of_pool(reader.pool)
-        moving = {event.name for event in run.plan.schedule.events if event.kind != "fire"}
+        moving = {event.name for event in run.plan.schedule.events if event.kind in MOVING}
         mine = [row for row in rows if (row.use == "moving" and row.name in moving) or (row.use == "weights" and row.cause in moving)]
         share = run.steady_bubbles.share(mine, rows)
         if share > SMALL:
             way = "buffers=2 receives it while the generator decodes" if loop.buffers == 1 and loop.depth else "it is not hidden"
             yield f"moving '{loop.name}' takes {share:.0%} of the time of '{reader.pool}': {way}"
+
+
+def _turns(run: Run) -> Iterator[str]:
+    for pool in run.plan.pools:
+        rows = run.steady_bubbles.of_pool(pool.name)
+        share = run.steady_bubbles.share((row for row in rows if row.use == "sleep"), rows)
+        if share > NOTICED:
+            yield (
+                f"engines that have '{pool.name}' in turns wake and sleep {share:.0%} of its time: give them longer turns by larger "
+                "batches, or a pool each, with depth=1"
+            )
 
 
 def _hosts(run: Run) -> Iterator[str]:

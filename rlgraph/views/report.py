@@ -41,6 +41,7 @@ LEGEND = (
     ("forward", "forward pass"),
     ("host", "host node"),
     ("moving", "weights moving"),
+    ("sleep", "engines wake and sleep"),
     ("carry", "rlgraph's own work"),
     ("data", "wait for data"),
     ("weights", "wait for a version"),

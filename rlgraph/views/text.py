@@ -11,7 +11,7 @@ WAITS_MOST = 6
 
 
 def text(plan: Plan) -> str:
-    """Return header, pools, nodes, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
+    """Return header, pools, nodes, turns, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
     predicted = plan.prediction
     cycle = " -> ".join(map(words.clean, predicted.critical))
     round_s = words.seconds(predicted.period_s * predicted.critical_tokens, predicted.cost)
@@ -19,6 +19,7 @@ def text(plan: Plan) -> str:
         [*wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
         _pools(plan),
         _nodes(plan),
+        _sleeps(plan),
         _workers(plan),
         _channels(plan),
         *(_loop(loop, plan) for loop in plan.loops),
@@ -61,6 +62,12 @@ def _nodes(plan: Plan) -> list[str]:
         for node in plan.nodes
     ]
     return aligned(["node", "work", ">time", "is", ">rows", "writes"], rows)
+
+
+def _sleeps(plan: Plan) -> list[str]:
+    """Return what the models take that have their devices in turns, or nothing where each has its own."""
+    rows = [[s.model, words.seconds(s.wake_s, s.cost), words.seconds(s.sleep_s, s.cost), s.cost, words.size(s.bytes)] for s in plan.sleeps]
+    return aligned(["in turns", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
 
 
 def _workers(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ HOST = "host"  # the lane of nodes that belong to no pool
 
 def seconds(value: float, cost: CostSource = "measured") -> str:
     """Return a time to three digits; those of which nothing was measured are marked with a tilde."""
-    mark = "~" if cost in ("nominal", "roofline") else ""
+    mark = "~" if cost in ("nominal", "roofline", "estimated") else ""
     if value == 0:
         return f"{mark}0 s"
     if value < 0.0995:
@@ -94,7 +94,11 @@ def prediction(plan: Plan) -> str:
     if plan.prediction.cost == "roofline":
         return f"{said} (estimated from model shapes and devices: nothing was measured)"
     scaled = [clean(node.name) for node in plan.nodes if node.cost == "scaled"]
-    return f"{said} (scaled to this plan: {', '.join(scaled)})" if scaled else said
+    scaled += [f"turns of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "scaled"]
+    estimated = [f"turns of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "estimated" and sleep.bytes != 0]
+    parts = {"scaled to this plan": scaled, "estimated": estimated}
+    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in parts.items() if names)
+    return f"{said} ({told})" if told else said
 
 
 def clean(name: str) -> str:

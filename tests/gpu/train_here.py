@@ -20,6 +20,7 @@ for device in ("cpu", "cuda"):
     before = engine.scores(batch)
     engine.update(batch, WeightedLikelihood())
     engine.sleep()
+    engine.wake()
     engine.update(batch, WeightedLikelihood())
     found.append((before, {name: weight.cpu().clone() for name, weight in engine.weights().items()}))
     engine.close()

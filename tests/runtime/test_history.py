@@ -12,11 +12,12 @@ times = st.floats(0, 1e6)
 spans = st.builds(
     Span,
     st.sampled_from(["rollout", "update"]),
-    st.sampled_from(["fire", "publish", "receive", "load", "carry", "wait", "room", "idle", "start"]),
+    st.sampled_from(["fire", "publish", "receive", "load", "wake", "sleep", "carry", "wait", "room", "idle", "start"]),
     st.integers(0, 2**40),
     st.sampled_from(["generator", "policy"]),
     times,
     times,
+    st.none() | st.integers(0, 2**40),
     st.none() | st.integers(0, 2**40),
 )
 

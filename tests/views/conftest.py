@@ -10,6 +10,7 @@ from rlgraph.graph import Feedback, Graph, Model, Node, Output, Pool, Work, decl
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.laws import SleepCost
 from rlgraph.planning.plan import Plan
 
 ROLLOUT = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version")
@@ -86,6 +87,7 @@ def ppo() -> Graph:
     return Graph("ppo", Output(update, "metrics"), Output(fit, "metrics"))
 
 
+PPO_SLEEP = {"model2": SleepCost(sleep_s=0.3, wake_s=0.2, bytes=4 << 30), "model4": SleepCost(sleep_s=0.1, wake_s=0.1)}
 PPO_SECONDS = {
     "prompts": 0.1,
     "rollout": 9.0,
@@ -140,7 +142,9 @@ def plans() -> dict[str, Plan]:
         "sync_colocated": compile_plan(grpo("grpo", shared, shared, depth=0), EIGHT),
         "one_step_off": compile_plan(grpo("grpo", Pool("rollout", share=1), Pool("train", share=3), depth=1), EIGHT),
         "k_step_off": compile_plan(grpo("grpo", Pool("rollout", share=None), Pool("train", share=None), depth=2, buffers=2), EIGHT),
-        "ppo": compile_plan(ppo(), EIGHT, Costs(PPO_SECONDS, publish_s=0.1, receive_s=0.3, swap_s=0.02, source="measured")),
+        "ppo": compile_plan(
+            ppo(), EIGHT, Costs(PPO_SECONDS, publish_s=0.1, receive_s=0.3, swap_s=0.02, source="measured", sleep=PPO_SLEEP)
+        ),
         "ppo_cores": compile_plan(ppo(), Cluster(cpus=2)),
         "tool_use": compile_plan(grpo("tool_use", Pool("rollout", share=3), Pool("train", share=1), 1, 2, Pool("sandbox", cpus=32)), EIGHT),
         "twenty": compile_plan(twenty(), EIGHT),

@@ -145,7 +145,7 @@ def test_a_worker_that_was_started_again_was_starting_up_until_then() -> None:
     assert found == {("node", "rollout"): 4.0, ("start", "start-up"): 3.0}
 
 
-KINDS = ["fire", "publish", "load", "carry", "wait", "room", "idle", "start"]
+KINDS = ["fire", "publish", "load", "wake", "sleep", "carry", "wait", "room", "idle", "start"]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -7,6 +7,7 @@ import pytest
 from played import played
 
 import rlgraph as rg
+from rlgraph.planning.laws import SleepCost
 from rlgraph.planning.plan import Plan
 from rlgraph.views.findings import findings
 from rlgraph.views.run import Run
@@ -15,6 +16,12 @@ from rlgraph.views.run import Run
 def plan(depth: int, generate_s: float, train_s: float, score_s: float = 0.001, moving_s: float = 0.0, cpus: int = 8) -> Plan:
     nodes = {"prompts": 0.001, "rollout": generate_s, "score": score_s, "update": train_s}
     return rg.compile(fakes.vector_loop(depth), rg.Cluster(cpus=cpus), rg.Costs(nodes, publish_s=moving_s, swap_s=moving_s))
+
+
+def in_turns(sleep_s: float) -> Plan:
+    graph = fakes.vector_loop(0, pools=(pool := rg.Pool("both"), pool))
+    costs = rg.Costs({"prompts": 0.001, "rollout": 2.0, "score": 0.001, "update": 2.0}, sleep={"policy": SleepCost(sleep_s, sleep_s)})
+    return rg.compile(graph, rg.Cluster(gpus=1), costs)
 
 
 def said(run: Run) -> str:
@@ -91,3 +98,8 @@ def test_a_run_of_no_step_says_nothing() -> None:
 def test_a_metric_that_is_no_number_counts_for_nothing() -> None:
     run = with_metric(played(plan(1, 2.0, 2.0), 30, jitter=0.0), "actor/pg_clipfrac", float("nan"))
     assert "clips" not in said(run)
+
+
+def test_engines_that_wake_and_sleep_for_long_are_told_to_take_longer_turns() -> None:
+    assert "engines that have 'both' in turns wake and sleep 20% of its time" in said(played(in_turns(0.5), 30))
+    assert "in turns" not in said(played(in_turns(0.1), 30))

@@ -83,7 +83,7 @@ def arrows(found: dict[str, Any]) -> dict[int, tuple[dict[str, Any], dict[str, A
 
 def span_at(found: dict[str, Any], arrow: dict[str, Any]) -> str:
     inside = [e for e in events(found, "X") if e["tid"] == arrow["tid"] and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]]
-    return str(max(inside, key=lambda e: e["ts"])["name"])
+    return str(max(inside, key=lambda e: (e["ts"], e["dur"]))["name"])
 
 
 def test_an_arrow_leads_from_each_publish_to_the_load_of_that_version(plans: dict[str, Plan]) -> None:
