@@ -57,6 +57,9 @@ async def run(code: str, limits: Limits) -> str:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
+            assert child.stdout is not None
+            while await child.stdout.read(65536):  # to its end, which wait() waits for, and which is not read while the buffer is full
+                pass
             await child.wait()
     return _judged(output, child.returncode, limits)
 

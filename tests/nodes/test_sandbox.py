@@ -40,6 +40,21 @@ def test_code_that_prints_without_end_is_cut() -> None:
     assert len(str(caught.value)) < 2200
 
 
+def test_code_that_prints_faster_than_it_is_read_is_cut_as_well() -> None:
+    async def beside_other_work() -> str:
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            sum(range(500_000))
+            loop.call_soon(work)
+
+        loop.call_soon(work)
+        return await asyncio.wait_for(run("import os\nwhile True: os.write(1, b'y' * 65536)", QUICK), 60)
+
+    with pytest.raises(ToolError, match="more than 2000 bytes"):
+        asyncio.run(beside_other_work())
+
+
 @pytest.mark.parametrize(
     "code",
     [
