@@ -41,7 +41,8 @@ def plain(folder: str, sequences: int, tokens: int, out: Any) -> None:
     os.environ.update(vllm_arguments.ENVIRONMENT | vllm_arguments.GPU_ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
-    machine = vllm_arguments.arguments(on_cpu=False, context=2048, max_sequences=sequences, kv_cache_bytes=None, memory=None, shared=False)
+    share = vllm_arguments.MEMORY_ALONE
+    machine = vllm_arguments.arguments(on_cpu=False, context=2048, max_sequences=sequences, kv_cache_bytes=None, share=share, shared=False)
     llm = LLM(folder, skip_tokenizer_init=True, max_model_len=2048, logprobs_mode="processed_logprobs", generation_config="vllm", **machine)
     settings = [
         SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, seed=i, detokenize=False, temperature=1.0) for i in range(sequences)

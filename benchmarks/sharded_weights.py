@@ -58,8 +58,8 @@ def engine(folder: str, addresses: list[str], gpu: int, ready: Any, results: Any
     staged: list[float] = []
     fill = Staging.fill
 
-    def timed(self: Staging, *given: Any) -> None:
-        fill(self, *given)
+    def timed(self: Staging, parts: Any, arrived: Any = None, after: Any = None) -> None:
+        fill(self, parts, arrived, after)
         staged.append(time.monotonic())
 
     Staging.fill = timed  # type: ignore[method-assign]
