@@ -55,6 +55,7 @@ def arguments(
         "async_scheduling": True,  # the next step is scheduled while the GPU is at this one
         "enable_sleep_mode": shared,
         "attention_backend": "FLASH_ATTN",
+        # Not FULL: vLLM 0.26 records steps that read prompts as if each sequence read one token, and replays them for any.
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": recorded_sizes(most)},
     }
 
