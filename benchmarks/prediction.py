@@ -46,8 +46,8 @@ from rlgraph.runtime.dispatch import start_ray, stop_ray
 SLOW_REWARD = Times(reward_s=0.06)
 REAL = "real engines"
 WARM_UP, WARM_UP_REAL = 6, 3  # steps that fill the pipeline and warm the engines
-PROFILED = {"uniform": 40, "long tail": 200, REAL: 12}  # steps; a tail of lengths must have been seen to be foreseen
-STEPS_REAL = 16  # measured, of half a second to two
+PROFILED = {"uniform": 40, "long tail": 200, REAL: 24}  # steps; a tail of lengths must have been seen to be foreseen
+STEPS_REAL = 48  # measured, of half a second to two: each varies by a fifth
 
 
 @dataclass(frozen=True)

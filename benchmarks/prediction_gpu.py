@@ -1,15 +1,17 @@
 """Predicted against measured step time of real engines: two or four GPUs, a dozen ways to run a model on them.
 
-    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--tail] [--gpus 4] [--costs PATH]
+    python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--model NAME …] [--gpus 4] [--costs PATH]
 
-For each model one way is profiled, one step off on 1 + 1 GPUs, and again with twice the prompts and twice the tokens. These
-costs predict all others: in turns on one GPU and on two, steps off, other batches and groups, longer responses, engines
-that share a GPU, parts of a batch, other passes of training. Then each runs, and its step is compared with the prediction
-made before: the mean one where lengths have a tail, else the median one. Lengths that were not profiled are told to the
-prediction as a distribution. The profiled way runs once more at the end, to see what a launch of its own changes.
+For each model one way is profiled, one step off on 1 + 1 GPUs, again with twice the prompts and twice the tokens, and for what
+waking and sleeping take once more in turns, with half the prompts. These costs predict all others: in turns on one GPU and on
+two, steps off, other batches and groups, longer responses, engines that share a GPU, parts of a batch, other passes of
+training. Then each runs, and its step is compared with the prediction made before: the mean one where lengths have a tail, else
+the median one. Lengths that were not profiled are told to the prediction as a distribution. The profiled way runs once more at
+the end, to see what a launch of its own changes.
 
-SmolLM2-135M writes responses of one length. With `--tail` the 0.6B shape, of random weights, runs as well and writes
-geometric ones: each token is as likely as any other, so as many stop tokens as it takes give any median.
+SmolLM2-135M and the 1.7B shape, of random weights, write responses of one length, the shapes 0.6B and 4B geometric ones: each
+token is as likely as any other, so as many stop tokens as it takes give any median. Of models under a billion parameters the
+host's own work sets the time of a decode step, and with it the noise.
 
 Most of the time goes into launches: what tells most runs first, every launch is told as it ends, with its seconds, and none
 starts that would not be over after `--seconds` if it took as long as the longest so far. With `--tiny` a tiny model of
@@ -33,7 +35,7 @@ import yaml
 from accuracy import accuracy, summary
 from overlap import QUESTIONS, parity
 from shapes import VOCAB, random_model
-from ways import SHAPE, SMOLLM2, TINY, TINY_TAIL, Way, ways, ways_on_four
+from ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
 from weights import machine
 
 import rlgraph as rg
@@ -59,7 +61,7 @@ class Models:
     def path(self, way: Way) -> str:
         if self.tiny:
             return rg.model_folder("tiny", self.folder)
-        return rg.model_folder("smollm2") if way.model == SMOLLM2.model else random_model(way.model, ".models")
+        return rg.model_folder("smollm2") if way.model == SMOLLM2 else random_model(way.model, ".models")
 
     @property
     def vocabulary(self) -> int:
@@ -189,14 +191,14 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
 
 
 def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
-    """Return the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up."""
+    """Return the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up, and those of sleeping."""
     records = []
-    for name, way in (("profile", base), ("profile of twice the size", base.double)):
+    for name, way in (("profile", base), ("profile of twice the size", base.double), ("profile in turns", base.turns)):
         plan = rg.compile(graph(way, models), models.cluster(way))
         record = run(f"{base.model}: {name}", plan, FEW if models.tiny else PROFILED, progress).record
         late = [span for span in record.spans if span.step >= WARM_UP - 1]  # `costs_of` leaves the first of them out
         records.append(replace(record, spans=late))
-    return costs_of(records)
+    return replace(costs_of(records[:2]), sleep=costs_of(records[2:]).sleep)
 
 
 TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}
@@ -236,7 +238,7 @@ def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: 
             label = f"{base.model}: {name}"
             if not name or given.only not in label or (given.skip and given.skip in label):
                 continue
-            if base.model not in costs and progress.fits(3):
+            if base.model not in costs and progress.fits(4):
                 costs[base.model] = profiled(base, models, progress)
             if base.model not in costs or not progress.fits(1):
                 progress.say(f"{label}: not run, for lack of time")
@@ -293,10 +295,9 @@ def main() -> None:
     arguments.add_argument("--only", default="", help="only those whose 'model: name' has this in it")
     arguments.add_argument("--skip", default="", help="not those whose 'model: name' has this in it")
     arguments.add_argument("--seconds", type=float, default=470.0, help="nothing starts that would not be over by then")
-    arguments.add_argument("--tail", action="store_true", help="a second model as well, whose responses have a tail of lengths")
+    arguments.add_argument("--model", action="append", choices=[base.model for base in (*ON_GPUS, *ON_CORES)], help="SmolLM2-135M; repeat")
     arguments.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="four: what is predicted from two")
     arguments.add_argument("--costs", type=Path, help="the JSON of an earlier run on the same machine, whose costs hold")
-    arguments.add_argument("--shape", action="store_true", help="only the second model")
     arguments.add_argument("--tiny", action="store_true", help="a tiny model on two cores")
     given = arguments.parse_args()
     progress, found, costs = Progress(given.seconds), list[Found](), earlier(given.costs)
@@ -304,7 +305,8 @@ def main() -> None:
     progress.say("Ray started")
     on = {"cores": os.cpu_count()} if given.tiny else machine()
     with tempfile.TemporaryDirectory() as folder:
-        bases = ([TINY, TINY_TAIL] if given.tiny else [SMOLLM2, SHAPE])[given.shape : 1 + (given.tail or given.shape)]
+        known = {base.model: base for base in (ON_CORES if given.tiny else ON_GPUS)}
+        bases = [known[model] for model in given.model or [*known][:1]]
         for one in measure(bases, Models(Path(folder), given.tiny), given, costs, progress):
             found.append(one)
             if given.json:

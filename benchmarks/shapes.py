@@ -8,6 +8,7 @@ import torch
 
 SHAPES = {  # hidden, layers, heads, key-value heads, intermediate, tied
     "0.6B": (1024, 28, 16, 8, 3072, True),
+    "1.7B": (2048, 28, 16, 8, 6144, True),
     "4B": (2560, 36, 32, 8, 9728, True),
     "8B": (4096, 36, 32, 8, 12288, False),
 }

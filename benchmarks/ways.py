@@ -37,15 +37,28 @@ class Way:
         return replace(self, prompts=2 * self.prompts, tokens=2 * self.tokens, most_tokens=2 * self.most_tokens)
 
     @property
+    def turns(self) -> "Way":
+        """The third way that is profiled: it tells what waking and sleeping take."""
+        return replace(self, prompts=self.prompts // 2, depth=0, shared=True)
+
+    @property
     def work(self) -> tuple[Any, ...]:
         """What is done a step, whatever the devices and their order."""
         return self.model, self.prompts, self.group_size, self.tokens, self.gpus
 
 
-SMOLLM2 = Way("SmolLM2-135M", prompts=32, tokens=128, most_tokens=128, micro_batch_tokens=16384)
-SHAPE = Way("0.6B", prompts=32, tokens=64, most_tokens=400, micro_batch_tokens=16384)
-TINY = Way("tiny", prompts=8, tokens=24, most_tokens=24, micro_batch_tokens=1024, group_size=4)
-TINY_TAIL = replace(TINY, model="tiny, tail", tokens=16, most_tokens=96)
+SMOLLM2 = "SmolLM2-135M"
+LARGE = ("4B",)  # no GPU holds both of its models
+ON_GPUS = (
+    Way(SMOLLM2, prompts=32, tokens=128, most_tokens=128, micro_batch_tokens=16384),
+    Way("0.6B", prompts=32, tokens=64, most_tokens=400, micro_batch_tokens=16384),
+    Way("1.7B", prompts=16, tokens=96, most_tokens=96, micro_batch_tokens=8192),
+    Way("4B", prompts=16, tokens=64, most_tokens=448, micro_batch_tokens=8192),
+)
+ON_CORES = (
+    Way("tiny", prompts=8, tokens=24, most_tokens=24, micro_batch_tokens=1024, group_size=4),
+    Way("tiny, tail", prompts=8, tokens=16, most_tokens=96, micro_batch_tokens=1024, group_size=4),
+)
 
 
 def ways_on_four(base: Way) -> dict[str, Way]:
@@ -79,4 +92,5 @@ def ways(base: Way) -> dict[str, Way]:
         "one step off, as profiled": base,
     }
     seldom = ("quarter of the passes' tokens", "engines share a GPU", "twice the group, half the prompts")
-    return {name: way for name, way in found.items() if not (base.tail and name in seldom)}
+    without = (*(seldom if base.tail else ()), *(("in turns on one",) if base.model in LARGE else ()))
+    return {name: way for name, way in found.items() if name not in without}
