@@ -11,8 +11,9 @@ Real engines that compute at the same time slow each other down on the cores of 
 either: synchronous runs of them are predicted from a synchronous profile, the others from one in which they overlap. And a shared
 machine computes faster at one time than at another, so the profile is made just before each, for another batch size of a
 smaller and a larger one: noise grows with the distance to what was measured. Their steps take half a second to two, so that the
-scheduler's noise averages out, and are compared by their mean but for stalls, as costs are read off. What the costs of the run
-itself foretell is told beside it: the rest of an error is that the machine was faster or slower than during the profile.
+scheduler's noise averages out, and are compared by their mean but for stalls, as costs are read off. Each is profiled and run three
+times, and the median error counts, since a neighbour of the machine may disturb one of the six launches; all three are told. What
+the costs of the run itself foretell is told as well: the rest of an error is that the machine was faster or slower meanwhile.
 
 Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
 the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
@@ -46,8 +47,9 @@ from rlgraph.runtime.dispatch import start_ray, stop_ray
 SLOW_REWARD = Times(reward_s=0.06)
 REAL = "real engines"
 WARM_UP, WARM_UP_REAL = 6, 3  # steps that fill the pipeline and warm the engines
-PROFILED = {"uniform": 40, "long tail": 200, REAL: 24}  # steps; a tail of lengths must have been seen to be foreseen
-STEPS_REAL = 48  # measured, of half a second to two: each varies by a fifth
+PROFILED = {"uniform": 40, "long tail": 200, REAL: 12}  # steps; a tail of lengths must have been seen to be foreseen
+STEPS_REAL = 16  # measured, of half a second to two
+ROUNDS = 3  # of real engines, each a profile and a run
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Found:
     load: float  # of the machine, after the run
     steady_s: float | None = None  # of real engines: the mean of the steps that were no stalls
     own_s: float | None = None  # of real engines: the step that the costs of the run itself foretell
+    rounds: tuple[float, ...] = ()  # of real engines: the errors of all rounds, of which this is the median one
 
     @property
     def measured_s(self) -> float:
@@ -214,13 +217,23 @@ def measure(cases: list[Case], steps: int) -> Iterator[Found]:
     profiles = dict[str, rg.Costs]()
     print(f"{'family':22} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
     for case in cases:
-        if case.profiled or case.family not in profiles:
-            profiles[case.family] = profile(case)
-        one = measured(case, profiles[case.family], STEPS_REAL if case.profiled else steps)
+        if case.profiled:
+            one = median_round([measured(case, profile(case), STEPS_REAL) for _ in range(ROUNDS)])
+        else:
+            if case.family not in profiles:
+                profiles[case.family] = profile(case)
+            one = measured(case, profiles[case.family], steps)
         own = f"  by its own costs {one.own_s / one.measured_s - 1:+.1%}" if one.own_s is not None else ""
+        own += f"; rounds {', '.join(f'{error:+.1%}' for error in one.rounds)}" if one.rounds else ""
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
         print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}{own}", flush=True)
         yield one
+
+
+def median_round(rounds: list[Found]) -> Found:
+    """Return the round with the median error, which knows those of all."""
+    errors = tuple(one.error for one in rounds)
+    return replace(sorted(rounds, key=lambda one: one.error)[len(rounds) // 2], rounds=errors)
 
 
 def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
