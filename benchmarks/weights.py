@@ -27,6 +27,18 @@ LONGEST_S = 300.0  # of one shape; a process that dies ends it at once
 SEQUENCES, KEY = 64, b"benchmark"
 
 
+def plain_copy() -> float:
+    """Return the GB a second of a plain copy between two GPUs, measured by a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=raw_copy, args=(results,))
+    process.start()
+    found: float = results.get(timeout=120)
+    process.join()
+    print(f"a plain copy between the GPUs: {found:.0f} GB/s", flush=True)
+    return found
+
+
 def raw_copy(results: Any) -> None:
     """Measure a copy of 8 GiB from GPU to GPU by one process that sees both."""
     import torch
@@ -278,13 +290,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=".models")
     given = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    raw = context.Queue()
-    process = context.Process(target=raw_copy, args=(raw,))
-    process.start()
-    peer = raw.get(timeout=120)
-    process.join()
-    print(f"a plain copy between the GPUs: {peer:.0f} GB/s", flush=True)
+    peer = plain_copy()
     how = (given.bucket_mib << 20, given.checksum)
     settings = {"bucket_mib": given.bucket_mib, "checksum": given.checksum, "tensor_parallel": given.tensor_parallel}
     found: dict[str, Any] = {"raw_copy_gb_per_s": peer, **settings, "shapes": {}}
