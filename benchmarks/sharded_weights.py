@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shapes import random_model
-from weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, checksums, loaded_sums, machine, plain_copy
+from weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, checksums, fills, loaded_sums, machine, plain_copy
 
 
 def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: Any, results: Any) -> None:
@@ -50,37 +50,23 @@ def engine(folder: str, addresses: list[str], gpu: int, ready: Any, results: Any
     """Decode, receive and swap version after version, and say when each had come, what the swap cost, and what was loaded."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.staging import Staging
     from rlgraph.channels.weights import WeightsReader
     from rlgraph.engines.vllm import VllmEngine
-    from rlgraph.errors import ChannelTimeout
 
-    staged: list[float] = []
-    fill = Staging.fill
-
-    def timed(self: Staging, parts: Any, arrived: Any = None, after: Any = None) -> None:
-        fill(self, parts, arrived, after)
-        staged.append(time.monotonic())
-
-    Staging.fill = timed  # type: ignore[method-assign]
+    copies = fills()
     generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=0.6, max_sequences=SEQUENCES)
     weights = WeightsReader([ShmReader("weights", KEY, address, 120) for address in addresses], buffers=2)
     decoding = Decoding(generator)
     for version in range(1, VERSIONS + WARM_UP + 1):
         normal = decoding.settle()
         ready.put(gpu)
-        while True:
-            try:
-                arrived = weights.receive(version, 0.0)
-                break
-            except ChannelTimeout:
-                decoding.step()
+        arrived = decoding.receive(weights, version)
         before, tokens = decoding.steps[-1][1], decoding.tokens()
         generator.load_weights(arrived, running="keep")
         weights.done()
         gap = decoding.lost(before, tokens, normal)
         size = sum(tensor.nbytes for tensor in arrived.values())
-        results.put(("engine", staged[-1], gap, loaded_sums(generator)[0], size))
+        results.put(("engine", copies[-1][1], gap, loaded_sums(generator)[0], size))
     generator.close()
 
 

@@ -120,6 +120,22 @@ def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
     return [loaded]
 
 
+def fills() -> list[tuple[float, float]]:
+    """Return a list to which each version adds when its copies into a second buffer of this process began and ended."""
+    from rlgraph.channels.staging import Staging
+
+    found: list[tuple[float, float]] = []
+    fill = Staging.fill
+
+    def timed(self: Staging, parts: Any, arrived: Any = None, after: Any = None) -> None:
+        start = time.monotonic()
+        fill(self, parts, arrived, after)
+        found.append((start, time.monotonic()))
+
+    Staging.fill = timed  # type: ignore[method-assign]
+    return found
+
+
 class Decoding:
     """An engine that keeps `SEQUENCES` sequences busy, one timed step after the other."""
 
@@ -141,6 +157,16 @@ class Decoding:
     def tokens(self) -> int:
         """Return how many tokens were decoded so far."""
         return self.finished + int(sum(self.engine.written().values()))
+
+    def receive(self, weights: Any, version: int) -> Any:
+        """Return a version of the weights, decoding until it has arrived."""
+        from rlgraph.errors import ChannelTimeout
+
+        while True:
+            try:
+                return weights.receive(version, 0.0)
+            except ChannelTimeout:
+                self.step()
 
     def lost(self, since: float, tokens: int, normal: float) -> float:
         """Return the seconds since then in which nothing was decoded, some steps later: those that are under way count as decoded."""
@@ -165,20 +191,10 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
         arguments = vllm.EngineArgs
         vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)
     from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.staging import Staging
     from rlgraph.channels.weights import WeightsReader
     from rlgraph.engines.vllm import VllmEngine
-    from rlgraph.errors import ChannelTimeout
 
-    fills: list[tuple[float, float]] = []
-    fill = Staging.fill
-
-    def timed(self: Staging, parts: Any, arrived: Any = None, after: Any = None) -> None:
-        start = time.monotonic()
-        fill(self, parts, arrived, after)
-        fills.append((start, time.monotonic()))
-
-    Staging.fill = timed  # type: ignore[method-assign]
+    copies = fills()
     memory = 0.6 if width == 1 else 0.3  # beside the trainer
     generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=memory, max_sequences=SEQUENCES, tensor_parallel=width)
     weights = WeightsReader([ShmReader("weights", KEY, address, 120)], buffers=2)
@@ -188,12 +204,7 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
         normal = decoding.settle()
         orders.put(version)
         first = len(decoding.steps)
-        while True:
-            try:
-                arrived = weights.receive(version, 0.0)
-                break
-            except ChannelTimeout:
-                decoding.step()
+        arrived = decoding.receive(weights, version)
         slowed = sum(end - start - normal for start, end in decoding.steps[first:])
         before, tokens = decoding.steps[-1][1], decoding.tokens()
         start = time.monotonic()
@@ -203,8 +214,8 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
         gap = decoding.lost(before, tokens, normal)
         published, stall, sums = results.get(timeout=120)
         row = {
-            "staged_s": fills[-1][1] - published,
-            "copy_s": fills[-1][1] - fills[-1][0],
+            "staged_s": copies[-1][1] - published,
+            "copy_s": copies[-1][1] - copies[-1][0],
             "trainer_stall_s": stall,
             "load_s": load,
             "decode_gap_s": gap,

@@ -8,7 +8,7 @@ from rlgraph.graph import Due, Graph, Model, Operation
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.planning.cut import leads, open_nodes
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker, Transport
-from rlgraph.planning.turns import Turn, shared, turns_of
+from rlgraph.planning.turns import Turn, turns_of
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,8 @@ class WorkerSetup:
     deadline_s: float
     listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
     local_gpus: tuple[int, ...]  # as they are counted on its host
-    shared: bool  # whether workers of other models have its GPUs in turns
     copies: int = 1  # versions of its model's weights that it holds at once
-    turns: tuple[Turn, ...] = ()  # of its model, where that is so
+    turns: tuple[Turn, ...] = ()  # of its model, where workers of other models have its GPUs as well
     saving: Saving | None = None
     resume: Resume | None = None
     begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
@@ -125,6 +124,11 @@ class WorkerSetup:
     def first(self) -> int:
         """The step that this worker fires first."""
         return self.begin[self.worker.nodes[0]]
+
+    @property
+    def shared(self) -> bool:
+        """Whether workers of other models have its GPUs in turns."""
+        return bool(self.turns)
 
     def turn(self, node: str, part: int) -> Turn | None:
         """Return the turn in which a node fires, if its model has its devices in turns with others."""
@@ -161,7 +165,6 @@ def setups(
             deadline_s=deadline_s,
             listen_at=addresses[worker.host] if addresses else "",
             local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
-            shared=shared(worker, plan.workers),
             turns=turns_of(plan.schedule.events, worker.nodes),
             copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
             saving=_saving(plan, start, lead, worker) if start.folder else None,
