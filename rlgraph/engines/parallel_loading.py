@@ -120,7 +120,7 @@ class RankWeights:
 
 
 class Extension:
-    """What vLLM's worker of each GPU gains: named as `worker_extension_cls`, it becomes one of the worker's base classes."""
+    """What vLLM's worker of each GPU can do besides."""
 
     get_model: Callable[[], Any]  # the worker's own
     _rank_weights: RankWeights | None = None

@@ -16,7 +16,6 @@ GPU_ENVIRONMENT = {
 }
 PARALLEL = {
     "distributed_executor_backend": "mp",  # one process a GPU, all of them this one's; where Ray runs, vLLM would take Ray's
-    "worker_extension_cls": "rlgraph.engines.parallel_loading.Extension",
 }
 KV_CACHE_BYTES = 1 << 30  # on a CPU
 STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
@@ -47,6 +46,7 @@ def arguments(
         }
     most = max_sequences or 1024
     return {
+        "worker_cls": "rlgraph.engines.gpu_worker.GpuWorker",
         "kv_cache_memory_bytes": kv_cache_bytes,
         "gpu_memory_utilization": share,
         "max_num_seqs": most,
@@ -55,8 +55,12 @@ def arguments(
         "async_scheduling": True,  # the next step is scheduled while the GPU is at this one
         "enable_sleep_mode": shared,
         "attention_backend": "FLASH_ATTN",
-        # Not FULL: vLLM 0.26 records steps that read prompts as if each sequence read one token, and replays them for any.
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": recorded_sizes(most)},
+        # Steps that only decode; those that read prompts too are recorded by `recorded_prompts`.
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [*recorded_sizes(most), mixed_sizes(most)[-1]],
+        },
     }
 
 
@@ -77,3 +81,11 @@ def recorded_sizes(most: int) -> list[int]:
     """Return the numbers of sequences whose decode step is recorded as a CUDA graph: dense where steps are short."""
     sizes = {1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(256, min(most, 512) + 1, 16), *range(512, most + 1, 64), most}
     return sorted(size for size in sizes if size <= most)
+
+
+def mixed_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens of the recorded steps that read prompts too, up to 512 tokens of them: a quarter apart at most."""
+    sizes = [8]
+    while sizes[-1] < most + 512:
+        sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 3)))
+    return sizes

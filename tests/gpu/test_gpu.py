@@ -14,8 +14,9 @@ def test_training_on_a_gpu_gives_the_log_probs_and_the_step_of_a_cpu(alone: Alon
 
 @pytest.mark.gpu
 @pytest.mark.vllm
-def test_an_engine_repeats_itself_and_takes_weights_as_its_loader_would(alone: Alone) -> None:
-    assert "equal" in alone("generate_here.py")
+@pytest.mark.parametrize("head", ["64", "128"])
+def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_loader_would(alone: Alone, head: str) -> None:
+    assert "equal" in alone("generate_here.py", head)
 
 
 @pytest.mark.gpu
