@@ -1,6 +1,6 @@
 """Rollouts with tools against rollouts without: tokens a second at equal tokens, and how long the engine waits for tools.
 
-    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--tool-s 0.02] [--model FOLDER] [--json PATH]
+    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--turn-tokens 43] [--tool-s 0.02] [--model FOLDER] [--json PATH]
 
 vLLM with a tiny model, or with random weights of the shape of a given one. Conversations of up to four turns are answered by a tool
 that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are decoded in single turns of the
@@ -26,8 +26,6 @@ from rlgraph.engines.pretrained import tiny_model
 from rlgraph.engines.vllm import VllmEngine
 from rlgraph.nodes.base import Context
 
-TURN = 43  # tokens, on average: each token is about as likely, and one of so many ends a turn
-
 
 class Slow:
     """Says something short after a while, to every turn."""
@@ -43,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turn-tokens", type=int, default=43, help="on average: each token is about as likely, one of so many ends a turn")
     parser.add_argument("--tool-s", type=float, default=0.02)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
@@ -53,11 +52,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(given.model or tiny_model(Path(folder) / "tiny"))
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
-        engine = VllmEngine(path, max_model_len=256, dtype=dtype, threads=1, random_weights=given.model is not None)
+        most = 5 * given.turn_tokens  # of a response, what the tool says included
+        engine = VllmEngine(path, max_model_len=most + 41, dtype=dtype, threads=1, random_weights=given.model is not None)
         context = Context(engine=engine)
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-        stops = tuple(range(1, 1 + vocabulary // TURN))
-        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=Sampling(max_tokens=200, stop_token_ids=stops), max_context=256)
+        sampling = Sampling(max_tokens=most, stop_token_ids=tuple(range(1, 1 + vocabulary // given.turn_tokens)))
+        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=most + 41)
         prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
         tools = rg.Tools(environment=Slow, pool=rg.Pool("tools", cpus=given.conversations))
         stage = generator.rollout(prompts, tools=tools, max_turns=given.turns).node.operation.start(context)

@@ -38,7 +38,8 @@ class Sampling:
         if not isinstance(self.stop_token_ids, tuple):
             raise GraphError(f"Sampling(stop_token_ids={self.stop_token_ids!r}): give token ids as a tuple, like (2,)")
         for token in self.stop_token_ids:
-            check_count("Sampling", "stop_token_ids", token, 0)
+            if type(token) is not int or token < 0:  # checked at every turn, so that the rule is only spelled out where it is broken
+                check_count("Sampling", "stop_token_ids", token, 0)
 
 
 @dataclass(frozen=True)

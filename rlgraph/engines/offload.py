@@ -1,7 +1,10 @@
 """Moments of an optimizer in host memory while another model has the GPU."""
 
+from collections.abc import Sequence
+
 import torch
 
+from rlgraph.channels.staging import in_one_memory
 from rlgraph.engines.sharding import local
 
 
@@ -10,7 +13,7 @@ class OffloadedMoments:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._host: dict[int, torch.Tensor] = {}
+        self._host: list[torch.Tensor] = []  # of each moment, pinned
         self._away: list[torch.Tensor] = []
 
     def take_off(self) -> int:
@@ -20,11 +23,11 @@ class OffloadedMoments:
         """
         if self._away:
             return 0
-        for index, tensor in enumerate(self._moments()):
-            if index not in self._host:
-                self._host[index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host[index].copy_(tensor, non_blocking=True)
-            self._away.append(tensor)
+        self._away = self._moments()
+        if len(self._host) != len(self._away):
+            self._host = pinned_like(self._away)
+        for host, tensor in zip(self._host, self._away, strict=True):
+            host.copy_(tensor, non_blocking=True)
         torch.cuda.synchronize()
         for tensor in self._away:
             tensor.untyped_storage().resize_(0)
@@ -33,13 +36,27 @@ class OffloadedMoments:
 
     def put_back(self) -> None:
         """Let the moments be on the device again, once this returns."""
-        for index, tensor in enumerate(self._away):
+        for host, tensor in zip(self._host, self._away, strict=False):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            tensor.copy_(self._host[index], non_blocking=True)
+            tensor.copy_(host, non_blocking=True)
         if self._away:
             torch.cuda.synchronize()
-        self._away.clear()
+        self._away = []
 
     def _moments(self) -> list[torch.Tensor]:
         states = self._optimizer.state.values()
         return [local(value) for state in states for key, value in state.items() if key != "step"]
+
+
+def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return host memory of these shapes and dtypes that copies from and to a GPU are fast with; it stays so until the process ends.
+
+    One memory for all is touched by all threads and registered as it is: torch's own pinned memory takes the next power of two for each
+    tensor, and minutes for a hundred gigabytes, since one thread touches it page by page.
+    """
+    if not tensors:
+        return []
+    memory = in_one_memory({str(i): (tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)}, torch.device("cpu"))
+    whole = torch.empty(0, dtype=torch.uint8).set_(memory["0"].untyped_storage()).zero_()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+    return list(memory.values())

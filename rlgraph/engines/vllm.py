@@ -167,6 +167,7 @@ class VllmEngine(GenerateEngine):
             seed=seed,
             logprobs=0,
             detokenize=False,
+            skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
