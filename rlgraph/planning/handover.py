@@ -31,7 +31,7 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Map
     """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
 
     Played with its events' own seconds and these, the schedule takes as long as the run did. Weights that are loaded within a
-    firing came when they came: nothing was handed over late.
+    firing came when they came: nothing was handed over late. What waits for a step before the first of the spans tells nothing.
     """
     within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
@@ -43,17 +43,21 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Map
     for dependency in schedule.dependencies:
         waits[dependency.after].append(dependency)
     ends: Ends = {}
+    unknown: set[tuple[str, int]] = set()  # done when nobody saw it
     late: dict[str, list[float]] = {event.name: [] for event in schedule.events}
     for step in steps:
         for event in firing_order(schedule):
             found = measured.get((event.name, step), [])
+            before = [(d.before, step - d.tokens) for d in waits[event.name] if d.before != event.name]
+            known = not any(place in unknown or 0 <= place[1] < steps[0] for place in before)
             if not found:  # weights of a step that needs none, or what runs unmeasured: done as soon as it could begin
                 ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
+                unknown |= set() if known else {(event.name, step)}
                 continue
             ends[event.name, step] = {span.worker: span.end_s for span in found}
             for span in found:
                 ready = max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0)
-                if step >= first_step and ready > 0:
+                if step >= first_step and known and ready > 0:
                     late[event.name].append(span.start_s - ready)
     return {name: max(stalls.mean(np.array(values)), 0.0) if values else 0.0 for name, values in late.items()}
 

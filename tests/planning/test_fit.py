@@ -115,6 +115,13 @@ def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(de
     assert {node.cost for node in again.nodes} == {"measured"}
 
 
+def test_a_record_that_begins_in_the_middle_of_a_run_blames_no_event_for_what_nobody_saw() -> None:
+    plan, spans, sampled = run_of(Loop(depth=1), by_length, late_s=0.02)
+    seen = [span for span in spans if span.kind != "receive"]  # which no worker records where weights arrive beside its work
+    whole, cut = (measured_costs(plan, kept, sampled) for kept in (seen, [span for span in seen if span.step >= STEPS // 2]))
+    assert cut.swap_s == pytest.approx(whole.swap_s)
+
+
 def test_weights_that_interrupt_a_firing_are_no_part_of_it_and_were_handed_over_in_time() -> None:
     plan, spans, sampled = run_of(Loop(depth=2), by_length)
     loads = {span.step: span for span in spans if span.kind == "load"}
