@@ -116,10 +116,11 @@ def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(de
 
 
 def test_a_record_that_begins_in_the_middle_of_a_run_blames_no_event_for_what_nobody_saw() -> None:
-    plan, spans, sampled = run_of(Loop(depth=1), by_length, late_s=0.02)
-    seen = [span for span in spans if span.kind != "receive"]  # which no worker records where weights arrive beside its work
-    whole, cut = (measured_costs(plan, kept, sampled) for kept in (seen, [span for span in seen if span.step >= STEPS // 2]))
-    assert cut.swap_s == pytest.approx(whole.swap_s)
+    """Weights come from a step before the record, and a second buffer takes them unseen: the generator waited, it was not late."""
+    plan, spans, sampled = run_of(Loop(depth=1, buffers=2), lambda event, _: 0.5 if event == "update" else 0.1, late_s=0.02)
+    seen = [span for span in spans if span.kind != "receive"]
+    whole, cut = (measured_costs(plan, kept, sampled) for kept in (seen, [span for span in seen if span.step >= STEPS - 6]))
+    assert cut.swap_s == pytest.approx(whole.swap_s, rel=0.05)
 
 
 def test_weights_that_interrupt_a_firing_are_no_part_of_it_and_were_handed_over_in_time() -> None:
