@@ -158,17 +158,22 @@ class Taken:
     def __init__(self, step: int, columns: Mapping[str, Column]) -> None:
         self.step = step
         self.tensors = sum(isinstance(column, torch.Tensor) for column in columns.values())
+        self.text = self.tensors < len(columns)
         # inference tensors keep no count of their changes
         self._tensors = {name: c for name, c in columns.items() if isinstance(c, torch.Tensor) and not c.is_inference()}
-        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._versions = [tensor._version for tensor in self._tensors.values()]
+
+    def again(self, step: int) -> None:
+        """Hold the same tensors once more, for the next message that lies there."""
+        self.step, self._versions = step, [tensor._version for tensor in self._tensors.values()]
 
     def as_given(self) -> bool:
         """Return whether the tensors can be given again, for the slot's next message: nobody changed them, or asked for gradients."""
-        return all(t._version == self._versions[name] and not t.requires_grad for name, t in self._tensors.items())
+        return all(t._version == v and not t.requires_grad for t, v in zip(self._tensors.values(), self._versions, strict=True))
 
     def check_unchanged(self, end: End) -> None:
-        for name, tensor in self._tensors.items():
-            if tensor._version != self._versions[name]:
+        for (name, tensor), version in zip(self._tensors.items(), self._versions, strict=True):
+            if tensor._version != version:
                 raise end.defect(
                     self.step,
                     f"column '{name}' was changed in place between take and release; what a channel gives is shared with "

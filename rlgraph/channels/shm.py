@@ -193,7 +193,7 @@ class ShmReader:
         self._meter = Meter(welcome.slots)
         self._segments: dict[int, mmap.mmap] = {}
         self._mapped = Mapped()
-        self._found: dict[int, layout.Found] = {}  # for each slot, what was read there last
+        self._found: dict[int, tuple[layout.Found, Taken]] = {}  # for each slot, what was read there last
         self._full: deque[Full] = deque()
         self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
         self._taken: deque[tuple[int, Taken]] = deque()
@@ -211,7 +211,7 @@ class ShmReader:
         slot, taken = self._taken[-1]
         if slot not in self._there:
             return taken.tensors
-        self._await(taken.step, timeout_s, lambda: slot not in self._there or self._there[slot][0] > beyond)
+        self._await(taken.step, timeout_s, lambda: slot not in self._there or self._there[slot][0] > beyond, one_by_one=True)
         if slot in self._there and self._there[slot][0] <= beyond:
             assert self._stop is not None
             raise self._end.stopped(taken.step, self._stop)
@@ -230,11 +230,11 @@ class ShmReader:
                 raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
             self._full.popleft()
             try:
-                columns = self._read(full)
+                columns, taken = self._read(full)
             except layout.Malformed as error:
                 self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}")
                 raise self._end.stopped(step, self._stop) from error
-        self._taken.append((full.slot, Taken(step, columns)))
+        self._taken.append((full.slot, taken))
         self._meter.message(full.size + full.carried, len(self._taken))
         return columns
 
@@ -249,7 +249,7 @@ class ShmReader:
         with self._lock:
             if self._open:
                 tokens.send(self._link, Free(slot))
-        if not taken.as_given():
+        if taken.text or not taken.as_given():  # text lies in the header, and is never given twice
             self._found.pop(slot, None)
         taken.check_unchanged(self._end)
 
@@ -262,29 +262,37 @@ class ShmReader:
     def statistics(self) -> Statistics:
         return self._meter.statistics()
 
-    def _read(self, full: Full) -> dict[str, Column]:
+    def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
         """Return the message's columns: the views of the slot's last message, where they are laid out as those were."""
         segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
-        found, header = self._found.get(full.slot), segment[: full.header]
-        if found is None or not found.again(header, full.size, segment, carried):
+        header = segment[: full.header]
+        if full.slot in self._found and self._found[full.slot][0].again(header, full.size, segment, carried):
+            found, taken = self._found[full.slot]
+            taken.again(full.step)
+        else:
             columns = layout.read(segment, full.header, full.size, self._mapped, carried)
-            found = self._found[full.slot] = layout.Found(header, full.size, segment, carried, columns)
-        return dict(found.columns)
+            found, taken = layout.Found(header, full.size, segment, carried, columns), Taken(full.step, columns)
+            self._found[full.slot] = found, taken
+        return dict(found.columns), taken
 
-    def _await(self, step: int, timeout_s: float, ready: Callable[[], bool]) -> None:
-        """Return when what is waited for is there, or the channel has stopped."""
+    def _await(self, step: int, timeout_s: float, ready: Callable[[], bool], *, one_by_one: bool = False) -> None:
+        """Return when what is waited for is there, or the channel has stopped.
+
+        With `one_by_one` tokens behind it are left for later: each look at the socket lets a thread that computes have the interpreter.
+        """
         deadline = time.monotonic() + timeout_s
-        self._hear(deadline=0)
+        if not one_by_one:
+            self._hear(0, one_by_one)
         while self._stop is None and not ready():
             with self._meter.blocked():
-                heard = self._hear(deadline)
+                heard = self._hear(deadline, one_by_one)
             if not heard and self._stop is None:
                 raise self._end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
 
-    def _hear(self, deadline: float) -> bool:
-        """Wait until the writer says something, then hear all there is; return False if the deadline passes first."""
+    def _hear(self, deadline: float, one_by_one: bool) -> bool:
+        """Wait until the writer says something, then hear that, or all there is; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and places.ready([self._link.fileno()], deadline):
+        while self._stop is None and not (heard and one_by_one) and places.ready([self._link.fileno()], deadline):
             heard, deadline = True, 0
             with self._lock:
                 if self._stop is None:
