@@ -84,7 +84,7 @@ def recorded_sizes(most: int) -> list[int]:
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens of the recorded steps that read prompts too, up to 512 tokens of them: a quarter apart at most."""
+    """Return the numbers of tokens of recorded steps that read prompts too, up to 512 tokens of them: 8 apart, or a quarter at most."""
     sizes = [8]
     while sizes[-1] < most + 512:
         sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 3)))

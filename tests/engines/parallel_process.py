@@ -58,6 +58,7 @@ def arguments(folder: str):
         tensor_parallel_size=2,
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
+        worker_extension_cls="rlgraph.engines.parallel_loading.Extension",  # which the worker of a GPU is made with
         **vllm_arguments.PARALLEL,
     )
 
