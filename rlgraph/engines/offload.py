@@ -52,7 +52,7 @@ def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return host memory of these shapes and dtypes that copies from and to a GPU are fast with; it stays so until the process ends.
 
     One memory for all is touched by all threads and registered as it is: torch's own pinned memory takes the next power of two for each
-    tensor, and minutes for a hundred gigabytes, since one thread touches it page by page.
+    tensor, and over twice as long, since one thread touches it page by page.
     """
     if not tensors:
         return []
