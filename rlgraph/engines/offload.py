@@ -1,11 +1,14 @@
 """Moments of an optimizer in host memory while another model has the GPU."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from rlgraph.channels.staging import in_one_memory
 from rlgraph.engines.sharding import local
+
+TOUCHING = 16  # threads that touch new memory, whatever the worker computes with
 
 
 class OffloadedMoments:
@@ -51,12 +54,14 @@ class OffloadedMoments:
 def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return host memory of these shapes and dtypes that copies from and to a GPU are fast with; it stays so until the process ends.
 
-    One memory for all is touched by all threads and registered as it is: torch's own pinned memory takes the next power of two for each
-    tensor, and over twice as long, since one thread touches it page by page.
+    One memory for all is touched by many threads and registered as it is: torch's own pinned memory takes the next power of two for
+    each tensor, and over twice as long, since one thread touches it page by page.
     """
     if not tensors:
         return []
     memory = in_one_memory({str(i): (tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)}, torch.device("cpu"))
-    whole = torch.empty(0, dtype=torch.uint8).set_(memory["0"].untyped_storage()).zero_()
+    whole = torch.empty(0, dtype=torch.uint8).set_(memory["0"].untyped_storage())
+    with ThreadPoolExecutor(TOUCHING) as pool:
+        list(pool.map(torch.Tensor.zero_, whole.chunk(TOUCHING)))
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
     return list(memory.values())
