@@ -16,4 +16,6 @@ def test_a_run_killed_at_random_times_loses_doubles_and_changes_nothing(tmp_path
     found = json.loads(figures.read_text())["parts"][0]
     assert found["wrong"] == []
     assert found["kills in all"] >= 1
-    assert found["runs that equal the undisturbed one in every bit"] == {"depth 0": 1}
+    equal = found["runs that equal the undisturbed one in every bit"]  # at depth 0, and at the next where it was over before all kills
+    assert equal["depth 0"] == 1
+    assert sum(equal.values()) == found["runs"]
