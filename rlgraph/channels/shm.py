@@ -282,7 +282,7 @@ class ShmReader:
         """
         deadline = time.monotonic() + timeout_s
         if not one_by_one:
-            self._hear(0, one_by_one)
+            self._hear(0, one_by_one=False)
         while self._stop is None and not ready():
             with self._meter.blocked():
                 heard = self._hear(deadline, one_by_one)

@@ -39,11 +39,12 @@ class OffloadedMoments:
 
     def put_back(self) -> None:
         """Let the moments be on the device again, once this returns."""
-        for host, tensor in zip(self._host, self._away, strict=False):
+        if not self._away:
+            return
+        for host, tensor in zip(self._host, self._away, strict=True):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
             tensor.copy_(host, non_blocking=True)
-        if self._away:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         self._away = []
 
     def _moments(self) -> list[torch.Tensor]:

@@ -49,13 +49,15 @@ def record_prompts() -> None:
     class State(default.DefaultModelState):  # type: ignore[misc]
         """Tells the kernels of such a step the same at every replay."""
 
-        def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *rest: Any, for_capture: bool = False) -> Any:
-            read = input_batch.num_scheduled_tokens
-            if (for_capture or cudagraph_mode == full) and read.max() > 1:
-                input_batch = replace(input_batch, num_scheduled_tokens=np.minimum(read, TOLD))
-                with _unsplit(rest[2]):
-                    return super().prepare_attn(input_batch, cudagraph_mode, *rest, for_capture=for_capture)
-            return super().prepare_attn(input_batch, cudagraph_mode, *rest, for_capture=for_capture)
+        def prepare_attn(
+            self, batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, groups: Any, cache: Any, for_capture: bool = False
+        ) -> Any:
+            rest = block_tables, slot_mappings, groups, cache, for_capture
+            read = batch.num_scheduled_tokens
+            if not (for_capture or mode == full) or read.max() <= 1:
+                return super().prepare_attn(batch, mode, *rest)
+            with _unsplit(groups):
+                return super().prepare_attn(replace(batch, num_scheduled_tokens=np.minimum(read, TOLD)), mode, *rest)
 
     model_runner.ModelCudaGraphManager = Manager
     default.DefaultModelState = State

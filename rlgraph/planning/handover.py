@@ -52,7 +52,8 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Map
             known = not any(place in unknown or 0 <= place[1] < steps[0] for place in before)
             if not found:  # weights of a step that needs none, or what runs unmeasured: done as soon as it could begin
                 ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
-                unknown |= set() if known else {(event.name, step)}
+                if not known:
+                    unknown.add((event.name, step))
                 continue
             ends[event.name, step] = {span.worker: span.end_s for span in found}
             for span in found:

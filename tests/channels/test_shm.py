@@ -301,7 +301,6 @@ def test_a_killed_reader_breaks_the_channel_within_a_second(tmp_path, peer):
 
 @pytest.mark.parametrize("last", ["writer", "reader"])
 def test_nothing_is_left_after_close(make_shm, tmp_path, last):
-    gc.collect()  # what exceptions of earlier tests hold
     before, shared = handles(), shared_memory(os.getpid())
     writer, [reader] = make_shm()
     for step in range(5):
@@ -317,7 +316,6 @@ def test_nothing_is_left_after_close(make_shm, tmp_path, last):
 
 
 def test_a_writer_closed_before_its_readers_came_leaves_nothing(tmp_path):
-    gc.collect()  # what exceptions of earlier tests hold
     before, threads = handles(), set(threading.enumerate())
     writer = ShmWriter("edge", 1, 2, b"key", str(tmp_path / "a"))
     reader = ShmReader("edge", b"key", str(tmp_path / "a"), LONG)
@@ -331,7 +329,6 @@ def test_a_writer_closed_before_its_readers_came_leaves_nothing(tmp_path):
 
 
 def test_no_handle_is_inherited_by_child_processes(make_shm):
-    gc.collect()  # what exceptions of earlier tests hold
     before = handles()
     writer, [reader] = make_shm()
     writer.put(0, {"x": torch.ones(3)}, LONG)
