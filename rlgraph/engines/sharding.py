@@ -1,5 +1,6 @@
 """Shards of a model over the ranks of a process group: FSDP2, and the tensors that a rank holds of it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlgraph.errors import GraphError
+
+# Of a unit, at least: what the host does to gather, cast and scatter one takes as long for a small unit as for a large one, and
+# in a model under some billion parameters longer than the GPU computes.
+UNIT_PARAMETERS = 200_000_000
 
 
 def join(rank: int, world: int) -> bool:
@@ -43,16 +48,30 @@ def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) 
 
 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
-    """Shard each layer by itself and the rest as one; passes compute in `dtype`. Return these units."""
+    """Shard the layers, some at a time, and the rest as one; passes compute in `dtype`. Return a module of each of these units."""
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    units: list[Any] = [*layers, whole]
+    units: list[list[Any]] = [*together(layers), [whole]]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
+    firsts = [unit[0] for unit in units]
     if not alone:  # losses are normalised by the totals of all ranks, so that gradients are summed and not averaged
-        for unit in units:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+        for first in firsts:
+            first.set_gradient_divide_factor(1.0)
+            first.set_force_sum_reduction_for_comms(True)
+    return firsts
+
+
+def together(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
+    """Return the layers in order, cut where those before have `UNIT_PARAMETERS`."""
+    units: list[list[torch.nn.Module]] = []
+    size = UNIT_PARAMETERS
+    for layer in layers:
+        if size >= UNIT_PARAMETERS:
+            units.append([])
+            size = 0
+        units[-1].append(layer)
+        size += sum(parameter.numel() for parameter in layer.parameters())
     return units
 
 

@@ -12,7 +12,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.engines import stored
+from rlgraph.engines import sharding, stored
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.fsdp import FsdpEngine
 from rlgraph.engines.heads import PolicyHead
@@ -189,6 +189,28 @@ def test_the_same_updates_give_the_same_bits(make: Any, tied: Path) -> None:
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
     assert torch.equal(runs[0][2], runs[1][2])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_that_share_a_unit_take_the_same_step_in_every_bit(
+    make: Any, tied: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, runs = batch_of(LENGTHS), []
+    for least, units in ((sharding.UNIT_PARAMETERS, 2), (1, 3)):  # two layers and what is around them
+        monkeypatch.setattr(sharding, "UNIT_PARAMETERS", least)
+        engine = make(tied, dtype=torch.bfloat16, recompute=recompute)
+        assert len(engine._units) == units
+        metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
+        runs.append((metrics, copies(engine), engine.scores(batch)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
+    assert torch.equal(runs[0][2], runs[1][2])
+
+
+def test_a_unit_ends_with_the_layer_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "UNIT_PARAMETERS", 10)
+    layers = [torch.nn.Linear(size, 1, bias=False) for size in (4, 4, 4, 10, 30, 3)]
+    assert [[layer.in_features for layer in unit] for unit in sharding.together(layers)] == [[4, 4, 4], [10], [30], [3]]
 
 
 def test_bfloat16_passes_train_float32_weights(make: Any, tied: Path) -> None:
