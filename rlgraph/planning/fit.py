@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 
@@ -13,10 +12,10 @@ from rlgraph.planning.handover import handovers, interruptions
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import Plan, PlannedNode
+from rlgraph.planning.regression import explained, fewest, told_apart, varies
 from rlgraph.planning.schedule import MOVING, Sampled, Span
 
 WARM_UP = 1  # steps left out: engines compile, caches fill
-STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
 EXPLAINED = 0.3  # tokens set a time if, at most, this share of its variance stays unexplained
 KEPT_SPREAD = 40  # single firings kept in the costs of a node
 Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
@@ -166,13 +165,13 @@ def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
     """Seconds by rows, with a constant part where batches of different sizes show one."""
     found = {"rows": stalls.mean(seconds) / float(rows.mean())}
     columns = {"rows": rows}
-    if _varies(rows):
+    if varies(rows):
         columns["serial"] = np.ones_like(rows)
-        found = _fewest(columns, seconds)
+        found = fewest(columns, seconds)
     return NodeCost(
         serial_s=found.get("serial", 0.0),
         parallel_s=found.get("rows", 0.0) * setting.rows * setting.devices,
-        spread=_spread(seconds, _fitted(columns, found)),
+        spread=_spread(seconds, explained(columns, found)),
         measured=setting,
     )
 
@@ -185,14 +184,14 @@ def _by_tokens(setting: Setting, tokens: Array, seconds: Array, plain: NodeCost)
     """Seconds by tokens, with a constant part where the steps show one; `plain` where tokens explain nothing."""
     if (tokens <= 0).any():
         return plain
-    if not _varies(tokens):
+    if not varies(tokens):
         slope = stalls.mean(seconds) / float(tokens.mean())
         return NodeCost(token_s=slope * setting.devices, spread=_spread(seconds, slope * tokens), measured=setting)
     columns = {"serial": np.ones_like(tokens), "token": tokens}
-    found = _fewest(columns, seconds)
-    fitted = _fitted(columns, found)
+    found = fewest(columns, seconds)
+    fitted = explained(columns, found)
     kept = stalls.steady(seconds, fitted)
-    if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and _varies(seconds):
+    if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and varies(seconds):
         return plain
     return NodeCost(
         serial_s=found.get("serial", 0.0),
@@ -209,10 +208,10 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
     longest = np.array([max(tokens[key].response_tokens) for key in both], dtype=float)
     total = np.array([sum(tokens[key].response_tokens) for key in both], dtype=float)
     prompts = np.array([tokens[key].prompt_tokens for key in both], dtype=float)
-    columns = _told_apart({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
-    found = _fewest(columns, seconds)
+    columns = told_apart({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
+    found = fewest(columns, seconds)
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
-    fitted = _fitted(columns, found)
+    fitted = explained(columns, found)
     return NodeCost(decode=decode, spread=_spread(*_by_step(both, seconds, fitted)), measured=setting)
 
 
@@ -221,60 +220,6 @@ def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> 
     steps = np.array([step for _, step in keys])
     each = np.unique(steps)
     return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])
-
-
-def _told_apart(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the columns but for those that are nothing, or hardly differ from a multiple of one before them.
-
-    Which of two such columns fits better would be noise: the first one stands for both.
-    """
-    kept: dict[str, Array] = {}
-    for name, column in columns.items():
-        if column.any() and all(_varies(column / np.maximum(other, 1e-30)) for other in kept.values()):
-            kept[name] = column
-    return kept
-
-
-def _varies(values: Array) -> bool:
-    return bool(values.std() > STEADY * values.mean())
-
-
-def _fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Return coefficients of at least 0 for the subset of columns that the firings support, read off those that are no stalls."""
-    kept = np.ones(len(seconds), dtype=bool)
-    while True:
-        found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
-        steady = kept & stalls.steady(seconds, _fitted(columns, found))
-        if steady.sum() == kept.sum():
-            return found
-        kept = steady
-
-
-def _fitted(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
-    """Return the seconds that a law gives each firing."""
-    return np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)  # type: ignore[no-any-return]
-
-
-def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Return coefficients of at least 0 by least squares, for the subset of columns that the data support.
-
-    The Bayesian information criterion (Schwarz, 1978) sets what a further number must explain; with as many firings as
-    numbers nothing is explained, so a subset is smaller than that.
-    """
-    best, least = dict[str, float](), float("inf")
-    count, floor = len(seconds), 1e-12 * float((seconds**2).sum()) + 1e-30
-    for size in range(1, min(len(columns), max(count - 1, 1)) + 1):
-        for names in combinations(columns, size):
-            table = np.stack([columns[name] for name in names], axis=1)
-            scale = np.maximum(table.max(axis=0), 1e-30)
-            found, _, rank, _ = np.linalg.lstsq(table / scale, seconds, rcond=1e-6)
-            if rank < size or (found < 0).any():
-                continue
-            left = float(((seconds - (table / scale) @ found) ** 2).sum()) + floor
-            score = count * np.log(left / count) + size * np.log(max(count, 2))
-            if score < least - 1e-9:
-                best, least = dict(zip(names, (found / scale).tolist(), strict=True)), score
-    return best
 
 
 def _spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from rlgraph.planning import stalls
-from rlgraph.planning.fit import _by_tokens, _fewest
+from rlgraph.planning.fit import _by_tokens
 from rlgraph.planning.laws import NodeCost, Setting
+from rlgraph.planning.regression import fewest
 
 draw = np.random.default_rng(3)
 TOKENS = draw.uniform(500, 1500, 100)
@@ -39,4 +40,4 @@ def test_fast_firings_are_no_stalls() -> None:
 def test_without_stalls_the_law_is_that_of_least_squares() -> None:
     columns = {"serial": np.ones_like(TOKENS), "token": TOKENS}
     table = np.stack(list(columns.values()), axis=1)
-    assert list(_fewest(columns, SECONDS).values()) == pytest.approx(np.linalg.lstsq(table, SECONDS, rcond=None)[0].tolist())
+    assert list(fewest(columns, SECONDS).values()) == pytest.approx(np.linalg.lstsq(table, SECONDS, rcond=None)[0].tolist())
