@@ -3,11 +3,11 @@
     python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--model NAME …] [--gpus 4] [--costs PATH]
 
 For each model one way is profiled, one step off on 1 + 1 GPUs, again with twice the prompts and twice the tokens, and for what
-waking and sleeping take once more in turns, with half the prompts. These costs predict all others: in turns on one GPU and on
-two, steps off, other batches and groups, longer responses, engines that share a GPU, parts of a batch, other passes of
-training. Then each runs, and its step is compared with the prediction made before: the mean one where lengths have a tail, else
-the median one. Lengths that were not profiled are told to the prediction as a distribution. The profiled way runs once more at
-the end, to see what a launch of its own changes.
+training on two GPUs, waking and sleeping take once more in turns, with half the prompts. These costs predict all others: in turns
+on one GPU and on two, steps off, other batches and groups, longer responses, engines that share a GPU, parts of a batch, other
+passes of training. Then each runs, and its step is compared with the prediction made before: the mean one where lengths have a
+tail, else the median one. Lengths that were not profiled are told to the prediction as a distribution. The profiled way runs once
+more at the end, to see what a launch of its own changes.
 
 SmolLM2-135M and the 1.7B shape, of random weights, write responses of one length, the shapes 0.6B and 4B geometric ones: each
 token is as likely as any other, so as many stop tokens as it takes give any median. Of models under a billion parameters the
@@ -198,7 +198,7 @@ def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
         record = run(f"{base.model}: {name}", plan, FEW if models.tiny else PROFILED, progress).record
         late = [span for span in record.spans if span.step >= WARM_UP - 1]  # `costs_of` leaves the first of them out
         records.append(replace(record, spans=late))
-    return replace(costs_of(records[:2]), sleep=costs_of(records[2:]).sleep)
+    return costs_of(records)
 
 
 TIMINGS = {"rollout": "gen", "update": "update_actor", "publish": "publish", "load": "update_weights", "reward": "reward"}

@@ -176,19 +176,19 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: int = 3) ->
 
     One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
     been seen is not foreseen. Several graphs, as one more with half the prompts, run one after another, and the costs explain all
-    of them: what a node takes whatever its batch is told from what grows with it. Lengths are those of the first.
+    of them: what a node takes whatever its batch is told from what grows with it. Lengths and devices are those of the first. One
+    on other devices, as in turns, tells what training takes on as many, and what waking and sleeping take.
 
-    Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes or devices differ; and whatever `launch` and the steps raise.
+    Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and whatever `launch` and the steps raise.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise PlanError(f"profile(steps={steps!r}): steps to measure are a whole number of at least 1")
     graphs = [graph] if isinstance(graph, Graph) else list(graph)
     plans = [compile(each, cluster) for each in graphs]
-    layouts = [(plan.workers, [(event.name, event.pool) for event in plan.schedule.events]) for plan in plans]
-    if not plans or any(layout != layouts[0] for layout in layouts):
+    if not plans or any([node.name for node in plan.nodes] != [node.name for node in plans[0].nodes] for plan in plans):
         raise PlanError(
-            f"profile({[plan.graph for plan in plans]}): graphs profiled together are at least one, with the same nodes on the same "
-            "devices; they may differ in prompts, groups and lengths"
+            f"profile({[plan.graph for plan in plans]}): graphs profiled together are at least one, with the same nodes; they may "
+            "differ in prompts, groups, lengths, depth and devices"
         )
     records = []
     for plan in plans:

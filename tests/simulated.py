@@ -69,6 +69,7 @@ class Simulated(Model):
     """A model whose weights are a vector, of `count` ranks."""
 
     count: int = 1
+    micro_batch_tokens: int | None = None
     dtype: str = "float32"
     turns: Turns = Turns()
 
@@ -186,6 +187,7 @@ class Loop:
     trainers: int = 1
     chunks: int = 1
     shared: bool = False  # one pool for all
+    micro_batch_tokens: int | None = None  # on GPUs, where a batch is cut into passes
     reference: str | None = None  # the pool of a reference pass: "train", "rollout", or one of its own
     lengths: Lengths = UNIFORM
     times: Times = field(default_factory=Times)
@@ -230,7 +232,8 @@ class Loop:
             tokens = ("prompt_mask", "response_mask")
             inputs.append(Output(declare("ref_log_probs", score, (rollout,), reads=tokens, writes=("ref_log_probs",), model=model)))
             reads.append("ref_log_probs")
-        policy = SimulatedPolicy("vector", pool=pools["train"], count=self.trainers, turns=turns["policy"])
+        limit = self.micro_batch_tokens
+        policy = SimulatedPolicy("vector", pool=pools["train"], count=self.trainers, micro_batch_tokens=limit, turns=turns["policy"])
         train = ByTokens(self.times.train_start_s, self.times.train_token_s)
         update = declare("update", train, inputs, reads=tuple(reads), writes=(), model=policy)
         weights.close(Output(update, "weights"))

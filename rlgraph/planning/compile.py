@@ -16,6 +16,7 @@ from rlgraph.planning.costs import Costs, checked
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
+from rlgraph.planning.passes import passes_of
 from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
 from rlgraph.planning.plan import (
@@ -127,7 +128,8 @@ def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[Plann
     turns = sorted(graph.nodes, key=lambda node: events.turn(graph, node))
     crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(turns)})
     engines = Counter(name for worker in crew for name in worker.nodes)
-    return crew, {n.name: Setting(counts[n.pool.name] if n.pool else 1, engines[n.name], n.rows) for n in graph.nodes}
+    devices = {n.name: counts[n.pool.name] if n.pool else 1 for n in graph.nodes}
+    return crew, {n.name: Setting(devices[n.name], engines[n.name], n.rows, passes_of(n, cluster.gpus)) for n in graph.nodes}
 
 
 def scheduled(
@@ -190,6 +192,7 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
             cost=costs.source_at(node.name, settings[node.name]),
             chunks=node.chunks,
             due=node.due,
+            passes=settings[node.name].passes,
         )
         for node in graph.nodes
     ]

@@ -43,7 +43,7 @@ class Costs:
         moving = {"publish_s": self.publish_s, "receive_s": self.receive_s, "swap_s": self.swap_s}
         for name, cost in {**self.nodes, **moving}.items():
             check_seconds(name, cost)
-            if self.lengths is None and isinstance(cost, NodeCost) and (cost.decode is not None or cost.token_s):
+            if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
                 raise PlanError(
                     f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
                     "lengths=Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
@@ -66,7 +66,7 @@ class Costs:
     def varies(self, node: str) -> bool:
         """Return whether single firings of `node` differ."""
         law = self.law(node)
-        return bool(law.spread or law.decode or law.token_s)
+        return bool(law.spread) or law.by_length
 
     def steps_drawn(self, rows: int) -> int:
         """Return of how many steps a prediction draws the lengths."""

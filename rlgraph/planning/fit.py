@@ -1,6 +1,6 @@
 """From what a run measured to costs: the law of each node that explains its firings with the fewest numbers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,12 +12,12 @@ from rlgraph.planning.handover import handovers, interruptions
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import Plan, PlannedNode
-from rlgraph.planning.regression import explained, fewest, told_apart, varies
+from rlgraph.planning.regression import explained, fewest, spread, told_apart, varies
 from rlgraph.planning.schedule import MOVING, Sampled, Span
+from rlgraph.planning.training_law import by_passes, share_of
 
 WARM_UP = 1  # steps left out: engines compile, caches fill
-EXPLAINED = 0.3  # tokens set a time if, at most, this share of its variance stays unexplained
-KEPT_SPREAD = 40  # single firings kept in the costs of a node
+BY_PASSES = ("train", "forward")
 Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
 Tokens = Mapping[tuple[str, int], Sampled]
 
@@ -41,33 +41,34 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
 
 
 def costs_of(records: Sequence[Record]) -> Costs:
-    """Return costs that explain all of several runs of the same nodes on the same devices, with batches of different sizes.
+    """Return costs that explain all of several runs of the same nodes, with batches of different sizes.
 
-    What is constant is told from what grows with the batch. Lengths and the setting measured are the first run's.
+    What is constant is told from what grows with the batch. Lengths, devices and the setting measured are the first run's. A run
+    on other devices, as one in turns, tells what training and log-probs take on those as well, and what waking and sleeping take.
     """
+    places = dict.fromkeys(_place(record.plan) for record in records)
+    groups = [[record for record in records if _place(record.plan) == place] for place in places]
+    records = [record for group in groups for record in group]
     plan = records[0].plan
-    kept, rows, late = _together(records)
+    here, anywhere, late = _spans(groups[0]), _spans(records), _late(groups[0])
+    settings = _settings(records)
     everything = [replace(s, step=_apart(run, s.step)) for run, record in enumerate(records) for s in record.sampled]
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
     def moving(event: str) -> float:
-        found = [span.seconds for span in kept if span.name == event and span.kind in MOVING]
+        found = [span.seconds for span in here if span.name == event and span.kind in MOVING]
         return stalls.mean(np.array(found)) + late[event] if found else 0.0
 
-    within = interruptions(kept)
+    events = {(event.node, event.name) for record in records for event in record.plan.schedule.events if event.kind == "fire"}
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
-        firings: dict[tuple[str, int], float] = {}
-        events = {event.name for event in plan.schedule.events if event.node == node.name and event.kind == "fire"}
-        for span in kept:
-            if span.name in events and span.kind == "fire":
-                own_s = span.seconds - sum(inner.seconds for inner in within.get(span, ()))
-                firings[span.worker, span.step] = firings.get((span.worker, span.step), 0.0) + own_s
+        own = {event for of, event in events if of == node.name}
+        firings = _firings(anywhere if node.work in BY_PASSES else here, own)
         if not firings:
             nodes[node.name] = 0.0
             continue
-        cost = _cost(plan, node, firings, tokens, rows)
-        nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late[event] for event in events))
+        cost = _cost(plan, node, firings, tokens, settings)
+        nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late.get(event, 0.0) for event in own))
     responses = [length for s in records[0].sampled for length in s.response_tokens]
     prompts = sum(s.prompt_tokens for s in records[0].sampled)
     return Costs(
@@ -79,12 +80,24 @@ def costs_of(records: Sequence[Record]) -> Costs:
         lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
         publish_bytes=records[0].published_bytes or None,
         on=_place(plan),
-        sleep=_sleep(plan, kept, late),
+        sleep={model: cost for group in reversed(groups) for model, cost in _sleep(group).items()},
     )
 
 
-def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[str, SleepCost]:
+def _firings(spans: Sequence[Span], events: Collection[str]) -> Firings:
+    """Return the seconds of a node's firings, all parts of a batch together, but for the weights that interrupted them."""
+    within = interruptions(spans)
+    found: dict[tuple[str, int], float] = {}
+    for span in spans:
+        if span.name in events and span.kind == "fire":
+            own_s = span.seconds - sum(inner.seconds for inner in within.get(span, ()))
+            found[span.worker, span.step] = found.get((span.worker, span.step), 0.0) + own_s
+    return found
+
+
+def _sleep(records: Sequence[Record]) -> dict[str, SleepCost]:
     """Return what each model that shares its devices has taken to wake and to sleep: the mean of its turns, by the slowest rank."""
+    plan, kept, late = records[0].plan, _spans(records), _late(records)
     found: dict[str, SleepCost] = {}
     for worker in (worker for worker in plan.workers if worker.model is not None and worker.rank == 0):
         seconds: dict[str, list[float]] = {"wake": [], "sleep": []}
@@ -104,19 +117,34 @@ def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[
     return found
 
 
-def _together(records: Sequence[Record]) -> tuple[list[Span], Mapping[tuple[str, int], int], Mapping[str, float]]:
-    """Return the spans of all runs but for their warm-up, the rows of each node in each of their steps, and mean hand-overs."""
-    kept: list[Span] = []
-    rows: dict[tuple[str, int], int] = {}
-    late: dict[str, list[float]] = {}
-    for run, record in enumerate(records):
-        first = min((span.step for span in record.spans), default=0) + WARM_UP
-        steps = sorted({span.step for span in record.spans if span.step >= first})
-        kept += [replace(span, step=_apart(run, span.step)) for span in record.spans if span.step >= first]
-        rows |= {(node.name, _apart(run, step)): node.rows for node in record.plan.nodes for step in steps}
-        for event, seconds in handovers(record.plan.schedule, record.spans, first).items():
-            late.setdefault(event, []).append(seconds)
-    return kept, rows, {event: float(np.mean(seconds)) for event, seconds in late.items()}
+def _spans(records: Sequence[Record]) -> list[Span]:
+    """Return the spans of all runs but for their warm-up, the steps of each run apart."""
+    return [
+        replace(span, step=_apart(run, span.step))
+        for run, record in enumerate(records)
+        for span in record.spans
+        if span.step >= _first(record)
+    ]
+
+
+def _late(records: Sequence[Record]) -> Mapping[str, float]:
+    """Return the mean hand-over of each event."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for event, seconds in handovers(record.plan.schedule, record.spans, _first(record)).items():
+            found.setdefault(event, []).append(seconds)
+    return {event: float(np.mean(seconds)) for event, seconds in found.items()}
+
+
+def _first(record: Record) -> int:
+    """Return the first step that counts."""
+    return min((span.step for span in record.spans), default=0) + WARM_UP
+
+
+def _settings(records: Sequence[Record]) -> Mapping[tuple[str, int], Setting]:
+    """Return where each node ran in each step of the runs."""
+    steps = [(record.plan, _apart(run, step)) for run, record in enumerate(records) for step in {span.step for span in record.spans}]
+    return {(node.name, step): setting_of(plan, node) for plan, step in steps for node in plan.nodes}
 
 
 def _apart(run: int, step: int) -> int:
@@ -144,25 +172,28 @@ def _place(plan: Plan) -> str:
 def setting_of(plan: Plan, node: PlannedNode) -> Setting:
     """Return where a node of a plan runs."""
     pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
-    return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows)
+    return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows, node.passes)
 
 
-def _cost(plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, Tokens], rows: Mapping[tuple[str, int], int]) -> NodeCost:
+def _cost(
+    plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, Tokens], settings: Mapping[tuple[str, int], Setting]
+) -> NodeCost:
     setting = setting_of(plan, node)
-    steps = sorted({step for _, step in firings})
-    seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
-    plain = _by_rows(setting, np.array([rows[node.name, step] for step in steps], dtype=float), seconds)
     if tokens[node.name]:
         return _generating(setting, firings, tokens[node.name])
+    steps = sorted({step for _, step in firings})
+    seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
+    at = [settings[node.name, step] for step in steps]
+    plain = _by_rows(setting, np.array([each.rows / each.devices for each in at]), seconds)
     sources = [c.writer for c in plan.channels if node.name in c.readers and tokens[c.writer]]
-    if node.work in ("train", "forward") and sources:
-        read = [sum(_total(s) for name in sources for (_, at), s in tokens[name].items() if at == step) for step in steps]
-        return _by_tokens(setting, np.array(read, dtype=float), seconds, plain)
-    return plain
+    if node.work not in BY_PASSES or not sources:
+        return plain
+    read = [[s for name in sources for (_, of), s in sorted(tokens[name].items()) if of == step] for step in steps]
+    return by_passes(setting, [share_of(*both) for both in zip(at, read, strict=True)], seconds, plain)
 
 
 def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
-    """Seconds by rows, with a constant part where batches of different sizes show one."""
+    """Seconds by rows of a device, with a constant part where batches of different sizes show one."""
     found = {"rows": stalls.mean(seconds) / float(rows.mean())}
     columns = {"rows": rows}
     if varies(rows):
@@ -170,33 +201,8 @@ def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
         found = fewest(columns, seconds)
     return NodeCost(
         serial_s=found.get("serial", 0.0),
-        parallel_s=found.get("rows", 0.0) * setting.rows * setting.devices,
-        spread=_spread(seconds, explained(columns, found)),
-        measured=setting,
-    )
-
-
-def _total(sampled: Sampled) -> int:
-    return sampled.prompt_tokens + sum(sampled.response_tokens)
-
-
-def _by_tokens(setting: Setting, tokens: Array, seconds: Array, plain: NodeCost) -> NodeCost:
-    """Seconds by tokens, with a constant part where the steps show one; `plain` where tokens explain nothing."""
-    if (tokens <= 0).any():
-        return plain
-    if not varies(tokens):
-        slope = stalls.mean(seconds) / float(tokens.mean())
-        return NodeCost(token_s=slope * setting.devices, spread=_spread(seconds, slope * tokens), measured=setting)
-    columns = {"serial": np.ones_like(tokens), "token": tokens}
-    found = fewest(columns, seconds)
-    fitted = explained(columns, found)
-    kept = stalls.steady(seconds, fitted)
-    if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and varies(seconds):
-        return plain
-    return NodeCost(
-        serial_s=found.get("serial", 0.0),
-        token_s=found.get("token", 0.0) * setting.devices,
-        spread=_spread(seconds, fitted),
+        parallel_s=found.get("rows", 0.0) * setting.rows,
+        spread=spread(seconds, explained(columns, found)),
         measured=setting,
     )
 
@@ -212,7 +218,7 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
     found = fewest(columns, seconds)
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
     fitted = explained(columns, found)
-    return NodeCost(decode=decode, spread=_spread(*_by_step(both, seconds, fitted)), measured=setting)
+    return NodeCost(decode=decode, spread=spread(*_by_step(both, seconds, fitted)), measured=setting)
 
 
 def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> tuple[Array, Array]:
@@ -220,11 +226,3 @@ def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> 
     steps = np.array([step for _, step in keys])
     each = np.unique(steps)
     return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])
-
-
-def _spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
-    """Return single firings over the law, as quantiles where there are many."""
-    ratios = seconds / np.maximum(fitted, 1e-12)
-    if len(ratios) > KEPT_SPREAD:
-        ratios = np.quantile(ratios, (np.arange(KEPT_SPREAD) + 0.5) / KEPT_SPREAD)
-    return tuple(float(f"{ratio:.6g}") for ratio in ratios)

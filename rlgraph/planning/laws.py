@@ -9,6 +9,7 @@ import numpy as np
 
 from rlgraph.errors import PlanError
 from rlgraph.planning.lengths import Array, Lengths
+from rlgraph.planning.passes import Passes
 
 # The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
 # step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
@@ -17,11 +18,13 @@ DOUBLING = 0.85
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a node runs: devices of its pool, engines (ranks of its model) on them, and rows of a batch."""
+    """Where a node runs: devices of its pool, engines (ranks of its model) on them, rows of a batch, and the passes it is cut into,
+    where that is known."""
 
     devices: int = 1
     engines: int = 1
     rows: int = 1
+    passes: Passes | None = None
 
     @property
     def width(self) -> float:
@@ -90,9 +93,10 @@ class NodeCost:
     """Seconds of one firing: `serial_s` whatever the devices, plus device-seconds shared by them.
 
     The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
-    of the batch, prompts included. `decode` is the law of a generator, by response lengths. `spread` holds single firings as
-    measured seconds over those of the law, so its mean is about 1. `measured` is the setting that the numbers come from;
-    for any other one they are scaled.
+    of the batch, prompts included. A pass takes at least `pass_s`, however few tokens are in it, which is the host's own work to
+    launch it, and where several ranks share the model `sharded_pass_s`. `decode` is the law of a generator, by response lengths.
+    `spread` holds single firings as measured seconds over those of the law, so its mean is about 1. `measured` is the setting that
+    the numbers come from; for any other one they are scaled.
 
     Raises PlanError for a number that is negative or none.
     """
@@ -100,9 +104,16 @@ class NodeCost:
     serial_s: float = 0.0
     parallel_s: float = 0.0
     token_s: float = 0.0
+    pass_s: float = 0.0
+    sharded_pass_s: float = 0.0
     decode: Decode | None = None
     spread: tuple[float, ...] = ()
     measured: Setting | None = None
+
+    @property
+    def by_length(self) -> bool:
+        """Whether it follows the tokens of a batch."""
+        return bool(self.decode or self.token_s or self.pass_s or self.sharded_pass_s)
 
     def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
         """Return the seconds `[steps]` of as many firings: those of the engine that is last."""
@@ -114,19 +125,18 @@ class NodeCost:
 
         Lengths are the same for every node of a step; the spread is the same for every engine.
         """
-        by_length = lengths is not None and bool(self.token_s or self.decode)
-        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows] if lengths is not None and by_length else None
+        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows] if lengths is not None and self.by_length else None
         return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
 
     def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
         """Return the seconds `[steps, engines]` for response lengths `[steps, rows]`, or without what follows lengths."""
-        shared = np.full(steps, self.parallel_s * self._rows_scale(setting))
+        together = np.full(steps, self.serial_s + self.parallel_s * self._rows_scale(setting) / max(setting.devices, 1))
         decoding = np.zeros((steps, 1))
         if batch is not None:
-            shared = shared + self.token_s * (batch.sum(axis=1) + prompt_tokens * setting.rows)
+            together = together + self._training(batch, prompt_tokens, setting)
             if self.decode is not None:
                 decoding = self._decode(self.decode, batch, prompt_tokens, setting)
-        each: Array = (self.serial_s + shared / max(setting.devices, 1))[:, None] + decoding
+        each: Array = together[:, None] + decoding
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
     def parts(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
@@ -135,6 +145,15 @@ class NodeCost:
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
         return self.decode.parts(batch, lengths.prompt_tokens, chunks)
+
+    def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
+        floor = self.sharded_pass_s or self.pass_s if setting.engines > 1 else self.pass_s
+        if floor and setting.passes is not None:
+            passes = setting.passes.of_a_rank(batch, prompt_tokens, setting.engines) / setting.width
+            found: Array = np.where(passes > 0, np.maximum(self.token_s * passes, floor), 0.0).sum(axis=1)
+        else:
+            found = self.token_s * (batch.sum(axis=1) + prompt_tokens * setting.rows) / max(setting.devices, 1)
+        return found
 
     def _rows_scale(self, setting: Setting) -> float:
         return setting.rows / self.measured.rows if self.measured else 1.0
@@ -189,7 +208,7 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
 def check_seconds(name: str, value: object) -> None:
     """Raise PlanError for what is no number of seconds, nor a law made of such."""
     if isinstance(value, NodeCost):
-        parts: list[object] = [value.serial_s, value.parallel_s, value.token_s, *value.spread]
+        parts: list[object] = [value.serial_s, value.parallel_s, value.token_s, value.pass_s, value.sharded_pass_s, *value.spread]
         if value.decode is not None:
             parts += [value.decode.step_s, value.decode.sequence_s, value.decode.prefill_s, value.decode.start_s]
     else:

@@ -8,6 +8,7 @@ import msgspec
 
 from rlgraph.graph import BUCKET_BYTES, Due
 from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.passes import Passes
 from rlgraph.planning.schedule import Reason, Schedule
 
 Transport: TypeAlias = Literal["local", "shm", "tcp", "peer", "nccl"]
@@ -41,6 +42,7 @@ class PlannedNode:
     cost: CostSource
     chunks: int = 1  # parts of a batch that it fires for, one after another
     due: Due | None = None  # the steps at which it does something, where that is not each
+    passes: Passes | None = None  # that a batch is cut into, where that is known
 
 
 @dataclass(frozen=True)

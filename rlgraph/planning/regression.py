@@ -8,6 +8,7 @@ import numpy as np
 from rlgraph.planning import stalls
 from rlgraph.planning.lengths import Array
 
+KEPT_SPREAD = 40  # single firings kept in the costs of a node
 STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
 
 
@@ -63,3 +64,11 @@ def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, fl
             if score < least - 1e-9:
                 best, least = dict(zip(names, (found / scale).tolist(), strict=True)), score
     return best
+
+
+def spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
+    """Return single firings over the law, as quantiles where there are many."""
+    ratios = seconds / np.maximum(fitted, 1e-12)
+    if len(ratios) > KEPT_SPREAD:
+        ratios = np.quantile(ratios, (np.arange(KEPT_SPREAD) + 0.5) / KEPT_SPREAD)
+    return tuple(float(f"{ratio:.6g}") for ratio in ratios)

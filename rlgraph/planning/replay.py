@@ -138,7 +138,7 @@ def _resized(plan: Plan, node: PlannedNode, old: Setting, counts: Mapping[str, i
     """Return the setting on the pool's new devices: more engines of the same width on GPUs, wider ones on cores."""
     devices = counts.get(node.pool or "", old.devices)
     engines = max(round(devices / old.width), 1) if plan.cluster.gpus else old.engines
-    return Setting(devices, engines, old.rows)
+    return replace(old, devices=devices, engines=engines)
 
 
 def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]:

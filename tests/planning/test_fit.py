@@ -1,47 +1,22 @@
 """Costs from a run: the laws behind its firings are found again, hand-overs included, and nothing that they do not show."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from recorded import STEPS, law, run_of
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
 from rlgraph.planning.fit import Record, costs_of, measured_costs
-from rlgraph.planning.laws import NodeCost
 from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.period import simulate
-from rlgraph.planning.schedule import Event, Sampled, Span
-
-STEPS = 40
-
-
-def run_of(
-    loop: Loop, seconds: Callable[[str, list[int]], float], late_s: float = 0.0, lengths: Lengths = LONG_TAIL
-) -> tuple[rg.Plan, list[Span], list[Sampled]]:
-    """Return the records of a run whose firings take `seconds(event, response lengths of the step)`, each begun late."""
-    plan = rg.compile(loop.graph(), rg.Cluster(cpus=loop.devices))
-    drawn = lengths.batches(STEPS, loop.rows).astype(int)
-
-    def taken(event: Event, step: int) -> float:
-        return late_s + seconds(event.name, drawn[step].tolist())
-
-    spans = [replace(span, start_s=span.start_s + late_s) for span in simulate(plan.schedule, STEPS, taken)]
-    sampled = [Sampled("rollout", step, "generator", PROMPT_TOKENS * loop.rows, tuple(drawn[step].tolist())) for step in range(STEPS)]
-    return plan, spans, sampled
+from rlgraph.planning.schedule import Span
 
 
 def by_length(event: str, lengths: list[int]) -> float:
     if event == "rollout":
         return 2e-3 * max(lengths) + 1e-4 * sum(lengths)
     return 0.05 + 2e-4 * (sum(lengths) + PROMPT_TOKENS * len(lengths)) if event == "update" else 0.01
-
-
-def law(costs: rg.Costs, node: str) -> NodeCost:
-    found = costs.nodes[node]
-    assert isinstance(found, NodeCost)
-    return found
 
 
 def test_the_laws_of_decoding_and_training_are_found() -> None:

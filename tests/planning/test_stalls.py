@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rlgraph.planning import stalls
-from rlgraph.planning.fit import _by_tokens
 from rlgraph.planning.laws import NodeCost, Setting
 from rlgraph.planning.regression import fewest
+from rlgraph.planning.training_law import Share, by_passes
 
 draw = np.random.default_rng(3)
 TOKENS = draw.uniform(500, 1500, 100)
@@ -15,13 +15,13 @@ STALLED = SECONDS + np.where(np.arange(100) % 40 == 7, 0.5, 0.0)
 
 
 def test_the_law_of_a_node_is_found_although_three_firings_of_a_hundred_stalled() -> None:
-    found = _by_tokens(Setting(2, 1, 16), TOKENS, STALLED, NodeCost())
+    found = by_passes(Setting(2, 1, 16), [Share(tokens / 2) for tokens in TOKENS], STALLED, NodeCost())
     assert found.serial_s == pytest.approx(0.02, rel=0.1)
     assert found.token_s == pytest.approx(2e-4, rel=0.05)
 
 
 def test_stalls_stay_in_the_spread_where_they_are_seen_often_enough() -> None:
-    assert max(_by_tokens(Setting(1, 1, 16), TOKENS, STALLED, NodeCost()).spread) > 2
+    assert max(by_passes(Setting(1, 1, 16), [Share(tokens) for tokens in TOKENS], STALLED, NodeCost()).spread) > 2
 
 
 def test_a_constant_node_costs_what_it_usually_takes() -> None:
