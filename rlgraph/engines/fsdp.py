@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Column, Columns
-from rlgraph.engines import packed_attention
+from rlgraph.engines import fused_norms, packed_attention
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Judge, Loss, check_count, check_weights
 from rlgraph.engines.heads import Head
@@ -53,6 +53,8 @@ class FsdpEngine:
         self._flat = self._device.type == "cuda" or recompute if flat is None else flat
         if self._flat:
             packed_attention.install(head.model)
+        if self._device.type == "cuda":
+            fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
         self._optimizer = torch.optim.AdamW(

@@ -1,0 +1,35 @@
+"""The RMS norms of a Hugging Face model as one kernel each, where its own code launches eight, and more in the backward pass.
+
+Where the host sets the pace of a pass, as with models of a few billion parameters, these are almost half of what it launches.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn.functional import rms_norm
+
+NEAR = 1e-5  # of float32, relative: two orders of the same operations
+
+
+def install(model: torch.nn.Module) -> int:
+    """Let each norm of the model compute so that does what `torch.nn.functional.rms_norm` does; return how many that are."""
+    plain = [module for module in model.modules() if _is_plain(module)]
+    for module in plain:
+        module.forward = MethodType(_forward, module)
+    return len(plain)
+
+
+def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the norm `[..., D]`; the kernel sums in float32 and rounds once, at the end."""
+    return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def _is_plain(module: Any) -> bool:
+    """Return whether a module is a norm of this form: found by what it computes, since models give it names of their own."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return False
+    with torch.no_grad():
+        given = torch.linspace(-2.0, 3.0, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)
+        return torch.allclose(module(given), _forward(module, given), rtol=NEAR, atol=NEAR)
