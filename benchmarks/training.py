@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LENGTH, SEQUENCES, MICRO_BATCH_TOKENS, STEPS = 4096, 8, 8192, 4
+LENGTH, SEQUENCES, MICRO_BATCH_TOKENS, STEPS = 4096, 8, 8192, 8
 
 
 def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any) -> None:
