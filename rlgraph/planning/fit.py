@@ -17,7 +17,7 @@ from rlgraph.planning.schedule import MOVING, Sampled, Span
 from rlgraph.planning.training_law import by_passes, share_of
 
 WARM_UP = 1  # steps left out: engines compile, caches fill
-BY_PASSES = ("train", "forward")
+TOGETHER = ("train", "forward")  # work whose ranks do one thing, and cannot be ahead of each other
 Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
 Tokens = Mapping[tuple[str, int], Sampled]
 
@@ -63,7 +63,8 @@ def costs_of(records: Sequence[Record]) -> Costs:
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         own = {event for of, event in events if of == node.name}
-        firings = _firings(anywhere if node.work in BY_PASSES else here, own)
+        told = anywhere if node.model is not None else here
+        firings = _firings(told, own, together=node.work in TOGETHER)
         if not firings:
             nodes[node.name] = 0.0
             continue
@@ -84,14 +85,21 @@ def costs_of(records: Sequence[Record]) -> Costs:
     )
 
 
-def _firings(spans: Sequence[Span], events: Collection[str]) -> Firings:
-    """Return the seconds of a node's firings, all parts of a batch together, but for the weights that interrupted them."""
+def _firings(spans: Sequence[Span], events: Collection[str], *, together: bool) -> Firings:
+    """Return the seconds of a node's firings, all parts of a batch together, but for the weights that interrupted them.
+
+    Ranks that work `together` are counted as one, from when the last of them began: one that is early waits for it.
+    """
     within = interruptions(spans)
-    found: dict[tuple[str, int], float] = {}
+    fired: dict[tuple[str, str, int], list[Span]] = {}
     for span in spans:
         if span.name in events and span.kind == "fire":
-            own_s = span.seconds - sum(inner.seconds for inner in within.get(span, ()))
-            found[span.worker, span.step] = found.get((span.worker, span.step), 0.0) + own_s
+            fired.setdefault((span.name, "" if together else span.worker, span.step), []).append(span)
+    found: dict[tuple[str, int], float] = {}
+    for (_, worker, step), ranks in fired.items():
+        seconds = max(span.end_s for span in ranks) - max(span.start_s for span in ranks)
+        inner_s = max(sum(inner.seconds for inner in within.get(span, ())) for span in ranks)
+        found[worker, step] = found.get((worker, step), 0.0) + seconds - inner_s
     return found
 
 
@@ -180,13 +188,14 @@ def _cost(
 ) -> NodeCost:
     setting = setting_of(plan, node)
     if tokens[node.name]:
-        return _generating(setting, firings, tokens[node.name])
+        alike = {key: s for key, s in firings.items() if settings[node.name, key[1]].width == setting.width}
+        return _generating(setting, alike, tokens[node.name])
     steps = sorted({step for _, step in firings})
     seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
     at = [settings[node.name, step] for step in steps]
     plain = _by_rows(setting, np.array([each.rows / each.devices for each in at]), seconds)
     sources = [c.writer for c in plan.channels if node.name in c.readers and tokens[c.writer]]
-    if node.work not in BY_PASSES or not sources:
+    if node.work not in TOGETHER or not sources:
         return plain
     read = [[s for name in sources for (_, of), s in sorted(tokens[name].items()) if of == step] for step in steps]
     return by_passes(setting, [share_of(*both) for both in zip(at, read, strict=True)], seconds, plain)

@@ -89,12 +89,36 @@ def test_what_the_host_takes_for_a_pass_is_found() -> None:
     assert (update.serial_s, update.sharded_pass_s) == (pytest.approx(0.0, abs=1e-6), 0.0)
 
 
-def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes_and_nothing_else() -> None:
+def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes() -> None:
     both, alone = costs_of([*ALONE, SHARDED]), costs_of(ALONE)
     assert law(both, "update").sharded_pass_s == pytest.approx(SHARDED_S, rel=0.02)
     assert replace(law(both, "update"), sharded_pass_s=0.0) == law(alone, "update")
     assert replace(both, nodes=alone.nodes) == alone
     assert costs_of([SHARDED, *ALONE]).on != alone.on, "the devices are those of the first"
+
+
+def test_a_rank_that_waits_for_the_other_makes_no_pass_longer() -> None:
+    """One rank begins early, and waits within its firing; the wait is known already as what kept the other."""
+    early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in SHARDED.spans if span.name == "update"]
+    skewed = replace(SHARDED, spans=[*SHARDED.spans, *early])
+    assert law(costs_of([*ALONE, skewed]), "update") == law(costs_of([*ALONE, SHARDED]), "update")
+
+
+def decoding(loop: Loop) -> Record:
+    """Return the record of a run in which all responses are equally long, and an engine takes a time for each of their tokens."""
+    same = Lengths((0.0, 1.0), (50.0, 50.0))
+    return Record(*run_of(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
+
+
+def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:
+    one, turns = decoding(Loop(depth=1)), decoding(Loop(depth=0, shared=True, rows=32))
+    found = law(costs_of([one, turns]), "rollout").decode
+    assert found is not None
+    told = [found.seconds(np.full((1, rows), 50.0), PROMPT_TOKENS, 1)[0, 0] for rows in (16, 32)]
+    assert told == [pytest.approx(0.1 + 1e-3 * 16), pytest.approx(0.1 + 1e-3 * 32)]
+    wide = decoding(Loop(depth=1, generators=2, rows=32))
+    wide = replace(wide, plan=replace(wide.plan, pools=tuple(replace(pool, cpus=4) for pool in wide.plan.pools)))
+    assert law(costs_of([one, wide]), "rollout") == law(costs_of([one]), "rollout")
 
 
 @pytest.mark.parametrize("rows", [16, 48])
