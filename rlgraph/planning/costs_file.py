@@ -13,8 +13,9 @@ from rlgraph.planning.costs import Costs
 
 HEAD = """\
 # What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or
-#   serial_s + (parallel_s + token_s * tokens) / devices, and for a generator `decode`: start_s + prefill_s * prompt tokens
-#   + step_s * (longest response) + sequence_s * (response tokens), by engine.
+#   serial_s + (parallel_s + token_s * tokens) / devices, where a pass of training on a GPU takes at least pass_s, or sharded_pass_s
+#   where ranks share the model; and for a generator `decode`: start_s + prefill_s * prompt tokens + step_s * (longest response)
+#   + sequence_s * (response tokens), by engine.
 # `measured` is the setting it was taken at, `spread` single firings over the law, `lengths` the quantiles of the responses.
 """
 

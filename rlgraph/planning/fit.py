@@ -44,7 +44,7 @@ def costs_of(records: Sequence[Record]) -> Costs:
     """Return costs that explain all of several runs of the same nodes, with batches of different sizes.
 
     What is constant is told from what grows with the batch. Lengths, devices and the setting measured are the first run's. A run
-    on other devices, as one in turns, tells what training and log-probs take on those as well, and what waking and sleeping take.
+    on other devices, as one in turns, tells what engines and ranks that are as wide take there, and what waking and sleeping take.
     """
     places = dict.fromkeys(_place(record.plan) for record in records)
     groups = [[record for record in records if _place(record.plan) == place] for place in places]
@@ -63,13 +63,14 @@ def costs_of(records: Sequence[Record]) -> Costs:
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         own = {event for of, event in events if of == node.name}
-        told = anywhere if node.model is not None else here
+        width = setting_of(plan, node).width
+        told = [span for span in anywhere if settings[node.name, span.step].width == width] if node.model is not None else here
         firings = _firings(told, own, together=node.work in TOGETHER)
         if not firings:
             nodes[node.name] = 0.0
             continue
         cost = _cost(plan, node, firings, tokens, settings)
-        nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late.get(event, 0.0) for event in own))
+        nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late.get(event, 0.0) for event in sorted(own)))
     responses = [length for s in records[0].sampled for length in s.response_tokens]
     prompts = sum(s.prompt_tokens for s in records[0].sampled)
     return Costs(
@@ -188,8 +189,7 @@ def _cost(
 ) -> NodeCost:
     setting = setting_of(plan, node)
     if tokens[node.name]:
-        alike = {key: s for key, s in firings.items() if settings[node.name, key[1]].width == setting.width}
-        return _generating(setting, alike, tokens[node.name])
+        return _generating(setting, firings, tokens[node.name])
     steps = sorted({step for _, step in firings})
     seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
     at = [settings[node.name, step] for step in steps]
