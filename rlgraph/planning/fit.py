@@ -140,7 +140,8 @@ def _late(records: Sequence[Record]) -> Mapping[str, float]:
     """Return the mean hand-over of each event."""
     found: dict[str, list[float]] = {}
     for record in records:
-        for event, seconds in handovers(record.plan.schedule, record.spans, _first(record)).items():
+        together = [node.name for node in record.plan.nodes if node.work in TOGETHER]
+        for event, seconds in handovers(record.plan.schedule, record.spans, _first(record), together).items():
             found.setdefault(event, []).append(seconds)
     return {event: float(np.mean(seconds)) for event, seconds in found.items()}
 

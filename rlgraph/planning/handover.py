@@ -1,6 +1,6 @@
 """What a run spends between its events: how long after it could have begun each of them began; and what interrupts a firing."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -27,11 +27,12 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
     return found
 
 
-def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Mapping[str, float]:
+def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
     """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
 
     Played with its events' own seconds and these, the schedule takes as long as the run did. Weights that are loaded within a
     firing came when they came: nothing was handed over late. What waits for a step before the first of the spans tells nothing.
+    Of the nodes that work `together` the last rank counts, for which the others wait.
     """
     within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
@@ -56,10 +57,12 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int) -> Map
                     unknown.add((event.name, step))
                 continue
             ends[event.name, step] = {span.worker: span.end_s for span in found}
-            for span in found:
-                ready = max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0)
-                if step >= first_step and known and ready > 0:
-                    late[event.name].append(span.start_s - ready)
+            ready = {span: max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0) for span in found}
+            each = [span.start_s - ready_s for span, ready_s in ready.items() if ready_s > 0]
+            if event.node in together and each:
+                each = [max(span.start_s for span in found) - max(ready.values())]
+            if step >= first_step and known:
+                late[event.name] += each
     return {name: max(stalls.mean(np.array(values)), 0.0) if values else 0.0 for name, values in late.items()}
 
 

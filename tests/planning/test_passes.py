@@ -97,11 +97,14 @@ def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes() -> None:
     assert costs_of([SHARDED, *ALONE]).on != alone.on, "the devices are those of the first"
 
 
-def test_a_rank_that_waits_for_the_other_makes_no_pass_longer() -> None:
+def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_over_sooner() -> None:
     """One rank begins early, and waits within its firing; the wait is known already as what kept the other."""
-    early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in SHARDED.spans if span.name == "update"]
-    skewed = replace(SHARDED, spans=[*SHARDED.spans, *early])
-    assert law(costs_of([*ALONE, skewed]), "update") == law(costs_of([*ALONE, SHARDED]), "update")
+    loop = Loop(depth=1, trainers=2, micro_batch_tokens=LIMIT)
+    both = Record(*run_of(loop, trained(Passes(LIMIT), 2, SHARDED_S), late_s=0.02, lengths=Lengths((0.0, 1.0), (20, 90))))
+    early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in both.spans if span.name == "update"]
+    skewed = replace(both, spans=[*both.spans, *early])
+    assert costs_of([skewed]) == costs_of([both])
+    assert law(costs_of([*ALONE, skewed]), "update") == law(costs_of([*ALONE, both]), "update")
 
 
 def decoding(loop: Loop) -> Record:
@@ -120,3 +123,19 @@ def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:
     wide = replace(wide, plan=replace(wide.plan, pools=tuple(replace(pool, cpus=4) for pool in wide.plan.pools)))
     both, alone = costs_of([one, wide]), costs_of([one])
     assert [law(both, node) for node in ("rollout", "update")] == [law(alone, node) for node in ("rollout", "update")]
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_an_update_on_other_devices_is_foretold_by_its_passes(rows: int) -> None:
+    loop = Loop(depth=1, rows=rows, trainers=2, micro_batch_tokens=LIMIT)
+    costs = costs_of([*ALONE, SHARDED])
+    assert costs.lengths is not None
+    truth = trained(Passes(LIMIT), 2, SHARDED_S)
+    drawn = costs.lengths.batches(400, rows).astype(int).tolist()
+    told = rg.compile(loop.graph(), rg.Cluster(gpus=3), costs).node("update").seconds
+    assert told == pytest.approx(np.mean([truth("update", lengths) for lengths in drawn]), rel=0.03)
+
+
+def test_where_launching_takes_nothing_next_to_nothing_is_found() -> None:
+    run = run_on_gpus(Loop(depth=1, micro_batch_tokens=LIMIT), (20, 90), 1e-6)
+    assert law(costs_of([run]), "update").pass_s < 0.1 * TOKEN_S * LIMIT
