@@ -14,7 +14,7 @@ token is as likely as any other, so as many stop tokens as it takes give any med
 host's own work sets the time of a decode step, and with it the noise.
 
 Most of the time goes into launches: what tells most runs first, every launch is told as it ends, with its seconds, and none
-starts that would not be over after `--seconds` if it took as long as the longest so far. With `--tiny` a tiny model of
+starts that would not be over after `--seconds` if it took as long as the longest but the first. With `--tiny` a tiny model of
 transformers runs on two cores instead.
 """
 
@@ -149,14 +149,15 @@ class Progress:
 
     def __init__(self, allowed_s: float) -> None:
         self.began, self.allowed_s = time.monotonic(), allowed_s
-        self.longest_s = 0.0  # of all launches, from begin to end
+        self.launches: list[float] = []  # seconds of each, from begin to end
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
     def fits(self, launches: int) -> bool:
-        """Whether so many launches more would be over in time, each as long as the longest so far."""
-        return time.monotonic() - self.began + launches * self.longest_s <= self.allowed_s
+        """Whether so many launches more would be over in time, each as long as the longest so far but for the first, which is cold."""
+        longest_s = max(self.launches[1:] or self.launches, default=0.0)
+        return time.monotonic() - self.began + launches * longest_s <= self.allowed_s
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
         at.append(time.monotonic())
         record, residual = job.record(), job.bubbles().residual
     at.append(time.monotonic())
-    progress.longest_s = max(progress.longest_s, at[-1] - at[0])
+    progress.launches.append(at[-1] - at[0])
     seconds = " ".join(f"{step.seconds:.3f}" for step in taken)
     launch, warm_up, timed, end = (after - before for before, after in pairwise(at))
     progress.say(f"{label}: launch {launch:.1f} s, warm-up {warm_up:.1f} s, steps {timed:.1f} s, end {end:.1f} s; steps of {seconds} s")
