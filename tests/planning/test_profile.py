@@ -11,3 +11,16 @@ from rlgraph.errors import PlanError
 def test_graphs_with_other_nodes_are_not_profiled_together(others: list[Loop]) -> None:
     with pytest.raises(PlanError, match="with the same nodes"):
         rg.profile([loop.graph() for loop in others], rg.Cluster(cpus=3))
+
+
+class Launched(Exception):
+    """A plan was launched."""
+
+
+def test_a_graph_in_turns_is_profiled_with_those_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(plan: rg.Plan) -> None:
+        raise Launched(plan.graph)
+
+    monkeypatch.setattr(rg.Plan, "launch", launch)
+    with pytest.raises(Launched):
+        rg.profile([Loop(depth=1).graph(), Loop(depth=1, rows=32).graph(), Loop(depth=0, shared=True).graph()], rg.Cluster(gpus=2))
