@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import AuthenticationError
 
@@ -19,6 +20,7 @@ from rlgraph.runtime.status import Doing
 from rlgraph.runtime.watchdog import LOOK_S, Watchdog
 
 CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
+IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, where a peer may have gone away
 START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
 SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
 HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
@@ -175,34 +177,53 @@ class Crew:
 
     def did(self) -> Doing | None:
         """Return what the worker that failed or died did at that moment, where that is known."""
-        failed = [failure.worker for failure in self._failures if failure.error not in CONSEQUENCES]
-        states = self.states() if failed or self._dead else {}
-        return next((states.get(name) for name in (*failed, *self._dead)), None)
+        failed, perhaps = ([failure.worker for failure in self._failed(of_peers=peers)] for peers in (False, True))
+        states = self.states() if failed or perhaps or self._dead else {}
+        return next((states.get(name) for name in (*failed, *self._died(), *perhaps)), None)
 
     def explanation(self) -> RlgraphError | None:
-        """Return the error of the node that failed, else of the worker that died, listening a moment for either."""
+        """Return the error of the node that failed, else of the worker that died, listening a moment for either.
+
+        A rank that fails in a collective may be told to have failed before the peer is known to have died that it waited for.
+        """
         stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
         end = time.monotonic() + (0 if stalled else SETTLE_S)
         while not self._cause() and (left := end - time.monotonic()) > 0:
             self._hear(left)
-        return self._cause()
+        return self._cause() or next(map(self._node_error, self._failed(of_peers=True)), None)
+
+    def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
+        """Return the failures that nobody else has caused; or those of ranks in a collective, which the end of a peer may have."""
+        models = Counter(worker.model for worker in self.plan.workers)
+        several = {worker.name for worker in self.plan.workers if worker.model is not None and models[worker.model] > 1}
+        own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
+        return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
+
+    def _died(self) -> list[str]:
+        """Return the workers that are gone and had not failed before."""
+        failed = {failure.worker for failure in self._failures}
+        return [name for name in self._dead if name not in failed]
+
+    def _node_error(self, failure: messages.Failure) -> NodeError:
+        where = f"at step {failure.step}" if failure.step >= 0 else "before the first step"
+        return NodeError(
+            f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n"
+            f"  {self._channels_of(failure.worker)}\n\n{failure.traceback.rstrip()}"
+        )
 
     def _cause(self) -> RlgraphError | None:
-        for failure in self._failures:
-            if failure.error not in CONSEQUENCES:
-                where = f"at step {failure.step}" if failure.step >= 0 else "before the first step"
-                return NodeError(
-                    f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n"
-                    f"  {self._channels_of(failure.worker)}\n\n{failure.traceback.rstrip()}"
-                )
-        states = self.states() if self._dead else {}
-        for name, why in self._dead.items():
+        for failure in self._failed(of_peers=False):
+            return self._node_error(failure)
+        died = self._died()
+        states = self.states() if died else {}
+        for name in died:
             last = states.get(name)
             unknown = "at work" if name in self._ready else "before its first step"
             did = f"while {last.what}, step {last.step}" if last else unknown
             where = self._hosts.place(name) if self._hosts else ""
             return WorkerDied(
-                f"worker '{name}' (process {self.pids[name]}){where} died {did}; it was killed or it crashed: look at memory{why}\n"
+                f"worker '{name}' (process {self.pids[name]}){where} died {did}; "
+                f"it was killed or it crashed: look at memory{self._dead[name]}\n"
                 f"  {self._channels_of(name)}"
             )
         return None

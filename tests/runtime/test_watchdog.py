@@ -218,6 +218,9 @@ class Collective:
             if step == 2 and context.rank == context.world - 1:
                 if self.act == "raises":
                     raise ValueError("rank 1 has had enough")
+                if self.act == "leaves":  # and dies when its peer has failed and said so
+                    dist.destroy_process_group()
+                    time.sleep(0.3)
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(1))
             return {}, {"loss": 0.0}
@@ -225,7 +228,7 @@ class Collective:
         return fire
 
 
-@pytest.mark.parametrize(("act", "error"), [("raises", NodeError), ("dies", WorkerDied)])
+@pytest.mark.parametrize(("act", "error"), [("raises", NodeError), ("dies", WorkerDied), ("leaves", WorkerDied)])
 def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_job_at_once(act: str, error: type[Exception]) -> None:
     graph = fakes.vector_loop(1)
     update = graph.node("update")
