@@ -177,7 +177,7 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: int = 3) ->
     One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
     been seen is not foreseen. Several graphs, as one more with half the prompts, run one after another, and the costs explain all
     of them: what a node takes whatever its batch is told from what grows with it. Lengths and devices are those of the first. One
-    on other devices, as in turns, tells what training takes on as many, and what waking and sleeping take.
+    on other devices, as in turns, tells what engines and ranks take there, and what waking and sleeping take.
 
     Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and whatever `launch` and the steps raise.
     """

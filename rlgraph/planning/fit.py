@@ -46,11 +46,14 @@ def costs_of(records: Sequence[Record]) -> Costs:
     What is constant is told from what grows with the batch. Lengths, devices and the setting measured are the first run's. A run
     on other devices, as one in turns, tells what engines and ranks that are as wide take there, and what waking and sleeping take.
     """
-    places = dict.fromkeys(_place(record.plan) for record in records)
-    groups = [[record for record in records if _place(record.plan) == place] for place in places]
-    records = [record for group in groups for record in group]
-    plan = records[0].plan
-    here, anywhere, late = _spans(groups[0]), _spans(records), _late(groups[0])
+    places: dict[str, list[Record]] = {}
+    for record in records:
+        places.setdefault(_place(record.plan), []).append(record)
+    groups = [(group[0].plan, _spans(group), _late(group)) for group in places.values()]
+    plan, here, late = groups[0]
+    records = [record for group in places.values() for record in group]
+    anywhere = _spans(records)
+    within = interruptions(anywhere)
     settings = _settings(records)
     everything = [replace(s, step=_apart(run, s.step)) for run, record in enumerate(records) for s in record.sampled]
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
@@ -64,8 +67,8 @@ def costs_of(records: Sequence[Record]) -> Costs:
     for node in plan.nodes:
         own = {event for of, event in events if of == node.name}
         width = setting_of(plan, node).width
-        told = [span for span in anywhere if settings[node.name, span.step].width == width] if node.model is not None else here
-        firings = _firings(told, own, together=node.work in TOGETHER)
+        each = _firings(here if node.model is None else anywhere, own, within, together=node.work in TOGETHER)
+        firings = {key: seconds for key, seconds in each.items() if settings[node.name, key[1]].width == width}
         if not firings:
             nodes[node.name] = 0.0
             continue
@@ -82,16 +85,15 @@ def costs_of(records: Sequence[Record]) -> Costs:
         lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
         publish_bytes=records[0].published_bytes or None,
         on=_place(plan),
-        sleep={model: cost for group in reversed(groups) for model, cost in _sleep(group).items()},
+        sleep={model: cost for group in reversed(groups) for model, cost in _sleep(*group).items()},
     )
 
 
-def _firings(spans: Sequence[Span], events: Collection[str], *, together: bool) -> Firings:
-    """Return the seconds of a node's firings, all parts of a batch together, but for the weights that interrupted them.
+def _firings(spans: Sequence[Span], events: Collection[str], within: Mapping[Span, Sequence[Span]], *, together: bool) -> Firings:
+    """Return the seconds of a node's firings, all parts of a batch together, but for what interrupted them, `within`.
 
     Ranks that work `together` are counted as one, from when the last of them began: one that is early waits for it.
     """
-    within = interruptions(spans)
     fired: dict[tuple[str, str, int], list[Span]] = {}
     for span in spans:
         if span.name in events and span.kind == "fire":
@@ -104,9 +106,8 @@ def _firings(spans: Sequence[Span], events: Collection[str], *, together: bool) 
     return found
 
 
-def _sleep(records: Sequence[Record]) -> dict[str, SleepCost]:
+def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[str, SleepCost]:
     """Return what each model that shares its devices has taken to wake and to sleep: the mean of its turns, by the slowest rank."""
-    plan, kept, late = records[0].plan, _spans(records), _late(records)
     found: dict[str, SleepCost] = {}
     for worker in (worker for worker in plan.workers if worker.model is not None and worker.rank == 0):
         seconds: dict[str, list[float]] = {"wake": [], "sleep": []}

@@ -57,12 +57,11 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
                     unknown.add((event.name, step))
                 continue
             ends[event.name, step] = {span.worker: span.end_s for span in found}
-            ready = {span: max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0) for span in found}
-            each = [span.start_s - ready_s for span, ready_s in ready.items() if ready_s > 0]
-            if event.node in together and each:
-                each = [max(span.start_s for span in found) - max(ready.values())]
+            began = [(span.start_s, max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0)) for span in found]
+            if event.node in together:
+                began = [(max(start_s for start_s, _ in began), max(ready_s for _, ready_s in began))]
             if step >= first_step and known:
-                late[event.name] += each
+                late[event.name] += [start_s - ready_s for start_s, ready_s in began if ready_s > 0]
     return {name: max(stalls.mean(np.array(values)), 0.0) if values else 0.0 for name, values in late.items()}
 
 

@@ -7,7 +7,6 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import AuthenticationError
 
@@ -194,8 +193,7 @@ class Crew:
 
     def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
         """Return the failures that nobody else has caused; or those of ranks in a collective, which the end of a peer may have."""
-        models = Counter(worker.model for worker in self.plan.workers)
-        several = {worker.name for worker in self.plan.workers if worker.model is not None and models[worker.model] > 1}
+        several = {worker.name for worker in self.plan.workers if worker.world > 1}
         own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
         return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
 
