@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from rlgraph.batching.microbatches import micro_batches
 from rlgraph.columns import Columns
 
 IGNORED = -1
@@ -57,37 +59,21 @@ class MicroBatch:
 def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int, *, flat: bool = False) -> list[list[list[PackedSequence]]]:
     """Return for each rank its micro-batches, as many for each; one that is empty still has to run.
 
-    Sequences go to the rank with the fewest tokens, longest first; a rank's are cut, sorted by length, where the padded
-    tokens would exceed `micro_batch_tokens` (a longer sequence is alone). Packed `flat` there are no shared prompts and no padding.
+    They are dealt and cut by `batching.micro_batches`, the longest first. Packed `flat` there are no shared prompts and no padding.
     """
     sequences = sorted(_sequences(batch, shared=not flat), key=lambda s: (-s.tokens, s.rows))
-    ranks: list[list[PackedSequence]] = [[] for _ in range(world)]
-    loads = [0] * world
-    for sequence in sequences:
-        rank = loads.index(min(loads))
-        ranks[rank].append(sequence)
-        loads[rank] += sequence.tokens
-    plans = [_cut(own, micro_batch_tokens, flat) for own in ranks]
-    count = max(len(plan) for plan in plans)
-    return [plan + [[]] * (count - len(plan)) for plan in plans]
+    sizes = np.array([[sequence.tokens for sequence in sequences]], dtype=np.int64)
+    ranks, passes = micro_batches(sizes, world, micro_batch_tokens, padded=not flat)
+    count = int(passes.max(initial=-1)) + 1
+    plans: list[list[list[PackedSequence]]] = [[[] for _ in range(count)] for _ in range(world)]
+    for sequence, rank, part in zip(sequences, ranks[0].tolist(), passes[0].tolist(), strict=True):
+        plans[rank][part].append(sequence)
+    return plans
 
 
 def _read(batch: Columns) -> list[torch.Tensor]:
     columns = [batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask")]
     return [column.cpu() for column in columns if isinstance(column, torch.Tensor)]
-
-
-def _cut(sequences: Sequence[PackedSequence], limit: int, flat: bool) -> list[list[PackedSequence]]:
-    parts: list[list[PackedSequence]] = []
-    tokens = 0
-    for sequence in sequences:  # longest first, so the first of a part is as long as the part
-        tokens += sequence.tokens
-        if parts and (tokens if flat else parts[-1][0].tokens * (len(parts[-1]) + 1)) <= limit:
-            parts[-1].append(sequence)
-        else:
-            parts.append([sequence])
-            tokens = sequence.tokens
-    return parts
 
 
 def _sequences(batch: Columns, *, shared: bool) -> list[PackedSequence]:

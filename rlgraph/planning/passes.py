@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlgraph.batching.microbatches import micro_batches
 from rlgraph.planning.lengths import Array
 
 if TYPE_CHECKING:
@@ -13,40 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """A batch is cut into `parts` of equal rows (mini-batches), each part over the ranks, and what a rank has of it into passes of
-    at most `tokens`, the longest sequences first: as the trainer does, which packs them one behind the other."""
+    """A batch is cut into `parts` of equal rows (mini-batches), and each part as the trainer cuts it: dealt to the ranks, in passes
+    of at most `tokens` tokens, packed one behind the other."""
 
     tokens: int
     parts: int = 1
 
     def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
-        """Return the tokens `[steps, passes]` of each pass of a rank, 0 where a step has fewer, for responses `[steps, rows]`."""
-        sequences = lengths + max(prompt_tokens - 1, 0.0)  # the last token of a response predicts nothing
-        each = [self._cut(_dealt(part, ranks)) for part in np.array_split(sequences, self.parts, axis=1)]
-        return np.concatenate(each, axis=1)
+        """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
 
-    def _cut(self, sequences: Array) -> Array:
-        """Return the tokens of the passes of one rank's sequences `[steps, n]`: where a pass would be too large the next begins."""
-        steps, count = sequences.shape
-        ends = np.cumsum(sequences, axis=1)
-        # All steps in one rising row, for one search: each step lies beyond the one before.
-        apart = np.arange(steps) * (ends.max() + self.tokens + 1.0)
-        row = (ends + apart[:, None]).ravel()
-        begun, found = np.zeros(steps, dtype=int), []
-        while (begun < count).any():
-            before = np.where(begun > 0, np.take_along_axis(ends, np.maximum(begun - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-            fitting = np.searchsorted(row, before + self.tokens + apart, side="right") - np.arange(steps) * count
-            begun = np.minimum(np.maximum(fitting, begun + 1), count)  # a longer sequence is alone
-            found.append(np.take_along_axis(ends, begun[:, None] - 1, axis=1)[:, 0] - before)
-        return np.stack(found, axis=1)
+        Ranks meet in every pass, so a pass counts what the rank with the most tokens in it computes.
+        """
+        sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
+        longest_first = [-np.sort(-part, axis=1) for part in np.array_split(sequences, self.parts, axis=1)]
+        return np.concatenate([self._cut(part, ranks) for part in longest_first], axis=1)
 
-
-def _dealt(sequences: Array, ranks: int) -> Array:
-    """Return the first rank's sequences of each step, the longest first, dealt there and back so that ranks have about as much."""
-    longest_first = -np.sort(-sequences, axis=1)
-    place = np.arange(longest_first.shape[1]) % (2 * ranks)
-    own: Array = longest_first[:, (place == 0) | (place == 2 * ranks - 1)] if ranks > 1 else longest_first
-    return own
+    def _cut(self, sequences: Array, ranks: int) -> Array:
+        rank, part = micro_batches(sequences, ranks, self.tokens)
+        steps, passes = len(sequences), int(part.max()) + 1
+        place = (np.arange(steps)[:, None] * ranks + rank) * passes + part
+        tokens = np.bincount(place.ravel(), weights=sequences.ravel(), minlength=steps * ranks * passes)
+        found: Array = tokens.reshape(steps, ranks, passes).max(axis=1)
+        return found
 
 
 def passes_of(node: "Node", gpus: int) -> Passes | None:

@@ -1,10 +1,12 @@
 """Which rows are computed together."""
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import batch_of
 
+from rlgraph.batching.microbatches import micro_batches
 from rlgraph.engines.packing import pack, pack_flat, plan_micro_batches, response_lengths
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(
@@ -79,3 +81,26 @@ def test_packed_flat_each_row_has_its_own_prompt_and_no_token_is_padding(lengths
         assert len(sequences) == 1 or part.tokens.shape[1] <= limit
         for start, end in zip(part.starts.tolist(), part.starts.tolist()[1:], strict=False):
             assert part.positions[0, start:end].tolist() == list(range(end - start))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 120), st.booleans())
+def test_sequences_are_dealt_to_the_least_loaded_rank_and_cut_at_the_limit(sizes: list[int], ranks: int, limit: int, padded: bool) -> None:
+    sizes = sorted(sizes, reverse=True)
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    for size in sizes:
+        min(own, key=sum).append(size)
+    expected = []
+    for mine in own:
+        passes: list[list[int]] = []
+        for size in mine:
+            if passes and (passes[-1][0] * (len(passes[-1]) + 1) if padded else sum(passes[-1]) + size) <= limit:
+                passes[-1].append(size)
+            else:
+                passes.append([size])
+        expected.append(passes)
+    found = micro_batches(np.array([sizes, sizes]), ranks, limit, padded=padded)
+    for rank, part in zip(*(x.tolist() for x in found), strict=True):
+        cut: list[list[list[int]]] = [[[] for _ in plan] for plan in expected]
+        for size, r, p in zip(sizes, rank, part, strict=True):
+            cut[r][p].append(size)
+        assert cut == expected
