@@ -37,7 +37,7 @@ class ToolError(Exception):
 
 async def run(code: str, limits: Limits) -> str:
     """Return what the code printed. Raises ToolError where it took too long, was killed, or printed too much."""
-    with tempfile.TemporaryDirectory(prefix="rlgraph-tool-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="tool-of-rlgraph-", ignore_cleanup_errors=True) as folder:
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",

@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +76,7 @@ class Attempt:
 
     def _start(self) -> None:
         leftovers.sweep()
-        self.folder = tempfile.mkdtemp(prefix=leftovers.PREFIX)
+        self.folder = leftovers.made()
         leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
         self._dispatch.begin(self.plan.cluster.hosts)

@@ -1,16 +1,22 @@
 """What a killed driver leaves behind: found at the next start by the note that it kept, and swept. Never another job's."""
 
+import contextlib
 import os
+import re
 import shutil
 import signal
+import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-PREFIX = "rlgraph-"
+PREFIX = "rlgraph-job-"  # of job folders alone: a model's code writes into no folder of such a name
 NOTE = "owner.json"
+MOST_BYTES = 1 << 20  # of a note
+SESSION = r"session_[0-9_-]+_{pid}"  # Ray's name for the folder of a Ray that process `pid` started, within a folder `ray`
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -19,40 +25,86 @@ class _Note(msgspec.Struct, frozen=True):
     also: tuple[str, ...]
 
 
+def made() -> str:
+    """Make a folder for a job that nobody else can enter, and return its path."""
+    return tempfile.mkdtemp(prefix=PREFIX)
+
+
 def claim(folder: Path, processes: Iterable[int], also: Iterable[str]) -> None:
-    """Note whose a job's folder is: this process, the workers, and what else of its own would be left, `also`."""
+    """Note whose a job's folder is: this process, the workers, and the sessions of its own Ray, `also`."""
     note = _Note(_birth(os.getpid()), tuple(_birth(pid) for pid in processes), tuple(also))
     temporary = folder / f"{NOTE}.new"
-    temporary.write_bytes(msgspec.json.encode(note))
+    with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.write(msgspec.json.encode(note))
     temporary.rename(folder / NOTE)
 
 
 def sweep() -> list[str]:
     """End the workers and remove the folders of drivers that are gone; return what was removed.
 
-    A folder without a note, of another user, or of a process that lives is left alone.
+    A note is believed in a folder that this library made: of this user, for this user alone, and no link. What is removed is that
+    folder, and the session of a Ray that the dead driver itself had started; no other path, whatever the note says.
     """
     swept = []
-    for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        note = _note(folder)
-        if note is None or _lives(note.owner):
-            continue
-        for worker in note.workers:
-            if _lives(worker):
-                os.kill(worker[0], signal.SIGKILL)
-        for path in (*note.also, str(folder)):
-            shutil.rmtree(path, ignore_errors=True)
-            swept.append(path)
+    for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
+        with contextlib.suppress(OSError), _own(folder) as handle:
+            note = _note(handle)
+            if note is None or _lives(note.owner):
+                continue
+            for worker in note.workers:
+                if _lives(worker):
+                    os.kill(worker[0], signal.SIGKILL)
+            for session in map(Path, note.also):
+                if _is_session(session, note.owner[0]):
+                    swept += _removed(session)
+            swept += _removed(folder)
     return swept
 
 
-def _note(folder: Path) -> _Note | None:
+def _removed(folder: Path) -> list[str]:
+    """Remove a folder by its descriptor: a link that takes its place meanwhile is not followed."""
+    with contextlib.suppress(OSError), _own(folder, private=False) as handle:
+        for name in os.listdir(handle):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=handle)
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=handle)
+        folder.rmdir()
+        return [str(folder)]
+    return []
+
+
+def _is_session(path: Path, owner: int) -> bool:
+    return path.parent.name == "ray" and path.is_absolute() and re.fullmatch(SESSION.format(pid=owner), path.name) is not None
+
+
+@contextmanager
+def _own(folder: Path, *, private: bool = True) -> Iterator[int]:
+    """Open a folder of this user. Raises OSError for a link, another user's, and, if `private`, one that others may enter."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if folder.stat().st_uid != os.getuid():
-            return None
-        return msgspec.json.decode((folder / NOTE).read_bytes(), type=_Note)
-    except (OSError, msgspec.DecodeError):
+        found = os.fstat(handle)
+        if found.st_uid != os.getuid() or (private and stat.S_IMODE(found.st_mode) != 0o700):
+            raise PermissionError(f"{folder} is none that this library made")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _note(folder: int) -> _Note | None:
+    """Read the note in an open folder; None for anything but a plain file that this user alone may write."""
+    try:
+        handle = os.open(NOTE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
         return None
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        own = found.st_uid == os.getuid() and found.st_nlink == 1 and not found.st_mode & 0o022
+        if not own or not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            return None
+        try:
+            return msgspec.json.decode(file.read(MOST_BYTES), type=_Note)
+        except msgspec.DecodeError:
+            return None
 
 
 def _birth(pid: int) -> tuple[int, int]:
