@@ -27,6 +27,8 @@ from rlgraph.nodes.shaping import kl_shaped_rewards, shaped_rewards
 from rlgraph.nodes.tools import Tools
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.laws import NodeCost
+from rlgraph.planning.lengths import Lengths
 from rlgraph.record import record
 from rlgraph.runtime.machine import local_cluster
 from rlgraph.tuning import replay, tune
@@ -44,6 +46,8 @@ __all__ = [
     "Generator",
     "Graph",
     "Guards",
+    "Lengths",
+    "NodeCost",
     "Plan",
     "Policy",
     "Pool",

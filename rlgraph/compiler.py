@@ -1,13 +1,14 @@
 """`rlgraph.compile` and the plan it returns: the planning layer's values, with pictures and a way to run them."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rlgraph.errors import PlanError
+from rlgraph.errors import PlanError, PlanWarning
 from rlgraph.graph import Graph
 from rlgraph.planning import plan as values
 from rlgraph.planning.cluster import Cluster
@@ -150,12 +151,16 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Return the plan of a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
     Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` they are estimated from the models' config.json and the
-    cluster's kind of GPU, or nominal ones are used, and said so beside every number.
+    cluster's kind of GPU, or nominal ones are used, and said so beside every number. Where the split of the devices is chosen by a
+    plain number of seconds, which counts the same on any of them, a PlanWarning says so, and the plan's text.
     Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     if not isinstance(graph, Graph):
         raise PlanError(f"compile was given {type(graph).__name__}; pass a Graph, as compile(rg.Graph('name', step.metrics), cluster)")
-    return dressed(compile_plan(graph, cluster, costs, shapes_of(graph)), graph)
+    plan = compile_plan(graph, cluster, costs, shapes_of(graph))
+    for warning in plan.prediction.warnings:
+        warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=2)
+    return dressed(plan, graph)
 
 
 def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:

@@ -16,6 +16,10 @@ class PlanError(RlgraphError):
     """A sound graph does not fit the cluster it is compiled for."""
 
 
+class PlanWarning(UserWarning):
+    """What a plan or a comparison of plans rests on is not known; the plan is made all the same, and says it too."""
+
+
 class ConfigError(RlgraphError):
     """A configuration key or value is unknown, missing or of the wrong type."""
 

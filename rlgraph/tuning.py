@@ -1,12 +1,13 @@
 """`rlgraph.tune` and `rlgraph.replay`: other ways to run a graph, by prediction and from a record; nothing is started."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgraph.compiler import Plan, dressed, shapes_of
-from rlgraph.errors import PlanError
+from rlgraph.errors import PlanError, PlanWarning
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
@@ -36,6 +37,7 @@ class Tuning:
     looked_at: int
     left_out: Mapping[str, int]
     verdict: str
+    warnings: tuple[str, ...] = ()
 
     @property
     def best(self) -> Tuned:
@@ -51,7 +53,7 @@ class Tuning:
         return self.ranked[index]
 
     def __str__(self) -> str:
-        return table(self.ranked[:SHOWN], self.looked_at, self.left_out, self.verdict)
+        return table(self.ranked[:SHOWN], self.looked_at, self.left_out, self.verdict, self.warnings)
 
 
 def replay(trace: "Job | str | Path", *, shares: Mapping[str, float] | None = None, depth: int | None = None) -> Replayed:
@@ -84,7 +86,8 @@ def tune(
 
     Each further keyword is a setting of `build` with the values to try, as `depth=range(4), buffers=(1, 2)`; pools with
     `share=None` are split in every way. What `build` or the cluster refuses, memory included, is left out and counted.
-    `costs` may name more nodes than a graph has; without any, nominal ones only rank.
+    `costs` may name more nodes than a graph has; without any, nominal ones only rank. A plain number of seconds counts the same on
+    any devices: where plans with other counts are compared by it, a PlanWarning says so, before the verdict too.
 
     Raises PlanError for a setting without values, an unknown objective, or if no plan is left.
     """
@@ -101,4 +104,6 @@ def tune(
         Tuned(c.settings, dressed(c.plan, c.graph), c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness)
         for c in found.ranked
     )
-    return Tuning(ranked, found.looked_at, found.left_out, found.verdict)
+    for warning in found.warnings:
+        warnings.warn(f"tune: {warning}", PlanWarning, stacklevel=2)
+    return Tuning(ranked, found.looked_at, found.left_out, found.verdict, found.warnings)

@@ -19,6 +19,7 @@ from rlgraph.planning.outlook import Outlook, Settings, outlook
 from rlgraph.planning.passes import passes_of
 from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
+from rlgraph.planning.plain_costs import warnings_of
 from rlgraph.planning.plan import (
     Plan,
     PlannedChannel,
@@ -48,7 +49,8 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
     Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     priced = priced_for(graph, cluster, costs, shapes)
-    return planned(graph, cluster, priced, _best_split(graph, cluster, priced), shapes)
+    counts, warnings = _best_split(graph, cluster, priced)
+    return planned(graph, cluster, priced, counts, shapes, warnings)
 
 
 def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
@@ -62,8 +64,8 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     return with_sleep(graph, checked(graph, costs), device, shapes)
 
 
-def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes) -> Plan:
-    """Return the plan of a graph whose pools have that many devices."""
+def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
+    """Return the plan of a graph whose pools have that many devices; `warnings` are about how it was chosen."""
     crew, settings, schedule = scheduled(graph, cluster, counts, priced)
     sleeps = sleeping(graph, crew, settings, priced.sleep)
     memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
@@ -94,6 +96,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             step_s=step_s,
             first_step_s=expected.first_step_s,
             waits=expected.waits(),
+            warnings=warnings,
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
@@ -102,25 +105,27 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
 
 
-def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> Counts:
-    """Return the split of least period; the load of the busiest pool, which bounds it below, says which to try first."""
+def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
+    """Return the split of least period, and warnings about the choice; the load of the busiest pool, which bounds the period below,
+    says which split to try first."""
     candidates = list(splits(graph, cluster))
     if len(candidates) == 1:
-        return candidates[0]
+        return candidates[0], ()
+    settled_each = [settled(graph, cluster, counts)[1] for counts in candidates]
 
-    def load(counts: Counts) -> float:
-        _, settings = settled(graph, cluster, counts)
+    def load(settings: Settings) -> float:
         return max(sum(costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools)
 
     rows = max(node.rows for node in graph.nodes)
     best, least = candidates[0], float("inf")
-    for bound, _, counts in sorted((load(counts), index, counts) for index, counts in enumerate(candidates)):
+    bounds = map(load, settled_each)
+    for bound, _, counts in sorted((bound, index, candidates[index]) for index, bound in enumerate(bounds)):
         if bound >= least:
             break
         period = critical_cycle(scheduled(graph, cluster, counts, costs)[2]).period_s
         if period < least:
             best, least = counts, period
-    return best
+    return best, warnings_of((graph, costs, settings) for settings in settled_each)
 
 
 def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
@@ -193,6 +198,7 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
             chunks=node.chunks,
             due=node.due,
             passes=settings[node.name].passes,
+            any_devices=node.pool is not None and costs.is_plain(node.name),
         )
         for node in graph.nodes
     ]

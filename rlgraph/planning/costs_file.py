@@ -1,7 +1,7 @@
 """Costs as a YAML file that people read and change."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ import yaml
 
 from rlgraph.errors import PlanError
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.laws import NodeCost
 
 HEAD = """\
-# What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or
+# What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or the
+# seconds by count of devices, as {1: 38.2, 2: 19.0}, or
 #   serial_s + (parallel_s + token_s * tokens) / devices, where a pass of training on a GPU takes at least pass_s, or sharded_pass_s
 #   where ranks share the model; and for a generator `decode`: start_s + prefill_s * prompt tokens + step_s * (longest response)
 #   + sequence_s * (response tokens), by engine.
@@ -23,9 +25,14 @@ HEAD = """\
 def written(costs: Costs) -> str:
     """Return the costs as YAML."""
     raw = msgspec.to_builtins(costs)
-    short = {**_short(raw), "nodes": {name: _short(cost) for name, cost in raw["nodes"].items()}}
+    short = {**_short(raw), "nodes": {name: _cost(_short(cost)) for name, cost in raw["nodes"].items()}}
     text: str = yaml.safe_dump(short, sort_keys=False, default_flow_style=None, width=120)
     return HEAD + text
+
+
+def _cost(value: Any) -> Any:
+    """Seconds by device count alone are written as people write them."""
+    return dict(value["by_devices"]) if isinstance(value, dict) and list(value) == ["by_devices"] else value
 
 
 def _short(value: Any) -> Any:
@@ -44,13 +51,28 @@ def read(path: str | Path) -> Costs:
         raise PlanError(f"costs file '{path}': there is no such file; write one with job.costs().to_file('{path}')")
     try:
         raw = msgspec.yaml.decode(file.read_text(encoding="utf-8"))
-        costs = msgspec.convert(raw, Costs)
+        for name, cost in _nodes(raw).items():
+            if isinstance(cost, dict) and cost and all(isinstance(key, int) for key in cost):
+                raw["nodes"][name] = {"by_devices": [list(pair) for pair in sorted(cost.items())]}
+        costs = msgspec.convert(raw, _Written)
         _check_keys("costs", raw, costs)
-        return costs
+        return Costs(**{field.name: getattr(costs, field.name) for field in fields(Costs)})
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise PlanError(f"costs file '{path}': {error}; it holds what Costs.to_file writes: nodes, each with its seconds") from None
     except PlanError as error:
         raise PlanError(f"costs file '{path}': {error}") from None
+
+
+@dataclass(frozen=True)
+class _Written(Costs):
+    """Costs as their file holds them: what maps device counts is a NodeCost there, since msgspec tells one kind of mapping only."""
+
+    nodes: Mapping[str, float | NodeCost]
+
+
+def _nodes(raw: Any) -> Mapping[str, Any]:
+    nodes = raw.get("nodes") if isinstance(raw, dict) else None
+    return nodes if isinstance(nodes, dict) else {}
 
 
 def _check_keys(where: str, raw: Any, made: Any) -> None:

@@ -1,9 +1,11 @@
 """The laws of a node's time: how its seconds follow from its devices, engines, rows and the lengths of the responses."""
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 
@@ -98,7 +100,13 @@ class NodeCost:
     `spread` holds single firings as measured seconds over those of the law, so its mean is about 1. `measured` is the setting that
     the numbers come from; for any other one they are scaled.
 
+    `by_devices` holds seconds of a firing as measured on so many devices each, in place of a law: `((1, 38.2), (2, 19.0))`, which
+    `NodeCost.on({1: 38.2, 2: 19.0})` makes. Between and beyond these counts they follow `a + b / devices` through the nearest two.
+
     Raises PlanError for a number that is negative or none.
+
+    >>> NodeCost.on({1: 40.0, 2: 24.0}).on_devices(4)
+    16.0
     """
 
     serial_s: float = 0.0
@@ -109,6 +117,26 @@ class NodeCost:
     decode: Decode | None = None
     spread: tuple[float, ...] = ()
     measured: Setting | None = None
+    by_devices: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def on(cls, seconds: Mapping[int, float]) -> "NodeCost":
+        """The cost of a node whose seconds were measured on each of several device counts."""
+        return cls(by_devices=tuple(sorted(seconds.items())))
+
+    def on_devices(self, devices: int) -> float:
+        """Seconds of `by_devices` on a count of devices: those given, else of `a + b / devices`, neither of them negative."""
+        given = sorted(self.by_devices)
+        if not given or devices in dict(given):
+            return dict(given).get(devices, 0.0)
+        place = bisect(given, (devices, 0.0))
+        first = max(min(place - 1, len(given) - 2), 0)
+        (n, at_n), (m, at_m) = given[first], given[min(first + 1, len(given) - 1)]
+        shared = at_n * n if n == m else (at_n - at_m) / (1 / n - 1 / m)
+        nearest, seconds = (n, at_n) if devices < n else (m, at_m)
+        if not n < devices < m:
+            shared = min(max(shared, 0.0), seconds * nearest)
+        return seconds + shared * (1 / devices - 1 / nearest)
 
     @property
     def by_length(self) -> bool:
@@ -131,6 +159,7 @@ class NodeCost:
     def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
         """Return the seconds `[steps, engines]` for response lengths `[steps, rows]`, or without what follows lengths."""
         together = np.full(steps, self.serial_s + self.parallel_s * self._rows_scale(setting) / max(setting.devices, 1))
+        together += self.on_devices(max(setting.devices, 1))
         decoding = np.zeros((steps, 1))
         if batch is not None:
             together = together + self._training(batch, prompt_tokens, setting)
@@ -207,12 +236,24 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
 
 def check_seconds(name: str, value: object) -> None:
     """Raise PlanError for what is no number of seconds, nor a law made of such."""
+    counts: list[object] = []
     if isinstance(value, NodeCost):
+        counts = [count for count, _ in value.by_devices]
         parts: list[object] = [value.serial_s, value.parallel_s, value.token_s, value.pass_s, value.sharded_pass_s, *value.spread]
+        parts += [seconds for _, seconds in value.by_devices]
         if value.decode is not None:
             parts += [value.decode.step_s, value.decode.sequence_s, value.decode.prefill_s, value.decode.start_s]
     else:
         parts = [value]
-    for part in parts:
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < float("inf"):
-            raise PlanError(f"the cost of '{name}' is {value!r}; a cost is a number of seconds of at least 0")
+    wrong = [part for part in parts if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < float("inf")]
+    wrong += [count for count in counts if isinstance(count, bool) or not isinstance(count, int) or count < 1]
+    if wrong:
+        refuse_seconds(name, value)
+
+
+def refuse_seconds(name: str, value: object) -> NoReturn:
+    """Raise PlanError for the cost of `name`, saying what a cost is."""
+    raise PlanError(
+        f"the cost of '{name}' is {value!r}; a cost is a number of seconds of at least 0, or one for each count of devices, "
+        "as {1: 38.2, 2: 19.0}"
+    )

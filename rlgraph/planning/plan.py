@@ -43,6 +43,7 @@ class PlannedNode:
     chunks: int = 1  # parts of a batch that it fires for, one after another
     due: Due | None = None  # the steps at which it does something, where that is not each
     passes: Passes | None = None  # that a batch is cut into, where that is known
+    any_devices: bool = False  # the seconds are a plain number, taken for whatever devices
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ class Prediction:
     step_s: float
     first_step_s: float
     waits: tuple[PlannedWait, ...]
+    warnings: tuple[str, ...] = ()  # what the choice of this plan rests on and nobody has measured
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import planned, priced_for, scheduled
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.laws import Setting
 from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.period import critical_cycle
 from rlgraph.planning.placement import Counts, splits
+from rlgraph.planning.plain_costs import warnings_of
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.shapes import Shapes
 
@@ -53,6 +55,7 @@ class _Draft:
     shapes: Shapes
     costs: Costs
     counts: Counts
+    placed: Mapping[str, Setting]
     period_s: float
 
     @property
@@ -73,6 +76,7 @@ class Search:
     left_out: Mapping[str, int]
     by: Objective
     verdict: str
+    warnings: tuple[str, ...]
 
 
 def search(
@@ -95,10 +99,11 @@ def search(
     close = [d for index, d in enumerate(drafts) if index < PLAYED or (index < 4 * PLAYED and d.score(by, d.period_s) <= least)]
     kinds = [next((d for d in drafts if is_async(d.graph) == wanted), None) for wanted in (False, True)]
     kept = close + [d for d in kinds if d is not None and not any(d is other for other in close)]
-    found = [_candidate(draft, cluster) for draft in kept]
+    warnings = warnings_of((draft.graph, draft.costs, draft.placed) for draft in drafts)
+    found = [_candidate(draft, cluster, warnings) for draft in kept]
     best = min(_score(c, by) for c in found) or 1.0
     ranked = sorted(found, key=lambda c: (round(_score(c, by) / best, 3), c.staleness))  # as good and less stale comes first
-    return Search(tuple(ranked), len(drafts), left_out, by, verdict(ranked, by))
+    return Search(tuple(ranked), len(drafts), left_out, by, doubted(verdict(ranked, by), warnings), warnings)
 
 
 def _drafts(
@@ -127,13 +132,14 @@ def _drafts(
                 except PlanError as refused:
                     left_out[str(refused)] += 1
                     continue
-                yield _Draft(settings, graph, shapes, priced, counts, critical_cycle(schedule).period_s)
+                yield _Draft(settings, graph, shapes, priced, counts, placed, critical_cycle(schedule).period_s)
         except (GraphError, PlanError) as refused:
             left_out[str(refused)] += 1
 
 
-def _candidate(draft: _Draft, cluster: Cluster) -> Candidate:
-    plan = planned(draft.graph, cluster, draft.costs, draft.counts, draft.shapes)
+def _candidate(draft: _Draft, cluster: Cluster, warnings: tuple[str, ...]) -> Candidate:
+    own = tuple(text for text in warnings if any(f"'{node.name}'" in text for node in draft.graph.nodes))
+    plan = planned(draft.graph, cluster, draft.costs, draft.counts, draft.shapes, own)
     samples = draft.rows / plan.prediction.step_s if plan.prediction.step_s else float("inf")
     lengths = draft.costs.lengths
     tokens = samples * (lengths.mean + lengths.prompt_tokens) if lengths else None
@@ -172,6 +178,11 @@ def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
         f"two sides, but splitting the devices makes both longer: {_sum(stale)} on {_split(stale)}, a step of {stale.step_s:.3g} s, "
         f"against {_sum(sync)} on {_split(sync)}, a step of {sync.step_s:.3g} s"
     )
+
+
+def doubted(found: str, warnings: Sequence[str]) -> str:
+    """Put what a verdict rests on before it."""
+    return " ".join([f"Not known: {'; '.join(warnings)}. With the numbers as they are:", found]) if found and warnings else found
 
 
 def _sum(candidate: Candidate) -> str:

@@ -25,6 +25,7 @@ def text(plan: Plan) -> str:
         *(_loop(loop, plan) for loop in plan.loops),
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
         _waits(plan),
+        [line for warning in predicted.warnings for line in wrapped(f"warning: {warning}", indent=2)],
         [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
         _memory(plan),
         _certificate(plan),
@@ -55,7 +56,7 @@ def _nodes(plan: Plan) -> list[str]:
             node.name,
             node.work,
             words.seconds(node.seconds, node.cost) + (f" / {node.due.every}" if node.due else ""),
-            node.cost,
+            node.cost + (", any devices" if node.any_devices else ""),
             words.by_parts(node.rows, node.chunks),
             ", ".join(map(words.clean, node.writes)),
         ]

@@ -21,8 +21,8 @@ class Row:
     gpu_s_per_sample: float
 
 
-def table(rows: Sequence[Row], looked_at: int, left_out: Mapping[str, int], verdict: str) -> str:
-    """Return the table, what was left out and why, and the verdict on stale batches."""
+def table(rows: Sequence[Row], looked_at: int, left_out: Mapping[str, int], verdict: str, warnings: Sequence[str] = ()) -> str:
+    """Return the table, what was left out and why, the verdict on stale batches, and the warnings that are not in it."""
     first = rows[0]
     names = list(first.settings)
     device = "GPU" if first.plan.cluster.gpus else "core"
@@ -42,6 +42,7 @@ def table(rows: Sequence[Row], looked_at: int, left_out: Mapping[str, int], verd
     lines = [f"{words.counted(looked_at, 'plan')} compared on {words.cluster(first.plan.cluster)}, the best first"]
     lines += aligned(head, cells)
     lines += [part for reason, count in left_out.items() for part in wrapped(f"left out {count}: {words.clean(reason)}", indent=2)]
+    lines += [part for warning in warnings if warning not in verdict for part in wrapped(f"warning: {warning}", indent=2)]
     lines += [*wrapped(verdict, indent=2)] if verdict else []
     return "\n".join(line.rstrip() for line in lines)
 

@@ -181,7 +181,7 @@ def test_a_tuning_knows_what_turns_cost() -> None:
         return Loop(depth=depth, shared=depth == 0, generators=1 + (depth == 0), trainers=1 + (depth == 0)).graph()
 
     free, dear = ({name: SleepCost(cost, cost) for name in SLEEP} for cost in (0.0, 2.0))
-    seconds = {**SECONDS, "rollout": 3.0, "update": 3.0}
+    seconds = {**SECONDS, "rollout": {1: 3.0, 2: 3.0}, "update": {1: 3.0, 2: 3.0}}
     best = {
         name: rg.tune(build, rg.Cluster(gpus=2), rg.Costs(seconds, sleep=sleep), depth=(0, 1))
         for name, sleep in (("free", free), ("dear", dear))
