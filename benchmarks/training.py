@@ -1,9 +1,14 @@
 """Training speed on GPUs: the share of the dense bfloat16 peak that an update of packed 4k sequences reaches (MFU).
 
-    python benchmarks/training.py SHAPE:RANKS[:recompute][:compiled] … [--peak 790e12] [--json PATH]
+    python benchmarks/training.py SHAPE:RANKS[:recompute][:compiled] … [--peak 989e12] [--json PATH]
+    python benchmarks/training.py tiny:1 --smoke          # its first seconds, on a CPU
 
-FLOP a token: 6 for each parameter and 12 · layers · heads · head size · half the length for causal attention (PaLM, appendix B);
-recomputed activations don't count. Every rank is a process with a GPU of its own.
+The peak is the hardware's own (H100 and H200: 989 TFLOP/s dense). Beside it stands the share of what a large matrix product reaches on
+the same GPU in the same run, `matmul_flop_per_s`: what no kernel exceeds under that machine's limits of power.
+
+FLOP a token: 6 for each parameter but the embedding, which is a look-up (a tied one counts once, as the head), and
+12 · layers · heads · head size · half the length for causal attention (PaLM, appendix B); recomputed activations don't count.
+Six updates are timed after two of warm-up. Every rank is a process with a GPU of its own.
 """
 
 import argparse
@@ -26,6 +31,9 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
     import torch.distributed as dist
     from shapes import VOCAB, config
     from transformers import Qwen3ForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     import rlgraph as rg
     from rlgraph.engines import heads
