@@ -104,8 +104,9 @@ def parsed() -> argparse.Namespace:
 
 
 def model(name: str, models: str) -> str:
-    import rlgraph as rg
     from shapes import SHAPES, random_model
+
+    import rlgraph as rg
 
     if name in SHAPES:
         return random_model(name, models)

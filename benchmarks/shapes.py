@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 SHAPES = {  # hidden, layers, heads, key-value heads, intermediate, tied
+    "toy": (64, 2, 2, 1, 128, True),  # for the first seconds of a script on a CPU
     "0.6B": (1024, 28, 16, 8, 3072, True),
     "1.7B": (2048, 28, 16, 8, 6144, True),
     "4B": (2560, 36, 32, 8, 9728, True),

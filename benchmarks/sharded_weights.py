@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from placed_hash import added, placed_hash
 from shapes import random_model
-from weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, checksums, fills, loaded_sums, machine, plain_copy
+from weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, fills, loaded_sums, machine, plain_copy
 
 
 def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: Any, results: Any) -> None:
@@ -31,9 +32,10 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
     from rlgraph.engines.pretrained import parameter_shapes
 
     torch.manual_seed(rank)
-    rows = {}
+    rows, places = {}, {}  # a place: that of the first element in the whole parameter
     for name, (length, *others) in parameter_shapes(folder).items():
         chunk = -(-length // len(addresses))  # as torch.chunk cuts
+        places[name] = rank * chunk * torch.Size(others).numel()
         rows[name] = torch.randn(max(min(chunk, length - rank * chunk), 0), *others, device="cuda").mul_(0.02)
     writer = WeightsWriter(ShmWriter("weights", slots=1, readers=engines, authkey=KEY, address=addresses[rank]), torch.bfloat16, 512 << 20)
     while (version := orders.get()) is not None:
@@ -42,7 +44,9 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
         torch.cuda.synchronize()
         start = time.monotonic()
         writer.publish(version, rows, 60)
-        results.put(("rank", start, time.monotonic() - start, checksums({name: row.to(torch.bfloat16) for name, row in rows.items()})))
+        stall = time.monotonic() - start
+        hashes = {name: placed_hash(row.to(torch.bfloat16), places[name]) for name, row in rows.items()}
+        results.put(("rank", start, stall, hashes))
     writer.writer.close()
 
 
@@ -120,7 +124,7 @@ def row(answers: list[Any]) -> dict[str, Any]:
     """Return what one version cost."""
     sent = [answer[1:] for answer in answers if answer[0] == "rank"]
     arrived = [answer[1:] for answer in answers if answer[0] == "engine"]
-    sums = {name: sum(part[name] for _, _, part in sent) for name in sent[0][2]}
+    sums = {name: added(*(part[name] for _, _, part in sent)) for name in sent[0][2]}
     staged_s = max(end for end, *_ in arrived) - min(start for start, *_ in sent)
     return {
         "staged_s": staged_s,

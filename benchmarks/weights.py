@@ -3,8 +3,9 @@
     python benchmarks/weights.py [0.6B 4B 8B] [--bucket-mib 512] [--checksum] [--tensor-parallel 2] [--json PATH]
 
 Two GPUs of one host. The trainer publishes float32 weights as bfloat16 through an rlgraph channel; the engine receives them into
-its second buffer while it decodes, and swaps between two decode steps. Every version is compared by checksum of each parameter.
-In the same run: a plain copy between the GPUs, and vLLM's NCCL weight transfer (packed) into the same engine.
+its second buffer while it decodes, and swaps between two decode steps. Every version is compared by a hash of each parameter in
+which every element counts by its place. In the same run: a plain copy between the GPUs, and vLLM's NCCL weight transfer (packed)
+into the same engine. Both transfers are timed from the moment at which the trainer's new weights are there.
 
 With `--tensor-parallel 2` the engine spans both GPUs, one of which it shares with the trainer; each rank's parameters are compared with
 what its own loader leaves, and vLLM's transfer is left out.
@@ -20,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from placed_hash import added, placed_hash, placed_hashes
 
 VERSIONS, WARM_UP = 6, 2
 STEPS_AFTER = 6  # a swap, until as many decode steps are under way as before it
@@ -57,13 +60,6 @@ def raw_copy(results: Any) -> None:
     results.put((8 << 30) / statistics.median(times[1:]) / 1e9)
 
 
-def checksums(tensors: Any) -> dict[str, int]:
-    """Return the sum of the bits of each bfloat16 tensor, as 16-bit numbers."""
-    import torch
-
-    return {name: int(t.contiguous().view(torch.int16).sum(dtype=torch.int64)) for name, t in tensors.items()}
-
-
 def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders: Any, results: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
@@ -87,6 +83,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
         torch.cuda.synchronize()
         start = time.monotonic()
         if group is not None:
+            results.put("ready")  # from now on the transfer is timed, as for our own publish
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
             casts = ((name, tensor.to(torch.bfloat16)) for name, tensor in weights.items())
@@ -94,29 +91,29 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
             torch.cuda.synchronize()
         else:
             writer.publish(order, weights, 60)
-        results.put((start, time.monotonic() - start, checksums({n: t.to(torch.bfloat16) for n, t in weights.items()})))
+        results.put((start, time.monotonic() - start, placed_hashes({n: t.to(torch.bfloat16) for n, t in weights.items()})))
     writer.writer.close()
 
 
 def rank_sums(worker: Any) -> dict[str, int] | None:
-    """Return the checksums of the weights that a rank maps, or None where its parameters are not those that its loader leaves."""
+    """Return the hashes of the weights that a rank maps, or None where its parameters are not those that its loader leaves."""
     import torch
 
     model, weights = worker.get_model(), worker._rank_weights.weights
     before = [parameter.clone() for parameter in model.parameters()]
     model.load_weights(iter(weights.items()))
     same = all(torch.equal(old, parameter) for old, parameter in zip(before, model.parameters(), strict=True))
-    return checksums(weights) if same and worker._rank_weights.plan is not None else None
+    return placed_hashes(weights) if same and worker._rank_weights.plan is not None else None
 
 
 def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
-    """Return, for each rank, the checksums of what it has of every weight."""
+    """Return, for each rank, the hashes of what it has of every weight."""
     if generator._parallel:
         return list(generator._engine.collective_rpc(rank_sums))
     assert generator._copies is not None
     loaded: dict[str, int] = {}
     for copy in generator._copies.copies:
-        loaded[copy.name] = loaded.get(copy.name, 0) + checksums({"": copy.to})[""]
+        loaded[copy.name] = added(loaded.get(copy.name, 0), placed_hash(copy.to, copy.offset, copy.strides))
     return [loaded]
 
 
@@ -246,13 +243,18 @@ def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orde
     rows = []
     for version in range(VERSIONS // 2 + 1):
         normal = decoding.settle()
+        orders.put(version)
+        while results.empty():
+            decoding.step()
+        assert results.get() == "ready"
         before, tokens = decoding.steps[-1][1], decoding.tokens()
         generator._catch_up()
-        orders.put(version)
         llm.collective_rpc("start_weight_update")
         llm.collective_rpc("update_weights", kwargs={"update_info": update})
         llm.collective_rpc("finish_weight_update")
-        rows.append({"decode_gap_s": decoding.lost(before, tokens, normal), "trainer_stall_s": results.get(timeout=120)[1]})
+        gap = decoding.lost(before, tokens, normal)
+        _, stall, sums = results.get(timeout=120)
+        rows.append({"decode_gap_s": gap, "trainer_stall_s": stall, "bit_exact": loaded_sums(generator) == [sums]})
     return rows[1:]
 
 
@@ -289,7 +291,12 @@ def measure(shape: str, models: str, how: tuple[int, bool], width: int) -> dict[
         "median": medians,
         "spread": spread,
         "gb_per_s": size / medians["copy_s"] / 1e9,
-    } | {f"vllm_{key}": statistics.median(row[key] for row in other) for key in ("decode_gap_s", "trainer_stall_s") if other}
+    } | (
+        {f"vllm_{key}": statistics.median(row[key] for row in other) for key in ("decode_gap_s", "trainer_stall_s")}
+        | {"vllm_bit_exact": all(row["bit_exact"] for row in other)}
+        if other
+        else {}
+    )
 
 
 def main() -> None:

@@ -157,7 +157,9 @@ def summary(given: argparse.Namespace, steps: list[dict[str, float]], settings: 
         "wall_s": statistics.median(walls),
         "spread_s": [min(walls), max(walls)],
         "start_s": steps[0]["at_s"] - steps[0]["timing_s/step"],
-        "timings": {name: statistics.median(step[name] for step in timed if name in step) for name in KEPT if any(name in s for s in timed)},
+        "timings": {
+            name: statistics.median(step[name] for step in timed if name in step) for name in KEPT if any(name in s for s in timed)
+        },
         "overrides": shown,
     }
 
@@ -186,10 +188,15 @@ def main() -> None:
     work = (given.work or Path(tempfile.mkdtemp(prefix="verl-peer-"))).resolve()
     target = given.json.resolve() if given.json else None
     settings = overrides(given, work)
-    own = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH")]))}
+    own = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH")])),
+    }
     environment = {**os.environ, **ENVIRONMENT}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(given.site.resolve()), os.environ.get("PYTHONPATH")]))
-    if not (work / "inputs").exists():  # the model is written with rlgraph's packages, the data with verl's: they do not go into one process
+    if not (
+        work / "inputs"
+    ).exists():  # the model is written with rlgraph's packages, the data with verl's: they do not go into one process
         shape = ["--shape", given.shape] if given.shape else []
         for what, paths in (("data", environment), ("model", own)):
             subprocess.run([sys.executable, str(HERE / "inputs.py"), what, str(work / "inputs" / what), *shape], check=True, env=paths)
