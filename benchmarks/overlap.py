@@ -1,9 +1,10 @@
-"""One-step-off, each half of the GPUs one stage, against the same work in turns on all: step times, their bound, the prediction.
+"""One-step-off, each half of the GPUs one stage, against the same work in turns on all: step times, their bound, a prediction.
 
     python benchmarks/overlap.py SHAPE [prompts=64] [group_size=8] [median_tokens=256] [steps=6] [json=PATH]
 
 A model of random weights and the shape of Qwen3 writes responses whose lengths are geometric: p99 is 6.6 times the median. The
-one-step-off graph should take max(generation, training) a step. What it costs in turns is predicted from its costs, then measured.
+one-step-off graph should take max(generation, training) a step. What the same work takes in turns is predicted from the costs of that
+run, then measured; `right_winner` says whether the faster of the two was named. What those costs give for their own run is a fit.
 """
 
 import json
@@ -103,16 +104,18 @@ def main() -> None:
         "settings": {key: value for key, value in vars(cfg).items() if key != "json"},
         "one_step_off": ahead,
         "step_over_bound": ahead["step_s"] / bound,
-        "predicted_one_step_off_s": own.prediction.step_s,
+        "fitted_one_step_off_s": own.prediction.step_s,
         "predicted_colocated_s": turns.prediction.step_s,  # waking and sleeping are estimated
         "predicted_colocated_events_s": {event.name: event.seconds for event in turns.schedule.events},
     }
-    print(f"{shape}: one-step-off {ahead['step_s']:.2f} s a step, predicted {own.prediction.step_s:.2f}; {row['step_over_bound']:.3f} of")
+    print(f"{shape}: one-step-off {ahead['step_s']:.2f} s a step, fitted {own.prediction.step_s:.2f}; {row['step_over_bound']:.3f} of")
     print(f"  max(generate {ahead['generate_s']:.2f} s, train {ahead['train_s']:.2f} s)", flush=True)
     write(cfg, row)
     if cfg.in_turns:
         together, _ = run(cfg, colocated=True)
-        row |= {"colocated": together, "colocated_over_one_step_off": together["step_s"] / ahead["step_s"]}
+        ratio = together["step_s"] / ahead["step_s"]
+        right = (turns.prediction.step_s > own.prediction.step_s) == (ratio > 1)
+        row |= {"colocated": together, "colocated_over_one_step_off": ratio, "right_winner": right}
         print(f"  in turns {together['step_s']:.2f} s, predicted {turns.prediction.step_s:.2f}")
         write(cfg, row)
 

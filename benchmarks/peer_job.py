@@ -1,10 +1,12 @@
 """The job that verl's trainers were timed with, on the same kind of machine: SmolLM2-135M, 1024 responses a step, GRPO.
 
-    python benchmarks/peer_job.py [mode=one_step_off|colocated] [response_tokens=1024] [json=PATH] …
+    python benchmarks/peer_job.py [mode=one_step_off|colocated] [response_tokens=1024] [json=PATH] [costs=PATH] [write_costs=PATH] …
 
 Two GPUs of one host. `one_step_off` trains on one and generates on the other; `colocated` has both do both, in turns, on policy.
-verl 0.9.1 on two H200: one-step-off 38 to 40 s a step (generation 38.2, update 9.2), 2.9 to 3.4 s with 64 tokens;
-synchronous and colocated 24.2 s (generation 19.0, update 4.9).
+`peers/run_verl.py` runs the same job with verl.
+
+`write_costs` keeps what the nodes of this run cost; `costs` are those of an earlier one, from which the step is predicted before it runs
+(`predicted_s`). What the costs of the run itself give for it is a fit (`fitted_s`): it shows whether node times explain the step.
 """
 
 import json
@@ -27,6 +29,8 @@ class Config:
     steps: int = 7
     warm_up: int = 2
     json: str = ""
+    costs: str = ""  # of an earlier run, to predict this one from
+    write_costs: str = ""
 
 
 def length(responses: list[str]) -> list[float]:
@@ -64,7 +68,7 @@ def graph(cfg: Config) -> rg.Graph:
 
 def main() -> None:
     cfg = rg.config(Config)
-    plan = rg.compile(graph(cfg), rg.local_cluster())
+    plan = rg.compile(graph(cfg), rg.local_cluster(), rg.Costs.from_file(cfg.costs) if cfg.costs else None)
     print(plan, flush=True)
     steps = []
     with plan.launch() as job:
@@ -72,13 +76,17 @@ def main() -> None:
             steps.append(step)
             print(f"step {step.index}: {step.seconds:.2f} s, generation {step.metrics['timing_s/gen']:.2f}, "
                   f"update {step.metrics['timing_s/update_actor']:.2f}, staleness {step.staleness}", flush=True)  # fmt: skip
-        predicted = rg.compile(graph(cfg), rg.local_cluster(), job.costs()).prediction.period_s
+        costs = job.costs()
+        fitted = rg.compile(graph(cfg), rg.local_cluster(), costs).prediction.step_s
+    if cfg.write_costs:
+        costs.to_file(cfg.write_costs)
     timed = steps[cfg.warm_up :]
     seconds = statistics.median(step.seconds for step in timed)
     names = [name for name in sorted(timed[0].metrics) if name.startswith("timing_s/")]
     parts = {name: statistics.median(step.metrics.get(name, 0.0) for step in timed) for name in names}
     tokens = cfg.prompts * cfg.group_size * cfg.response_tokens
-    print(f"{cfg.mode}: {seconds:.2f} s a step (median of {len(timed)}), predicted {predicted:.2f} s")
+    print(f"{cfg.mode}: {seconds:.2f} s a step (median of {len(timed)}), {fitted:.2f} s fitted")
+    print(f"predicted before the run, from {plan.prediction.cost} costs: {plan.prediction.step_s:.2f} s")
     print(f"{tokens / seconds:.0f} response tokens/s")
     for name, value in parts.items():
         print(f"  {name}: {value:.3f}")
@@ -86,11 +94,13 @@ def main() -> None:
         from weights import machine
 
         row = {
-            "settings": {key: value for key, value in vars(cfg).items() if key != "json"},
+            "settings": {key: value for key, value in vars(cfg).items() if key not in ("json", "costs", "write_costs")},
             "step_s": seconds,
             "spread_s": [min(s.seconds for s in timed), max(s.seconds for s in timed)],
             "timings": parts,
-            "predicted_s": predicted,
+            "predicted_s": plan.prediction.step_s,
+            "predicted_from": plan.prediction.cost,
+            "fitted_s": fitted,
             "response_tokens": tokens,
         }
         Path(cfg.json).write_text(json.dumps(row | machine(), indent=1) + "\n")

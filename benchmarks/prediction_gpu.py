@@ -1,6 +1,7 @@
 """Predicted against measured step time of real engines: two or four GPUs, a dozen ways to run a model on them.
 
     python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--model NAME …] [--gpus 4] [--costs PATH]
+    python benchmarks/prediction_gpu.py --again PATH    # what today's code makes of the costs in PATH, written as fits
 
 For each model one way is profiled, one step off on 1 + 1 GPUs, again with twice the prompts and twice the tokens, and for what
 training on two GPUs, waking and sleeping take once more in turns, with half the prompts. These costs predict all others: in turns
@@ -12,6 +13,9 @@ more at the end, to see what a launch of its own changes.
 SmolLM2-135M and the 1.7B shape, of random weights, write responses of one length, the shapes 0.6B and 4B geometric ones: each
 token is as likely as any other, so as many stop tokens as it takes give any median. Of models under a billion parameters the
 host's own work sets the time of a decode step, and with it the noise.
+
+A prediction is made before its run. With `--again` nothing runs: the costs of an earlier file are priced by the code of today, which may
+have been changed since by what those runs showed, so that the file then holds fits (`fit_s`, `fit_error`) and no prediction.
 
 Most of the time goes into launches: what tells most runs first, every launch is told as it ends, with its seconds, and none
 starts that would not be over after `--seconds` if it took as long as the longest but the first. With `--tiny` a tiny model of
@@ -57,8 +61,11 @@ class Models:
 
     folder: Path
     tiny: bool
+    prefix: str = ""  # of models that are only planned for, never read
 
     def path(self, way: Way) -> str:
+        if self.prefix:
+            return self.prefix + way.model
         if self.tiny:
             return rg.model_folder("tiny", self.folder)
         return rg.model_folder("smollm2") if way.model == SMOLLM2 else random_model(way.model, ".models")
@@ -124,7 +131,7 @@ def lengths(way: Way, profiled: Way, costs: rg.Costs) -> Lengths:
 
 @dataclass(frozen=True)
 class Found:
-    """One configuration: what was foretold of it, and what it took. Seconds of nodes are means of a firing."""
+    """One configuration: what was predicted of it, and what it took. Seconds of nodes are means of a firing."""
 
     name: str
     way: Way
@@ -207,7 +214,7 @@ TURNS = {"wake": "wake", "sleep": "sleep"}  # of all models that have a pool in 
 
 
 def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progress) -> Found:
-    """Run a plan, and compare it with what it foretells."""
+    """Run a plan, and compare it with what it predicts."""
     count = FEW if models.tiny else min(max(math.ceil(MEASURED_S / plan.prediction.step_s), LEAST), MOST)
     ran = run(f"{way.model}: {name}", plan, count, progress)
     timed = ran.steps[WARM_UP:]
@@ -271,12 +278,43 @@ def works(found: list[Found]) -> dict[str, list[Found]]:
 def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
     """Return what the file holds."""
     return {
+        "kind": "prediction",
         "profiled_steps": PROFILED,
         "costs": {model: yaml.safe_load(written(each)) for model, each in costs.items()},
         "configurations_measured": len(found),
         **accuracy(found, pairs(found), works(found)),
         "configurations": [{**asdict(one), "error": one.error} for one in found],
     }
+
+
+FITS = {
+    "predicted_s": "fit_s", "cycle_s": "fit_cycle_s", "predicted_nodes": "fit_nodes", "error": "fit_error",
+    "median_error": "fit_median_error", "worst_error": "fit_worst_error", "signs_right": "fit_signs_right", "predicted best over measured best": "fit best over measured best",
+}  # fmt: skip
+
+
+def again(file: Path) -> dict[str, Any]:
+    """Return the figures of an earlier file with the step times that the code of today gives for its costs, called fits."""
+    told, costs = json.loads(file.read_text()), earlier(file)
+    known, models, found = {base.model: base for base in ON_GPUS}, Models(Path(), False, "shape-of-"), []
+    named = {fit: name for name, fit in FITS.items()}
+    for each in told["configurations"]:
+        one = {named.get(name, name): value for name, value in each.items() if name not in ("error", "fit_error")}
+        way = Way(**one["way"])
+        base = costs[way.model]
+        priced = replace(base, lengths=lengths(way, known[way.model], base))
+        plan = rg.compile(graph(way, models), rg.Cluster(gpus=way.gpus, gpus_per_node=way.gpus, cpus=told["cpus"]), priced)
+        moving = {kind: sum(e.seconds for e in plan.schedule.events if e.kind == kind) for kind in ("publish", "load", *TURNS)}
+        now = {
+            "way": way,
+            "predicted_s": plan.prediction.step_s,
+            "cycle_s": plan.prediction.period_s,
+            "predicted_nodes": {node: plan.node(node).seconds for node in ("rollout", "update", "reward")} | moving,
+        }
+        found.append(Found(**one | now))
+    fits = {"kind": "fit", **{FITS.get(name, name): value for name, value in figures(found, costs).items() if name != "kind"}}
+    fits["configurations"] = [{FITS.get(name, name): value for name, value in each.items()} for each in fits["configurations"]]
+    return fits | {name: told[name] for name in ("gpus", "cpus", "python", "versions")}
 
 
 def earlier(file: Path | None) -> dict[str, rg.Costs]:
@@ -299,8 +337,12 @@ def main() -> None:
     arguments.add_argument("--model", action="append", choices=[base.model for base in (*ON_GPUS, *ON_CORES)], help="SmolLM2-135M; repeat")
     arguments.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="four: what is predicted from two")
     arguments.add_argument("--costs", type=Path, help="the JSON of an earlier run on the same machine, whose costs hold")
+    arguments.add_argument("--again", type=Path, help="run nothing: price the costs of this file again, and write it as fits")
     arguments.add_argument("--tiny", action="store_true", help="a tiny model on two cores")
     given = arguments.parse_args()
+    if given.again:
+        given.again.write_text(json.dumps(again(given.again), indent=1) + "\n")
+        return
     progress, found, costs = Progress(given.seconds), list[Found](), earlier(given.costs)
     ours = start_ray()
     progress.say("Ray started")
