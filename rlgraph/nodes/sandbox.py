@@ -2,20 +2,26 @@
 
 import asyncio
 import contextlib
+import math
+import os
 import signal
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rlgraph.errors import GraphError
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+LAYERS = ("namespaces", "landlock", "seccomp")  # docs/security.md says what each of them holds
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.child import main; del sys.path[0]; main()"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may take: seconds, bytes of memory, bytes of output and of each file.
+    """What one run may take: seconds, bytes of memory, bytes of output, bytes of all its files together.
 
     Raises GraphError for a limit that is not above 0.
     """
@@ -35,14 +41,14 @@ class ToolError(Exception):
     """A call of a tool that gave no result; the message is what the model gets to read."""
 
 
-async def run(code: str, limits: Limits) -> str:
-    """Return what the code printed. Raises ToolError where it took too long, was killed, or printed too much."""
-    with tempfile.TemporaryDirectory(prefix="tool-of-rlgraph-", ignore_cleanup_errors=True) as folder:
+async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -> str:
+    """Run the code, and return what it printed. `accept_missing` names the layers that this machine may lack.
+
+    Raises ToolError where it took too long, was killed, or printed too much.
+    """
+    with _folder(accept_missing) as folder:
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            str(CHILD),
-            *(str(int(value)) for value in (limits.seconds + 1, limits.memory_bytes, limits.file_bytes)),
+            *_command(limits, accept_missing),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -55,8 +61,9 @@ async def run(code: str, limits: Limits) -> str:
         except TimeoutError:
             raise ToolError(f"the code ran for more than {limits.seconds:g} s and was stopped") from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
             assert child.stdout is not None
             while await child.stdout.read(65536):  # to its end, which wait() waits for, and which is not read while the buffer is full
                 pass
@@ -64,14 +71,49 @@ async def run(code: str, limits: Limits) -> str:
     return _judged(output, child.returncode, limits)
 
 
-def check(limits: Limits) -> None:
-    """Raise GraphError where code cannot be run so: another system than Linux, or a kernel that cannot wall it in."""
+def check(limits: Limits, accept_missing: Collection[str] = ()) -> None:
+    """Raise GraphError where code cannot be run so: another system than Linux, or a kernel that lacks a layer."""
     if sys.platform != "linux":
         raise GraphError("the tool 'python' needs Linux 5.13 or newer, which keeps its code from files and network; leave the tool out")
     try:
-        asyncio.run(run("", limits))
+        asyncio.run(run("", limits, accept_missing))
     except ToolError as error:
-        raise GraphError(f"the tool 'python' cannot be run here: {error}; leave it out, or raise its limits") from None
+        missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in str(error)), None)
+        advice = f", or accept that with rg.tools.python(accept_missing=('{missing}',))" if missing else ", or raise its limits"
+        raise GraphError(f"the tool 'python' cannot be run here: {error}; leave it out{advice}") from None
+
+
+def check_layers(names: Collection[str]) -> None:
+    """Raise GraphError for names that are no layers."""
+    if isinstance(names, str) or not set(names) <= set(LAYERS):
+        raise GraphError(f"accept_missing={names!r}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
+
+
+def _folder(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:
+    """Where the process starts. In namespaces its files are in memory; only without them it needs a folder on disk."""
+    if "namespaces" in accept_missing:
+        return tempfile.TemporaryDirectory(prefix="tool-of-rlgraph-", ignore_cleanup_errors=True)
+    return contextlib.nullcontext(tempfile.gettempdir())
+
+
+def _command(limits: Limits, accept_missing: Collection[str]) -> Sequence[str]:
+    numbers = [str(math.ceil(number)) for number in (limits.seconds + 1, limits.memory_bytes, limits.file_bytes)]
+    packages, readable = _paths()
+    python = (sys.executable, "-I", "-S", "-c", START, str(Path(__file__).parent))
+    return (*python, *numbers, ",".join(accept_missing), os.pathsep.join(packages), *readable)
+
+
+@cache
+def _paths() -> tuple[Sequence[str], Sequence[str]]:
+    """The folders of Python's installed packages, and all that its code may read: those, its standard library and shared ones."""
+    prefixes = tuple({sys.prefix, sys.base_prefix})
+    packages = [p for p in sys.path if p.startswith(prefixes) and Path(p).name in ("site-packages", "dist-packages")]
+    wanted = {*LIBRARIES, f"{sys.base_prefix}/lib", str(Path(os.__file__).parent), *packages}
+    kept: list[str] = []
+    for path in sorted(filter(os.path.exists, wanted)):
+        if not any(os.path.realpath(path).startswith(os.path.realpath(other) + "/") for other in kept):
+            kept.append(path)
+    return packages, kept
 
 
 async def _talk(child: asyncio.subprocess.Process, code: str, most: int) -> bytes:

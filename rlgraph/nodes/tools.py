@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlgraph.errors import GraphError
@@ -38,17 +38,39 @@ class Tool:
     function: Callable[..., Awaitable[object]]
 
 
-async def _python(code: str, limits: Limits) -> str:
-    return await sandbox.run(code, limits)
+async def _python(code: str, limits: Limits, accept_missing: tuple[str, ...]) -> str:
+    return await sandbox.run(code, limits, accept_missing)
 
 
 @dataclass(frozen=True)
 class Python(Tool):
-    """Runs Python code in a process of its own, within `limits`: no network, no files but a folder of its own, no new processes."""
+    """Runs Python code in a process of its own, within `limits`: no network, no files but a folder of its own, no new processes.
+
+    Where this machine lacks one of the layers that hold the code, `namespaces`, `landlock` or `seccomp`, the launch is refused, unless
+    `accept_missing` names it. `rg.tools.python` is one with the usual limits; called, it makes another:
+    `rg.tools.python(accept_missing=("namespaces",), limits=Limits(seconds=5))`.
+
+    Raises GraphError for a name that is no layer.
+    """
 
     name: str = "python"
     function: Callable[..., Awaitable[object]] = _python
     limits: Limits = field(default_factory=Limits)
+    accept_missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sandbox.check_layers(self.accept_missing)
+        object.__setattr__(self, "accept_missing", tuple(self.accept_missing))
+
+    def __call__(self, *, limits: Limits | None = None, accept_missing: tuple[str, ...] | None = None) -> "Python":
+        """Make a tool like this one with other limits, or that accepts other layers to be missing."""
+        accepted = self.accept_missing if accept_missing is None else accept_missing
+        return replace(self, limits=limits or self.limits, accept_missing=accepted)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a call gets beside the arguments that the model gives."""
+        return {"limits": self.limits, "accept_missing": self.accept_missing}
 
 
 async def _calculate(expression: str) -> str:
@@ -122,7 +144,7 @@ class Tools:
         """Raise GraphError where this machine cannot run one of the tools."""
         for tool in self.by_name().values():
             if isinstance(tool, Python):
-                sandbox.check(tool.limits)
+                sandbox.check(tool.limits, tool.accept_missing)
 
 
 @dataclass
@@ -144,7 +166,7 @@ class ToolCalls:
         self.calls += 1
         try:
             tool, arguments = self._parsed(text)
-            result = await tool.function(**arguments, **({"limits": tool.limits} if isinstance(tool, Python) else {}))
+            result = await tool.function(**arguments, **(tool.settings if isinstance(tool, Python) else {}))
         except ToolError as error:
             self.failures += 1
             return self._cut(f"error: {error}")

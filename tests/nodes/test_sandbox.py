@@ -2,13 +2,23 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import rlgraph as rg
 from rlgraph.errors import GraphError
-from rlgraph.nodes.sandbox import Limits, ToolError, run
+from rlgraph.nodes.sandbox import LAYERS, Limits, ToolError, run
 
+BARE = f"""
+import runpy, sys, types
+sys.modules["rlgraph"] = types.ModuleType("rlgraph")  # without what all of it loads, which takes seconds
+sys.modules["rlgraph"].__path__ = {rg.__path__!r}
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 QUICK = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=2000, file_bytes=1 << 20)
 
 
@@ -77,12 +87,20 @@ def test_the_files_of_this_process_can_be_neither_read_nor_made(tmp_path: Path) 
     assert not (tmp_path / "was-here").exists()
     secret = tmp_path / "weights"
     secret.write_text("secret")
-    assert "PermissionError" in ran(f"open({str(secret)!r}).read()")
+    assert "FileNotFoundError" in ran(f"open({str(secret)!r}).read()")
 
 
 def test_a_file_of_its_own_folder_can_be_written_up_to_a_limit_and_is_gone_afterwards() -> None:
     assert ran("open('f', 'w').write('ab'); import os; (open('f').read(), os.getcwd())").startswith("('ab'")
     assert "File too large" in ran("open('g', 'wb').write(bytes(2 << 20))")
+
+
+def test_all_files_together_have_one_limit() -> None:
+    """Ninety-six files of 1 MiB were written within a limit of 16 for each."""
+    filled = "import os\nfor i in range(96): open(f'f{i}', 'wb').write(bytes(1 << 20))"
+    assert "No space left on device" in ran(filled, Limits(seconds=20, file_bytes=16 << 20))
+    counted = "import os\nfor i in range(10 ** 5): open(f'f{i}', 'x')"
+    assert "No space left on device" in ran(counted, Limits(seconds=20))
 
 
 def test_code_that_is_killed_is_named() -> None:
@@ -121,3 +139,26 @@ def test_many_run_at_once_and_leave_no_process() -> None:
 def test_a_limit_of_nothing_is_refused() -> None:
     with pytest.raises(GraphError, match="seconds=0"):
         Limits(seconds=0)
+
+
+def test_code_uses_what_python_has_installed() -> None:
+    assert ran("import numpy, asyncio, sqlite3\nasyncio.run(asyncio.sleep(0.001, int(numpy.arange(4).sum())))") == "6\n"
+    assert ran("import shutil\nopen('a', 'w').write('b'); shutil.copyfile('a', 'c'); exit(open('c').read() != 'b')") == ""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_machine_that_lacks_a_layer_is_refused_with_its_name_unless_that_is_accepted(layer: str) -> None:
+    script = Path(__file__).with_name("lacking.py")
+    done = subprocess.run([sys.executable, "-c", BARE, script, layer], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    refused, written, of_another = done.stdout.splitlines()
+    assert f"lacks the layer '{layer}'" in refused
+    assert f"rg.tools.python(accept_missing=('{layer}',))" in refused
+    assert written == "'written'"
+    assert "Error" in of_another  # the layers that are left keep it
+
+
+def test_a_layer_that_there_is_not_cannot_be_accepted_to_be_missing() -> None:
+    with pytest.raises(GraphError, match="accept_missing"):
+        rg.tools.python(accept_missing=("namespace",))
+    assert rg.tools.python(accept_missing=("namespaces",)).accept_missing == ("namespaces",)

@@ -1,0 +1,120 @@
+"""Which system calls a tool's code may make: a seccomp filter that allows a list, and refuses every other one.
+
+Nothing in the list changes anything outside of the process but files, of which Landlock and the namespaces leave it its own folder.
+The filter is made here, instruction by instruction, so that it needs no library but Python's own.
+"""
+
+import ctypes
+import os
+import struct
+
+from .kernel import PR_SET_SECCOMP, checked, libc
+
+# Allowed, whatever the arguments: name, number on x86-64, number on 64-bit Arm; - where there is no such call.
+ALLOWED = """
+read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  preadv 295 69  pwritev 296 70  close 3 57
+close_range 436 436  lseek 8 62  open 2 -  openat 257 56  stat 4 -  lstat 6 -  fstat 5 80  newfstatat 262 79  statx 332 291
+access 21 -  faccessat 269 48  faccessat2 439 439  getdents64 217 61  readlink 89 -  readlinkat 267 78  getcwd 79 17  chdir 80 49
+fchdir 81 50  mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35  rename 82 -  renameat 264 38  renameat2 316 276
+symlink 88 -  symlinkat 266 36  link 86 -  linkat 265 37  truncate 76 45  ftruncate 77 46  fallocate 285 47  fsync 74 82
+fdatasync 75 83  statfs 137 43  fstatfs 138 44  umask 95 166  sendfile 40 71  copy_file_range 326 285  dup 32 23  dup2 33 -
+dup3 292 24  pipe 22 -  pipe2 293 59  mmap 9 222  munmap 11 215  mprotect 10 226  mremap 25 216  brk 12 214  msync 26 227  poll 7 -
+ppoll 271 73  select 23 -  pselect6 270 72  epoll_create 213 -  epoll_create1 291 20  epoll_ctl 233 21  epoll_wait 232 -
+epoll_pwait 281 22  eventfd 284 -  eventfd2 290 19  nanosleep 35 101  clock_nanosleep 230 115  pause 34 -  clock_gettime 228 113
+clock_getres 229 114  gettimeofday 96 169  time 201 -  times 100 153  getrusage 98 165  setitimer 38 103  getitimer 36 102  alarm 37 -
+futex 202 98  set_robust_list 273 99  rseq 334 293  set_tid_address 218 96  gettid 186 178  sched_yield 24 124
+sched_getaffinity 204 123  getcpu 309 168  exit 60 93  exit_group 231 94  rt_sigaction 13 134  rt_sigprocmask 14 135
+rt_sigreturn 15 139  rt_sigpending 127 136  rt_sigtimedwait 128 137  rt_sigsuspend 130 133  sigaltstack 131 132
+restart_syscall 219 128  getpid 39 172  getppid 110 173  getpgrp 111 -  getpgid 121 155  getsid 124 156  getuid 102 174
+geteuid 107 175  getgid 104 176  getegid 108 177  getresuid 118 148  getresgid 120 150  getgroups 115 158  getrlimit 97 163
+uname 63 160  sysinfo 99 179  getrandom 318 278  recvfrom 45 207  shutdown 48 210
+"""
+# Allowed with certain values of certain arguments; `CONDITIONS` says which.
+LIMITED = """
+clone 56 220  clone3 435 435  tgkill 234 131  fcntl 72 25  ioctl 16 29  madvise 28 233  prctl 157 167  prlimit64 302 261
+socketpair 53 199  sendto 44 206
+"""
+# Refused as a file system does that has none of them, so that libraries go on without.
+UNSUPPORTED = """
+listxattr 194 11  llistxattr 195 12  flistxattr 196 13  getxattr 191 8  lgetxattr 192 9  fgetxattr 193 10  setxattr 188 5
+lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
+"""
+
+CLONE_OF_A_THREAD = (0x3D0F00, 0x7D0F00)  # the flags of glibc and of musl
+TERMINAL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it one, its size, bytes to read, blocking or not, closed at exec or not
+HANDLES = (0, 1, 2, 3, 4, 1030, 1032)  # duplicate, flags of a descriptor; no locks, signals, leases or other sizes of a pipe
+ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)  # how memory is used; not what is shared between processes or taken for broken
+NAMES = (15, 16, 0x53564D41)  # of a thread, set or read, and of a piece of memory
+AF_UNIX, EPERM, ENOSYS, EOPNOTSUPP = 1, 1, 38, 95
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, the architecture's number
+LOAD, EQUAL, AT_LEAST, GIVE = 0x20, 0x15, 0x35, 0x06
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+ALL_BITS = 0x40000000  # calls of another word size have it
+
+
+def _low(argument: int) -> int:
+    return 16 + 8 * argument
+
+
+def _high(argument: int) -> int:
+    return 20 + 8 * argument
+
+
+def conditions(pid: int) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    """Which words of its arguments a call must have which values in; no value at all refuses it."""
+    return {
+        "clone": [(_low(0), CLONE_OF_A_THREAD)],
+        "tgkill": [(_low(0), (pid,))],
+        "fcntl": [(_low(1), HANDLES)],
+        "ioctl": [(_low(1), TERMINAL)],
+        "madvise": [(_low(2), ADVICE)],
+        "prctl": [(_low(0), NAMES)],
+        "prlimit64": [(_low(0), (0, pid)), (_low(2), (0,)), (_high(2), (0,))],  # reads limits, sets none
+        "socketpair": [(_low(0), (AF_UNIX,))],
+        "sendto": [(_low(4), (0,)), (_high(4), (0,))],  # to the other end alone
+    }
+
+
+def leave_calls() -> None:
+    """Refuse every call that the tables do not allow, for good. Raises OSError where the kernel has no seccomp."""
+    program = _program(platform_column(), os.getpid())
+    packed = b"".join(struct.pack("=HBBI", *step) for step in program)
+    steps = ctypes.create_string_buffer(packed)
+    head = struct.pack("@HP", len(program), ctypes.addressof(steps))
+    checked(libc.prctl(PR_SET_SECCOMP, 2, head, 0, 0), "seccomp")
+
+
+def platform_column() -> tuple[int, int]:
+    """This machine's column of the tables and its architecture's number. Raises OSError for one that they do not have."""
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise OSError(ENOSYS, f"no list of calls for {machine}, only for {' and '.join(MACHINES)}")
+    return MACHINES[machine]
+
+
+def numbers(table: str, column: int) -> dict[str, int]:
+    """The calls of a table by name, for one machine."""
+    words = table.split()
+    rows = zip(words[0::3], words[1::3], words[2::3], strict=True)
+    return {name: int(at[column]) for name, *at in rows if at[column] != "-"}
+
+
+def _program(machine: tuple[int, int], pid: int) -> list[tuple[int, int, int, int]]:
+    """Make the filter: instructions of (code, jump if true, jump if false, value)."""
+    column, architecture = machine
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    program += [(AT_LEAST, 0, 1, ALL_BITS), (GIVE, 0, 0, KILL)]
+    for number in numbers(ALLOWED, column).values():
+        program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, ALLOW)]
+    for number in numbers(UNSUPPORTED, column).values():
+        program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, REFUSE | EOPNOTSUPP)]
+    limited, where = numbers(LIMITED, column), conditions(pid)
+    program += [(EQUAL, 0, 1, limited.pop("clone3")), (GIVE, 0, 0, REFUSE | ENOSYS)]  # its flags cannot be seen; libraries fall back
+    for name, number in limited.items():
+        checks: list[tuple[int, int, int, int]] = []
+        for word, values in where[name]:
+            checks.append((LOAD, 0, 0, word))
+            checks += [(EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+            checks.append((GIVE, 0, 0, REFUSE | EPERM))
+        program += [(EQUAL, 0, len(checks) + 1, number), *checks, (GIVE, 0, 0, ALLOW)]
+    return [*program, (GIVE, 0, 0, REFUSE | EPERM)]

@@ -1,0 +1,123 @@
+"""The process that a model's code runs in: it walls itself in, then runs the code it reads from its input.
+
+Arguments: seconds of processor time, bytes of memory, bytes of its folder, the layers that may be missing,
+folders of packages, and all paths that stay readable.
+None of the layers needs privileges, and none can be undone.
+"""
+
+import os
+import resource
+import signal
+import site
+import struct
+import sys
+from collections.abc import Callable
+
+from . import calls, files, spaces
+from .kernel import CAPSET, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, call, checked, libc
+
+NOT_WALLED = 3  # exit status where a layer is missing
+SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace where the code's process was killed
+MOST_THREADS = 128
+GRACE_S = 5
+ONLY_TREE = 0x400  # as ast.PyCF_ONLY_AST; the module ast itself takes long to load
+
+
+def main() -> None:
+    """Read the code, wall the process in, run the code."""
+    seconds, memory, folder_bytes = (int(argument) for argument in sys.argv[1:4])
+    accepted, packages, readable = sys.argv[4].split(","), sys.argv[5].split(os.pathsep), sys.argv[6:]
+    sys.argv[:] = ["tool"]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the driver's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    code = sys.stdin.buffer.read().decode(errors="replace")
+    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
+    _die_with_parent()
+    enclosed = _layer("namespaces", accepted, lambda: spaces.enclose(readable, folder_bytes))
+    if enclosed:
+        os.environ["HOME"] = spaces.FOLDER
+        _die_with_parent()  # another user's process forgets it
+        _fork_into_namespaces(seconds)
+    _limit(seconds, memory, folder_bytes, count_threads=enclosed)
+    _layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
+    _layer("seccomp", accepted, calls.leave_calls)
+    sys.path += packages
+    site.setquit()  # `exit()`, which Python has where it looks for packages by itself, for which it takes ten milliseconds
+    _run(code)
+
+
+def _layer(name: str, accepted: list[str], enter: Callable[[], None]) -> bool:
+    """Enter one layer, and say whether it holds. Ends the process where it is missing, unless that is accepted."""
+    try:
+        enter()
+    except OSError as error:
+        if name in accepted:
+            return False
+        print(f"this machine lacks the layer '{name}' ({error.strerror})", flush=True)
+        os._exit(NOT_WALLED)
+    return True
+
+
+def _die_with_parent() -> None:
+    checked(libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "prctl")
+
+
+def _fork_into_namespaces(seconds: int) -> None:
+    """Return in the second process of the new namespaces; the first one and this one wait for it, and end as it did."""
+    first = os.fork()
+    if first:
+        status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+        if status < 0 or status >= SIGNALLED:
+            number = -status if status < 0 else status - SIGNALLED
+            signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+            os.kill(os.getpid(), number)
+        os._exit(status)
+    _die_with_parent()
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(SIGNALLED + signal.SIGKILL))  # also where nobody is left to stop it
+    signal.alarm(seconds + GRACE_S)
+    second = os.fork()
+    if second:
+        status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+        os._exit(SIGNALLED - status if status < 0 else min(status, SIGNALLED - 1))
+    _die_with_parent()
+
+
+def _limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) -> None:
+    """Set the limits of the process, and give up what rights it has in its namespaces."""
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, folder_bytes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 64),
+        *([(resource.RLIMIT_NPROC, MOST_THREADS)] if count_threads else []),  # else it counts all that the user runs
+    ):
+        most = resource.getrlimit(limit)[1]
+        least = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (least, least))
+    call(CAPSET[os.uname().machine], "capset", struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[0] * 6))
+    checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+
+
+def _run(code: str) -> None:
+    """Run the code as a notebook would: a last line that is an expression is printed. What it raises goes to its output."""
+    import _ast
+
+    names: dict[str, object] = {"__name__": "__main__"}
+    try:
+        tree: _ast.Module = compile(code, "tool", "exec", ONLY_TREE)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+        exec(compile(tree, "tool", "exec"), names)
+        if isinstance(last, _ast.Expr):
+            value = eval(compile(_ast.Expression(last.value), "tool", "eval"), names)
+            if value is not None:
+                print(repr(value))
+    except SystemExit:
+        pass
+    except BaseException as error:  # noqa: BLE001 (whatever a model's code raises is for the model to read)
+        import traceback
+
+        print("".join(traceback.format_exception_only(type(error), error)).rstrip())
+    sys.stdout.flush()

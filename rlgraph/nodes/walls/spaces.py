@@ -1,0 +1,81 @@
+"""Namespaces for a tool's code: a file system with Python and an empty folder, no network, no other process, no other's memory.
+
+An ordinary user gets them within a user namespace of its own. Root makes them as root, then goes on as nobody.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+
+from .files import DEVICES
+from .kernel import MOUNT_SETATTR, MOVE_MOUNT, OPEN_TREE, PIVOT_ROOT, call, checked, libc, mount
+
+FOLDER = "/tmp"  # the code's own
+NOBODY = 65534
+MOST_FILES = 4096  # each takes about a KiB of the kernel's memory
+SPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, cgroups, names, IPC, processes, network
+NEW_USER = 0x10000000
+SLAVE, RECURSIVE, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1 << 19, 1 << 14, 2, 4, 8
+CLONE_TREE, AT_RECURSIVE, AT_EMPTY_PATH, EMPTY_SOURCE, HERE = 1, 0x8000, 0x1000, 4, -100
+CLOSED_AT_EXEC, DETACH = 0o2000000, 2
+READ_ONLY_NO_SUID, WITHOUT_DEVICES = 1 | 2, 4  # of mount_setattr
+
+
+def enclose(readable: Sequence[str], folder_bytes: int) -> None:
+    """Leave this process with the readable paths and an empty `FOLDER` of so many bytes, and its next child in namespaces of its own.
+
+    Raises OSError, which names the call, where the kernel does not allow it.
+    """
+    user, group = os.geteuid(), os.getegid()
+    as_root = user == 0 and libc.unshare(SPACES) == 0
+    if not as_root:
+        checked(libc.unshare(NEW_USER | SPACES), "unshare of user, mount, process, network and IPC namespaces")
+        for what, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{what}", "w") as file:
+                file.write(text)
+    mount(None, "/", None, SLAVE | RECURSIVE)  # nothing that happens to mounts in here is seen outside
+    checked(libc.sethostname(b"sandbox", 7), "sethostname")
+    _rebuild(readable, folder_bytes)
+    if as_root:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        libc.unshare(NEW_USER)  # where it may: what counts for nobody's other processes then does not count here, and vice versa
+
+
+def _rebuild(readable: Sequence[str], folder_bytes: int) -> None:
+    """Make a root of a few paths, read only, and forget the old one."""
+    os.umask(0o022)
+    trees = [(path, _tree(os.path.realpath(path), device=path in DEVICES)) for path in (*readable, *DEVICES) if os.path.exists(path)]
+    mount("tmpfs", ".", "tmpfs", NO_SUID | NO_DEVICES, "size=1m,mode=755")
+    os.chdir(os.getcwd())  # onto what was mounted
+    for path, (tree, is_folder) in trees:
+        _place(path, tree, is_folder)
+    os.makedirs(f".{FOLDER}", exist_ok=True)
+    mount("tmpfs", f".{FOLDER}", "tmpfs", NO_SUID | NO_DEVICES | NO_PROGRAMS, f"size={folder_bytes},nr_inodes={MOST_FILES},mode=1777")
+    call(PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
+    checked(libc.umount2(b".", DETACH), "umount of the old root")
+    call(MOUNT_SETATTR, "mount_setattr", HERE, b"/", 0, struct.pack("=4Q", READ_ONLY_NO_SUID, 0, 0, 0), 32)
+    os.chdir(FOLDER)
+
+
+def _tree(path: str, *, device: bool) -> tuple[int, bool]:
+    """Return a handle of what is mounted at a path, to be mounted elsewhere and read only, and whether it is a folder."""
+    tree = call(OPEN_TREE, f"open_tree {path}", HERE, path.encode(), CLONE_TREE | AT_RECURSIVE | CLOSED_AT_EXEC)
+    attributes = struct.pack("=4Q", READ_ONLY_NO_SUID | (0 if device else WITHOUT_DEVICES), 0, 0, 0)
+    call(MOUNT_SETATTR, f"mount_setattr {path}", tree, b"", AT_EMPTY_PATH | AT_RECURSIVE, attributes, 32)
+    return tree, os.path.isdir(path)
+
+
+def _place(path: str, tree: int, is_folder: bool) -> None:
+    """Mount a tree at its real path below this folder, and link to it where the path has links itself."""
+    real = os.path.realpath(path)
+    target = f".{real}"
+    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+    if not is_folder:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    call(MOVE_MOUNT, f"move_mount {path}", tree, b"", HERE, target.encode(), EMPTY_SOURCE)
+    os.close(tree)
+    if real != path and not os.path.lexists(f".{path}"):
+        os.makedirs(os.path.dirname(f".{path}"), exist_ok=True)
+        os.symlink(real, f".{path}")
