@@ -53,7 +53,7 @@ def _layer(name: str, accepted: list[str], enter: Callable[[], None]) -> bool:
     except OSError as error:
         if name in accepted:
             return False
-        print(f"this machine lacks the layer '{name}' ({error.strerror})", flush=True)
+        print(f"this machine lacks the layer '{name}' ({error})", flush=True)
         os._exit(NOT_WALLED)
     return True
 

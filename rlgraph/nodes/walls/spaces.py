@@ -46,7 +46,8 @@ def enclose(readable: Sequence[str], folder_bytes: int) -> None:
 def _rebuild(readable: Sequence[str], folder_bytes: int) -> None:
     """Make a root of a few paths, read only, and forget the old one."""
     os.umask(0o022)
-    trees = [(path, _tree(os.path.realpath(path), device=path in DEVICES)) for path in (*readable, *DEVICES) if os.path.exists(path)]
+    paths = sorted(filter(os.path.exists, {*readable, *DEVICES}), key=os.path.realpath)  # a folder before what lies in it
+    trees = [(path, _tree(os.path.realpath(path), device=path in DEVICES)) for path in paths]
     mount("tmpfs", ".", "tmpfs", NO_SUID | NO_DEVICES, "size=1m,mode=755")
     os.chdir(os.getcwd())  # onto what was mounted
     for path, (tree, is_folder) in trees:
@@ -71,10 +72,11 @@ def _place(path: str, tree: int, is_folder: bool) -> None:
     """Mount a tree at its real path below this folder, and link to it where the path has links itself."""
     real = os.path.realpath(path)
     target = f".{real}"
-    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
-    if not is_folder:
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-    call(MOVE_MOUNT, f"move_mount {path}", tree, b"", HERE, target.encode(), EMPTY_SOURCE)
+    if not os.path.exists(target):  # else it lies in what was placed before
+        os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+        if not is_folder:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        call(MOVE_MOUNT, f"move_mount {path}", tree, b"", HERE, target.encode(), EMPTY_SOURCE)
     os.close(tree)
     if real != path and not os.path.lexists(f".{path}"):
         os.makedirs(os.path.dirname(f".{path}"), exist_ok=True)
