@@ -25,7 +25,7 @@ from rlgraph.nodes.reward_model import RewardModel
 from rlgraph.nodes.rollout import Generator
 from rlgraph.nodes.shaping import kl_shaped_rewards, shaped_rewards
 from rlgraph.nodes.tools import Tools
-from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.cluster import Cluster, Precision
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.laws import NodeCost
 from rlgraph.planning.lengths import Lengths
@@ -51,6 +51,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Pool",
+    "Precision",
     "Reference",
     "Refill",
     "RewardModel",

@@ -3,6 +3,8 @@
 from typing import Any, Protocol
 
 from rlgraph.engines.base import GenerateEngine, TrainEngine
+from rlgraph.engines.precision import device_precision
+from rlgraph.planning.precision import AUTO
 
 
 class Place(Protocol):
@@ -41,13 +43,15 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
     if model.engine == "transformers":
         from rlgraph.engines.transformers import TransformersEngine
 
-        return TransformersEngine(model.path, device=place.device, dtype=getattr(torch, model.dtype), max_context=model.max_context)
+        return TransformersEngine(
+            model.path, device=place.device, dtype=getattr(torch, dtype_of(model, place)), max_context=model.max_context
+        )
     from rlgraph.engines.vllm import VllmEngine
 
     return VllmEngine(
         model.path,
         max_model_len=model.max_context,
-        dtype=model.dtype,
+        dtype=dtype_of(model, place),
         seed=model.seed,
         threads=place.threads,
         tensor_parallel=model.tensor_parallel,
@@ -79,8 +83,13 @@ def score_engine(model: Any, place: Place) -> Any:
 
     from rlgraph.engines.scorer import ScoreEngine
 
-    dtype = getattr(torch, model.dtype)
+    dtype = getattr(torch, dtype_of(model, place))
     return ScoreEngine(model.path, device=place.device, dtype=dtype, label=model.label, batch_tokens=model.batch_tokens)
+
+
+def dtype_of(model: Any, place: Place) -> str:
+    """The dtype that a model computes in: its own, or for "auto" what the device here computes in."""
+    return device_precision(place.device).dtype if model.dtype == AUTO else str(model.dtype)
 
 
 def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
@@ -99,7 +108,7 @@ def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
         rank=place.rank,
         world=place.world,
         device=place.device,
-        dtype=getattr(torch, model.dtype),
+        dtype=getattr(torch, dtype_of(model, place)),
         micro_batch_tokens=model.micro_batch_tokens,
         recompute=model.recompute,
         compiled=model.compiled,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ class VllmEngine(GenerateEngine):
         path: str | Path,
         *,
         max_model_len: int | None = None,
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        dtype: str = "bfloat16",
         seed: int = 0,
         threads: int | None = None,
         tensor_parallel: int = 1,

@@ -19,11 +19,12 @@ class RewardModel(Model):
     """A model that gives a prompt and a response a number. `path` is a folder in Hugging Face format, for sequence classification.
 
     `batch_tokens` bounds the tokens of a batch, padding included. `label` chooses among several numbers. The texts are put into
-    the model's chat template, where it has one, else prompt and response are joined.
+    the model's chat template, where it has one, else prompt and response are joined. `dtype` "auto" is bfloat16 where the device
+    computes in it, else float32.
     """
 
     role: ClassVar[str] = "reward_model"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     batch_tokens: int = 16384
     label: int | None = None
 

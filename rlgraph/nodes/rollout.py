@@ -32,7 +32,8 @@ class Generator(Model):
     `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines. `max_sequences` is how many
     responses an engine decodes at once (None: 1024 on a GPU, 256 on a CPU), `memory` the share of a GPU's memory that they take
     (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines share each GPU and that memory: it pays
-    for small models, whose decode steps are shorter than the engine's own work between two of them.
+    for small models, whose decode steps are shorter than the engine's own work between two of them. `dtype` "auto" is bfloat16
+    where the device computes in it, else float32.
     """
 
     role: ClassVar[str] = "generator"
@@ -40,7 +41,7 @@ class Generator(Model):
     engine: Literal["vllm", "transformers"] = "vllm"
     tensor_parallel: int = 1
     max_context: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     seed: int = 0
     memory: float | None = None
     max_sequences: int | None = None

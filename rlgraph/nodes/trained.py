@@ -22,6 +22,9 @@ DEFAULT_GUARDS = Guards()
 class TrainedModel(Model):
     """What policy, critic and reference share: FSDP2 over a Hugging Face folder, float32 master weights, `dtype` compute.
 
+    `dtype` "auto" is bfloat16 where the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or AMX),
+    else float32.
+
     `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
     data-parallel processes (None: one for each GPU of the pool, one on the host). `recompute` keeps only the input of each
     layer for the backward pass: less memory, a third more time. `compiled` fuses the kernels of each layer, at a slower start.
@@ -30,7 +33,7 @@ class TrainedModel(Model):
     optimizer: AdamW = field(default_factory=AdamW)
     data_parallel: int | None = None
     micro_batch_tokens: int = 16384
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     recompute: bool = False
     compiled: bool = False
 

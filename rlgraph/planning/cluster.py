@@ -6,11 +6,20 @@ from rlgraph.errors import PlanError
 
 
 @dataclass(frozen=True)
+class Precision:
+    """What a device computes models in: "bfloat16" or "float32", and `why` in words."""
+
+    dtype: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Cluster:
     """GPUs and host cores, of all hosts together. Without GPUs the pools run on the cores.
 
     `gpu` names the kind of GPU, as "H100": then times are estimated where none were measured. What is known of the memory of
-    a GPU and of the host lets a plan that cannot fit be refused.
+    a GPU and of the host lets a plan that cannot fit be refused. `gpu_precision` and `cpu_precision` are what models with
+    dtype="auto" compute in there; unless given, GPUs are taken to compute in bfloat16, cores in float32.
 
     A host has `gpus_per_node` GPUs, so GPUs say how many hosts there are at least; without GPUs `hosts` does, each with its
     part of the cores. Raises PlanError for counts below zero, or more hosts than cores.
@@ -23,6 +32,8 @@ class Cluster:
     gpu_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     hosts: int = 1
+    gpu_precision: Precision | None = None
+    cpu_precision: Precision | None = None
 
     def __post_init__(self) -> None:
         for name, count, least in (

@@ -18,12 +18,13 @@ from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
 from rlgraph.planning.passes import passes_of
 from rlgraph.planning.period import Cycle, critical_cycle
-from rlgraph.planning.placement import Counts, devices, nodes_needed, splits, workers
+from rlgraph.planning.placement import Counts, devices, model_names, nodes_needed, splits, workers
 from rlgraph.planning.plain_costs import warnings_of
 from rlgraph.planning.plan import (
     Plan,
     PlannedChannel,
     PlannedLoop,
+    PlannedModel,
     PlannedNode,
     PlannedPool,
     PlannedSleep,
@@ -31,6 +32,7 @@ from rlgraph.planning.plan import (
     Prediction,
     Transport,
 )
+from rlgraph.planning.precision import precision_of
 from rlgraph.planning.roofline import device_of, roofline, with_sleep
 from rlgraph.planning.schedule import MOVING, Event, Schedule
 from rlgraph.planning.shapes import Shapes, known
@@ -60,8 +62,8 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     """
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
-        return with_sleep(graph, roofline(graph, device, shapes), device, shapes)
-    return with_sleep(graph, checked(graph, costs), device, shapes)
+        return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
+    return with_sleep(graph, checked(graph, costs), cluster, device, shapes)
 
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
@@ -101,6 +103,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
         sleeps=tuple(_sleeps(crew, settings, sleeps, priced)),
+        models=tuple(_models(graph, cluster)),
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
 
@@ -202,6 +205,13 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
         )
         for node in graph.nodes
     ]
+
+
+def _models(graph: Graph, cluster: Cluster) -> Iterator[PlannedModel]:
+    for name, model in model_names(graph).items():
+        precision = precision_of(model, cluster)
+        if precision is not None:
+            yield PlannedModel(name, precision.dtype, precision.why)
 
 
 def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:

@@ -10,6 +10,7 @@ from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.plan import PlannedMemory, PlannedWorker, Transport
+from rlgraph.planning.precision import precision_of
 from rlgraph.planning.shapes import ModelShape, Shapes
 from rlgraph.planning.wires import staged_versions, weights_wire
 
@@ -40,12 +41,12 @@ def needs(
 ) -> tuple[PlannedMemory, ...]:
     """Return the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
     found, host = [], dict[str, int]()
-    moving = [_moving(graph, feedback, crew, shapes, on_gpus=cluster.gpus > 0) for feedback in graph.feedbacks]
+    moving = [_moving(graph, feedback, crew, shapes, cluster) for feedback in graph.feedbacks]
     for pool in (pool for pool in graph.pools if pool.cpus is None):
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
             continue
-        each = [_need(graph, model, shapes[model.path], settings, lengths) for model in models]
+        each = [_need(graph, model, shapes[model.path], settings, lengths, cluster) for model in models]
         if cluster.gpus:
             each += [_on_the_way(moving, model, next(settings[n.name] for n in graph.nodes if n.model is model)) for model in models]
             found.append(_on_gpu(pool, each, cluster.gpu_memory_bytes))
@@ -64,9 +65,10 @@ def needs(
     return tuple(found)
 
 
-def itemsize_of(model: Model | None) -> int:
+def itemsize_of(model: Model | None, cluster: Cluster) -> int:
     """Return the bytes of one number of what a model computes with."""
-    return ITEMSIZE.get(str(getattr(model, "dtype", "bfloat16")), 2)
+    precision = precision_of(model, cluster) if model is not None else None
+    return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2
 
 
 def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemory:
@@ -82,10 +84,12 @@ def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemo
     return PlannedMemory(f"a GPU of '{pool.name}'", tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
 
 
-def _need(graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None) -> _Need:
+def _need(
+    graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None, cluster: Cluster
+) -> _Need:
     nodes = [node for node in graph.nodes if node.model is model]
     setting = settings[nodes[0].name]
-    itemsize = itemsize_of(model)
+    itemsize = itemsize_of(model, cluster)
     if any(node.operation.work == "generate" for node in nodes):
         return _generating(graph, model, shape, setting, itemsize, lengths)
     trained = any(node.operation.work == "train" for node in nodes)
@@ -135,10 +139,11 @@ class _Moving:
     bytes: int
 
 
-def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], shapes: Shapes, *, on_gpus: bool) -> _Moving:
+def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
+    on_gpus = cluster.gpus > 0
     assert feedback.source is not None
     writer, reading = feedback.source.node, readers(graph, feedback)
-    itemsize = itemsize_of(reading[0].model)
+    itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
     size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
     return _Moving(writer.model, tuple(n.model for n in reading), weights_wire(crew, writer, reading, on_gpus=on_gpus), size)

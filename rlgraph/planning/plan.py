@@ -119,6 +119,15 @@ class PlannedSleep:
 
 
 @dataclass(frozen=True)
+class PlannedModel:
+    """A model and what it computes in: `dtype`, and `why` that one."""
+
+    name: str
+    dtype: str
+    why: str
+
+
+@dataclass(frozen=True)
 class PlannedMemory:
     """Estimated bytes at one place: its parts, the peak, the `least_bytes` that must fit, and what there is, where known."""
 
@@ -193,6 +202,7 @@ class Plan:
     certificate: Certificate
     memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
     sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
+    models: tuple[PlannedModel, ...] = ()  # those that have a dtype
 
     def to_json(self) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
@@ -211,6 +221,10 @@ class Plan:
 
     def node(self, name: str) -> PlannedNode:
         return next(node for node in self.nodes if node.name == name)
+
+    def dtype(self, model: str | None) -> str | None:
+        """The dtype that a model of this name computes in, or None for one without."""
+        return next((found.dtype for found in self.models if found.name == model), None)
 
     def worker(self, name: str) -> PlannedWorker:
         return next(worker for worker in self.workers if worker.name == name)

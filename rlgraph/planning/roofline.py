@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlgraph.graph import Graph, Model, Node
+from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import NOMINAL, Costs, epochs_of
 from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
@@ -71,22 +72,23 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     )
 
 
-def with_sleep(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
     """Return costs that know what each model takes to sleep and to wake: what they lack is estimated, and says so.
 
     That is the time in which what goes to host memory, or comes back, passes the device's link: the weights of a generator, the
     moments of a model that is trained. A model of unknown shape counts as large as the version published, if that is known.
     """
     missing = {name: model for name, model in model_names(graph).items() if name not in costs.sleep}
-    return replace(costs, sleep={**costs.sleep, **{name: _sleep(graph, model, costs, device, shapes) for name, model in missing.items()}})
+    found = {name: _sleep(graph, model, costs, cluster, device, shapes) for name, model in missing.items()}
+    return replace(costs, sleep={**costs.sleep, **found})
 
 
-def _sleep(graph: Graph, model: Model, costs: Costs, device: Device | None, shapes: Shapes) -> SleepCost:
+def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> SleepCost:
     works = {node.operation.work for node in graph.nodes if node.model is model}
     each = OPTIMIZER if "train" in works else 0
     if "generate" in works and getattr(model, "engine", "") != "transformers":  # which keeps its memory
-        each = itemsize_of(model)
-    published = min((itemsize_of(node.model) for f in graph.feedbacks for node in readers(graph, f)), default=2)
+        each = itemsize_of(model, cluster)
+    published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
     seconds = each * count / (COPYING * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, each * count if count else None, Setting(), estimated=True)

@@ -143,7 +143,7 @@ class Checkpoints:
             "cursors": {n.name: n.operation.cursor(step) for n in self.graph.nodes if hasattr(n.operation, "cursor")},
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
-            "settings": settings(self.graph),
+            "settings": settings(self.graph, self.plan),
             "parts": [msgspec.to_builtins(parts[worker.name]) for worker in self.plan.workers],
         }
         _write(part / "plan.json", self.plan.to_json())

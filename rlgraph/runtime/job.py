@@ -21,7 +21,7 @@ from rlgraph.planning.watch import Observed, Watch
 from rlgraph.runtime.attempt import Attempt
 from rlgraph.runtime.checkpoint import Checkpoints, Recovery
 from rlgraph.runtime.history import Metrics, Spans
-from rlgraph.runtime.measure import Step, averaged, timings
+from rlgraph.runtime.measure import Step, averaged, bits, timings
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.restarts import Restarts
 from rlgraph.runtime.signals import Signals
@@ -192,7 +192,7 @@ class Job:
         self._sampled += [sampled for report in reports for sampled in report.sampled]
         self._published_bytes = sum(report.published_bytes for report in reports)
         metrics = averaged(report.metrics for report in reports)
-        metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(index)}
+        metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
         self._watch.see(index, spans, behind, {end: peak for report in reports for end, peak in report.peaks.items()})
         self._metrics.add(metrics)
@@ -258,7 +258,7 @@ class Job:
             start_s=start_s,
             end_s=min(ends) if self._attempt.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
-            settings=settings(self._graph),
+            settings=settings(self._graph, self.plan),
             observed=self.observed,
         )
 

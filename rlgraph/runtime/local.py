@@ -16,7 +16,7 @@ from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import Span
 from rlgraph.runtime.checkpoint import Checkpoints
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
-from rlgraph.runtime.measure import Step, timings
+from rlgraph.runtime.measure import Step, bits, timings
 from rlgraph.runtime.progress import Progress
 from rlgraph.runtime.tasks import Post, WorkerSetup, setups
 from rlgraph.runtime.worker import Loop, Worker
@@ -133,5 +133,5 @@ class LocalJob:
             metrics |= found
             spans += times
         seconds = sum(s.end_s - s.start_s for s in spans)
-        metrics |= timings(self.plan, spans) | {"timing_s/step": seconds, "training/global_step": float(step)}
+        metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(step)}
         return Step(step, metrics, int(metrics.get("staleness/max", 0)), seconds)

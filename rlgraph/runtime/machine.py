@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from rlgraph.engines.precision import device_precision
 from rlgraph.planning.cluster import Cluster
 
 
 def local_cluster() -> Cluster:
-    """Return the GPUs and cores that this process may use, and their memory."""
+    """Return the GPUs and cores that this process may use, their memory, and what they compute models in."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = torch.cuda.get_device_properties(0) if gpus else None
     return Cluster(
@@ -19,6 +20,8 @@ def local_cluster() -> Cluster:
         gpu=properties.name if properties else None,
         gpu_memory_bytes=properties.total_memory if properties else None,
         host_memory_bytes=_host_memory_bytes(),
+        gpu_precision=device_precision("cuda") if gpus else None,
+        cpu_precision=device_precision("cpu"),
     )
 
 

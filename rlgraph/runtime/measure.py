@@ -39,6 +39,11 @@ def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(each) if len(set(each)) > 1 else each[0] for name, each in values.items()}
 
 
+def bits(plan: Plan) -> dict[str, float]:
+    """`dtype/<model>_bits` of each model: 16 where it computes in bfloat16, 32 in float32. The plan says why."""
+    return {f"dtype/{model.name}_bits": 32.0 if model.dtype == "float32" else 16.0 for model in plan.models}
+
+
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     """Return `timing_s/*` of one step: each node's own work, how long the update waited for what it trains on, and what engines
     that share a pool took to wake and to sleep.

@@ -1,7 +1,7 @@
 """What a worker needs to know: its part of the plan, as values that can be sent to another process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlgraph.columns import Column
 from rlgraph.graph import Due, Graph, Model, Operation
@@ -157,9 +157,9 @@ def setups(
             worker=worker,
             tasks=tuple(_task(graph, name) for name in worker.nodes),
             firings=tuple((e.node, e.part) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
-            model=graph.node(worker.nodes[0]).model,
+            model=_model(graph, plan, worker),
             channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
-            loops=tuple((p, posts, _dtype(graph, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
+            loops=tuple((p, posts, _dtype(plan, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
             folder=folder,
             authkey=authkey,
             deadline_s=deadline_s,
@@ -188,8 +188,14 @@ def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWo
     return Saving(start.folder, start.token, start.every, lead[worker.name], trained, open_nodes(plan, lead, worker))
 
 
-def _dtype(graph: Graph, loop: PlannedLoop) -> str:
-    return str(getattr(graph.node(loop.readers[0]).model, "dtype", "float32"))
+def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
+    """Return the worker's model with the dtype that the plan has chosen for it, where it has one."""
+    model, dtype = graph.node(worker.nodes[0]).model, plan.dtype(worker.model)
+    return model if model is None or dtype in (None, getattr(model, "dtype", None)) else replace(model, dtype=dtype)  # type: ignore[call-arg]
+
+
+def _dtype(plan: Plan, loop: PlannedLoop) -> str:
+    return plan.dtype(plan.node(loop.readers[0]).model) or "float32"
 
 
 def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> bool:

@@ -6,16 +6,19 @@ from enum import Enum
 from pathlib import PurePath
 
 from rlgraph.graph import Graph, Pool
+from rlgraph.planning.plan import Plan
 
 PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
 
 
-def settings(graph: Graph) -> Mapping[str, Mapping[str, str]]:
+def settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
     """Return the settings of each model, node and feedback edge; data and functions are told by name only."""
     found: dict[str, dict[str, str]] = {}
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
         used = [node.name for node in graph.nodes if node.model is model]
-        found[f"{model.role} of {', '.join(used)}"] = {"pool": model.pool.name, **dict(_values(model))}
+        planned = next((m for m in plan.models if m.name == plan.node(used[0]).model), None)
+        dtype = {"dtype": f"{planned.dtype} ({planned.why})"} if planned is not None else {}
+        found[f"{model.role} of {', '.join(used)}"] = {"pool": model.pool.name, **dict(_values(model)), **dtype}
     for feedback in graph.feedbacks:
         names = ("depth", "buffers", "freshest", "bucket_bytes", "checksum")
         found[f"feedback {feedback.name}"] = {name: str(getattr(feedback, name)) for name in names}

@@ -21,6 +21,7 @@ def text(plan: Plan) -> str:
         _nodes(plan),
         _sleeps(plan),
         _workers(plan),
+        _models(plan),
         _channels(plan),
         *(_loop(loop, plan) for loop in plan.loops),
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
@@ -85,6 +86,11 @@ def _workers(plan: Plan) -> list[str]:
             place += f", host {_ranges(sorted({worker.host for worker in crew}))}"
         rows.append([name, str(len(crew)), place, ", ".join(map(words.clean, first.nodes))])
     return aligned(["worker", ">processes", "on", "fires in this order"], rows)
+
+
+def _models(plan: Plan) -> list[str]:
+    """Return what each model computes in and why."""
+    return aligned(["model", "computes in", "since"], [[m.name, m.dtype, m.why] for m in plan.models]) if plan.models else []
 
 
 def _ranges(numbers: Sequence[int]) -> str:

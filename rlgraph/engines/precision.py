@@ -1,0 +1,49 @@
+"""What the devices of this machine compute in: bfloat16 where they have instructions for it, else float32."""
+
+import os
+
+import torch
+
+from rlgraph.planning.cluster import Precision
+
+CAPABILITY = (8, 0)  # of the first CUDA devices with bfloat16
+INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16"}  # that multiply in bfloat16, the fastest first
+# Limits of oneDNN that leave them, by the words in their names; without them it emulates, 100 times slower than float32.
+ALLOWS = {"AMX": ("AMX",), "AVX512-BF16": ("BF16", "FP16", "AMX", "AVX10")}
+UNLIMITED = ("", "ALL", "DEFAULT")
+
+
+def device_precision(device: str) -> Precision:
+    """What models with dtype="auto" compute in on a device of this machine, "cuda" or "cpu", and why.
+
+    A limit that the environment sets for PyTorch (`ATEN_CPU_CAPABILITY`) or oneDNN (`ONEDNN_MAX_CPU_ISA`) counts as the CPU's own.
+    """
+    return _of_gpus() if device == "cuda" else _of_cpu()
+
+
+def _of_gpus() -> Precision:
+    least = min(torch.cuda.get_device_capability(gpu) for gpu in range(torch.cuda.device_count()))
+    said = f"the GPU has compute capability {least[0]}.{least[1]}"
+    return Precision("bfloat16", said) if least >= CAPABILITY else Precision("float32", f"{said}; bfloat16 begins at 8.0")
+
+
+def _of_cpu() -> Precision:
+    has = [name for name, feature in INSTRUCTIONS.items() if _has(feature)]
+    if not has:
+        return Precision("float32", "the CPU has neither AVX512-BF16 nor AMX")
+    pytorch = torch.backends.cpu.get_cpu_capability()
+    if not pytorch.startswith("AVX512"):
+        return Precision("float32", f"the CPU has {has[0]}, but PyTorch is limited to {pytorch} (ATEN_CPU_CAPABILITY)")
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        limit = os.environ.get(variable, "").upper()
+        allowed = [name for name in has if limit in UNLIMITED or any(word in limit for word in ALLOWS[name])]
+        if not allowed:
+            return Precision("float32", f"the CPU has {has[0]}, but oneDNN is limited to {limit} ({variable})")
+        has = allowed
+    return Precision("bfloat16", f"the CPU has {has[0]}")
+
+
+def _has(feature: str) -> bool:
+    """Whether the CPU has a set of instructions; False where this PyTorch cannot tell."""
+    asked = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    return bool(asked and asked())
