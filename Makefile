@@ -3,15 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 # Two tests at a time: they wait for processes to start more than they compute.
-TESTS := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
 
 .PHONY: demo test test-gpu check oracle setup clean
 setup: $(READY)
 
-$(READY): requirements/cpu.lock pyproject.toml
+$(READY): requirements/cpu.lock requirements/from_source.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlgraph needs Python 3.11 or newer; name one with make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.lock
+	-$(BIN)/python -m pip install --quiet --no-deps -r requirements/from_source.lock  # needs a C compiler; only reasoning_gym needs it
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
