@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPEATS = 2  # after one that warms up
+REPEATS = 2  # after one of a few tokens that warms up
+WARM_UP_TOKENS = 32
 LONGEST_S = 420.0
 
 
@@ -34,12 +35,13 @@ def ours(folder: str, sequences: int, tokens: int, engines: int, index: int, bar
 
     own = sequences // engines
     engine = VllmEngine(folder, max_model_len=max(64, 2 * tokens), max_sequences=own, engines=engines)
-    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
     for repeat in range(REPEATS + 1):
+        most = tokens if repeat else min(tokens, WARM_UP_TOKENS)
+        sampling = Sampling(max_tokens=most, ignore_eos=True)
         barrier.wait(LONGEST_S)
         start = time.monotonic()
         responses = engine.generate(prompts(sequences)[index::engines], sampling, list(range(index, sequences, engines)))
-        assert all(len(response.tokens) == tokens for response in responses), repeat
+        assert all(len(response.tokens) == most for response in responses), repeat
         out.put((repeat, start, time.monotonic()))
 
 
@@ -58,14 +60,13 @@ def plain(folder: str, sequences: int, tokens: int, log_probs: bool, barrier: An
         generation_config="vllm", **machine
     )  # fmt: skip
     wanted = {"logprobs": 0} if log_probs else {}
-    settings = [
-        SamplingParams(max_tokens=tokens, ignore_eos=True, seed=None, detokenize=False, temperature=1.0, **wanted) for _ in range(sequences)
-    ]
     for repeat in range(REPEATS + 1):
+        most = tokens if repeat else min(tokens, WARM_UP_TOKENS)
+        settings = SamplingParams(max_tokens=most, ignore_eos=True, detokenize=False, temperature=1.0, **wanted)
         barrier.wait(LONGEST_S)
         start = time.monotonic()
         answers = llm.generate([{"prompt_token_ids": p} for p in prompts(sequences)], settings, use_tqdm=False)
-        assert all(len(answer.outputs[0].token_ids) == tokens for answer in answers), repeat
+        assert all(len(answer.outputs[0].token_ids) == most for answer in answers), repeat
         out.put((repeat, start, time.monotonic()))
 
 
@@ -83,8 +84,8 @@ def seconds(function: Callable[..., None], arguments: list[tuple[Any, ...]]) -> 
             spans.setdefault(repeat, []).append((start, end))
     finally:
         for process in processes:
+            process.join(15)  # vLLM ends the process of its engine
             process.kill()
-            process.join()
     return [max(end for _, end in found) - min(start for start, _ in found) for repeat, found in sorted(spans.items()) if repeat > 0]
 
 
