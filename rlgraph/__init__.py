@@ -12,7 +12,7 @@ from rlgraph.graph import Graph, Pool, feedback
 from rlgraph.nodes import scorers, tools
 from rlgraph.nodes.advantages import advantages
 from rlgraph.nodes.base import node
-from rlgraph.nodes.correction import filter_groups, rollout_correction
+from rlgraph.nodes.correction import filter_groups, filter_truncated, rollout_correction
 from rlgraph.nodes.critic import Critic
 from rlgraph.nodes.dynamic_sampling import Refill
 from rlgraph.nodes.evaluation import evaluate
@@ -66,6 +66,7 @@ __all__ = [
     "evaluate",
     "feedback",
     "filter_groups",
+    "filter_truncated",
     "kl_shaped_rewards",
     "local_cluster",
     "model_folder",

@@ -29,6 +29,9 @@ class ColumnSpec:
         return self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 0
 
 
+# Why a response ended: what number i of the column `finish_reasons` means. All but "stop" cut it off where it would have gone on.
+FINISH_REASONS = ("stop", "length", "turns", "abort")
+
 COLUMNS: dict[str, ColumnSpec] = {
     "prompt_texts": ColumnSpec(str, ("N",), "prompts", "prompts as text"),
     "prompt_ids": ColumnSpec(torch.int64, ("N",), "prompts", "position of each prompt in the data order, counted over epochs"),
@@ -38,6 +41,9 @@ COLUMNS: dict[str, ColumnSpec] = {
     "response_mask": ColumnSpec(torch.bool, ("B", "T"), "rollout", "true on tokens the policy wrote, false on padding and tool tokens"),
     "rollout_log_probs": ColumnSpec(torch.float32, ("B", "T"), "rollout", "log-probs of the engine when the token was sampled"),
     "weight_version": ColumnSpec(torch.int32, ("B", "T"), "rollout", "version of the weights that wrote each token"),
+    "finish_reasons": ColumnSpec(
+        torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at its limit of tokens, 2 of turns, 3 aborted"
+    ),
     "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
     "loss_mask": ColumnSpec(
         torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; where given, it stands for `response_mask`"

@@ -93,6 +93,17 @@ def rowwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.
     return column
 
 
+def reasons(where: str, batch: Columns, mask: torch.Tensor) -> torch.Tensor:
+    """Return `finish_reasons` `[B]`. Raises DataError unless it is int8, one for each row of the mask."""
+    column = tensor(where, batch, "finish_reasons")
+    if column.dtype is not torch.int8 or column.shape != mask.shape[:1]:
+        raise DataError(
+            f"{where}: column 'finish_reasons' is {column.dtype} of shape {list(column.shape)}; for {mask.shape[0]} responses it is int8 "
+            f"of shape [{mask.shape[0]}]"
+        )
+    return column
+
+
 def tensor(where: str, batch: Columns, name: str) -> torch.Tensor:
     """Return a column that holds numbers. Raises DataError where it is missing or holds text."""
     column = batch.get(name)

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from rlgraph.algorithms.inputs import check_number, masked, rowwise, tokenwise
-from rlgraph.algorithms.masks import bits, blocks, keep_bits, whiten
+from rlgraph.algorithms.inputs import check_flag, check_number, masked, reasons, rowwise, tokenwise
+from rlgraph.algorithms.masks import bits, blocks, count, keep_bits, whiten
 from rlgraph.algorithms.scans import Packing, discounted_sum
 from rlgraph.columns import Columns
 
@@ -20,19 +20,30 @@ class GAE:
     """Generalised advantage estimation: returns against a critic's values, whitened over the tokens of the batch.
 
     A[t] = d[t] + gamma lam A[t+1] with d[t] = r[t] + gamma V[t+1] - V[t]; `returns` are A + V before whitening.
-    `gamma` discounts rewards, `lam` trades bias (0) against variance (1).
+    `gamma` discounts rewards, `lam` trades bias (0) against variance (1). What follows the last token counts as nothing. With
+    `bootstrap` that holds only where a response ended by itself: where it was cut off (`finish_reasons`), the value of its last token
+    stands for what would have followed, since a critic values no state behind it (Pardo et al., 2018, 1712.00378).
+
+        >>> GAE(gamma=1.0, lam=0.95, bootstrap=True).reads
+        ('token_rewards', 'values', 'response_mask', 'finish_reasons')
 
     Raises DataError for a batch of one response token. Source: Schulman et al., 2016, 1506.02438.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("token_rewards", "values", "response_mask")
     writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
     gamma: float = 1.0
     lam: float = 1.0
+    bootstrap: bool = False
 
     def __post_init__(self) -> None:
         check_number("GAE", "gamma", self.gamma, least=0, most=1)
         check_number("GAE", "lam", self.lam, least=0, most=1)
+        check_flag("GAE", "bootstrap", self.bootstrap)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that it needs."""
+        return ("token_rewards", "values", "response_mask", *(("finish_reasons",) if self.bootstrap else ()))
 
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
@@ -40,11 +51,15 @@ class GAE:
         mask = masked("GAE", batch)
         rewards, values = (tokenwise("GAE", batch, name, mask) for name in ("token_rewards", "values"))
         returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
+        cut = reasons("GAE", batch, mask) != 0 if self.bootstrap else None
         for rows in blocks(mask):
             packing = Packing.of(mask[rows])
             expected = packing.left(values[rows])
             errors = packing.left(rewards[rows]) - expected
             errors[:, :-1].add_(expected[:, 1:], alpha=self.gamma)
+            if cut is not None:
+                last = (count(mask[rows], -1).long() - 1).clamp(min=0)[:, None]  # an empty row has no value there either
+                errors.scatter_add_(1, last, self.gamma * expected.gather(1, last) * cut[rows, None])
             ahead = discounted_sum(errors, self.gamma * self.lam)
             returns[rows] = packing.back(ahead + expected)
             advantages[rows] = packing.back(ahead)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 
+Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `columns.FINISH_REASONS`
 Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
 
 
@@ -58,11 +59,15 @@ class Request:
 @dataclass(frozen=True)
 class Response:
     """One sampled response: its token ids, and for each its log-prob under the distribution it was drawn from, and the version of
-    the weights that drew it."""
+    the weights that drew it.
+
+    `finish` says why it ended: "stop" with a stop token, "length" at its limit of tokens or of the context, "abort" when it was dropped.
+    """
 
     tokens: list[int]
     log_probs: list[float]
     versions: list[int] = field(default_factory=list, compare=False)
+    finish: Finish = "stop"
 
 
 class GenerateEngine(ABC):
@@ -85,7 +90,7 @@ class GenerateEngine(ABC):
 
     @abstractmethod
     def decode(self) -> dict[str, Response]:
-        """Advance by one decode step, and return what it finished, without versions."""
+        """Advance by one decode step, and return what it finished, without versions. Each response says why it ended (`finish`)."""
 
     @abstractmethod
     def unfinished(self) -> int:
@@ -135,7 +140,7 @@ class GenerateEngine(ABC):
 
     def abort(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests, and return what they have so far. Those that are unknown or finished are left out."""
-        return self._tagged(self.drop(ids))
+        return {name: replace(response, finish="abort") for name, response in self._tagged(self.drop(ids)).items()}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None, running: Running = "recompute") -> None:
         """Take new weights: full tensors under their Hugging Face names. Every later token comes from them.
@@ -174,7 +179,7 @@ class GenerateEngine(ABC):
 
     def _tagged(self, responses: Mapping[str, Response]) -> dict[str, Response]:
         """Return the responses with the version of each token."""
-        return {name: Response(r.tokens, r.log_probs, self._versions(name, len(r.tokens))) for name, r in responses.items()}
+        return {name: replace(r, versions=self._versions(name, len(r.tokens))) for name, r in responses.items()}
 
     def _versions(self, request_id: str, count: int) -> list[int]:
         versions: list[int] = []

@@ -1,7 +1,7 @@
 """Generate with transformers: plain batched sampling with a key-value cache. Slow and simple, the reference for vLLM."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class _Batch:
             row.response.tokens.append(token)
             row.response.log_probs.append(log_probs[row.place])
             if token in row.stops or self._steps == row.limit:
-                finished[row.id] = row.response
+                finished[row.id] = replace(row.response, finish="stop" if token in row.stops else "length")
         self.rows = [row for row in self.rows if row.id not in finished]
         return finished
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from rlgraph.engines import copy_plan, vllm_arguments
-from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.base import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.parallel_loading import SharedWeights
 from rlgraph.engines.pretrained import check_model, parameter_shapes
 from rlgraph.errors import GraphError
+
+FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # by vLLM's name; its others cut a response off from outside
 
 
 class VllmEngine(GenerateEngine):
@@ -129,7 +131,7 @@ class VllmEngine(GenerateEngine):
                 row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 gone.append(output.request_id)
-                finished[row.request.id] = self._forget(output.request_id)
+                finished[row.request.id] = self._forget(output.request_id, FINISHES.get(str(output.finish_reason), "abort"))
         if gone:
             self._engine.output_processor.abort_requests(gone, internal=True)
         return finished
@@ -148,10 +150,10 @@ class VllmEngine(GenerateEngine):
         self._engine.abort_request(names, internal=True)
         return {self._running[name].request.id: self._forget(name) for name in names}
 
-    def _forget(self, name: str) -> Response:
+    def _forget(self, name: str, finish: Finish = "abort") -> Response:
         row = self._running.pop(name)
         del self._names[row.request.id]
-        return Response(row.tokens, row.log_probs)
+        return Response(row.tokens, row.log_probs, finish=finish)
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams

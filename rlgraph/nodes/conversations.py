@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.base import Request, Response
+from rlgraph.engines.base import Finish, Request, Response
 from rlgraph.errors import RlgraphError
 from rlgraph.nodes.base import Context, Fired
 from rlgraph.nodes.calls import event_loop
 from rlgraph.nodes.responses import columns_of
-from rlgraph.nodes.tools import Environment, Tools
+from rlgraph.nodes.tools import Environment, Tools, may_go_on
 
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout import Rollout
@@ -38,6 +38,7 @@ class Conversation:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
+    finish: Finish = "stop"
 
     @property
     def room(self) -> int:
@@ -59,6 +60,7 @@ class Conversation:
         self.log_probs += response.log_probs
         self.versions += response.versions
         self.written += [True] * len(response.tokens)
+        self.finish = response.finish
 
     def told(self, tokens: Sequence[int]) -> None:
         """Put what the model is told behind what it wrote; the policy did not write it, so it is not trained on."""
@@ -68,6 +70,8 @@ class Conversation:
         self.versions += [self.versions[-1] if self.versions else 0] * len(said)
         self.written += [False] * len(said)
         self.turn += 1
+        if self.room == 0:
+            self.finish = "length"
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,14 @@ class Conversations:
         for name, response in self.context.engine.step(self.rollout.prefix).items():
             conversation = self._open.pop(name)
             conversation.wrote(response)
-            if conversation.turn + 1 < self.rollout.max_turns and conversation.room > 0 and response.tokens:
+            if response.finish != "stop" or conversation.room == 0 or not response.tokens:
+                continue
+            text = self.context.tokenizer(self.rollout.generator.path).decode(response.tokens, skip_special_tokens=True)
+            if conversation.turn + 1 < self.rollout.max_turns:
                 self._asking += 1
-                text = self.context.tokenizer(self.rollout.generator.path).decode(response.tokens, skip_special_tokens=True)
                 asyncio.run_coroutine_threadsafe(self._ask(conversation, text), event_loop())
+            elif may_go_on(conversation.environment, text):
+                conversation.finish = "turns"
 
     def _hear(self) -> None:
         """Go on with the conversations that were answered; wait for one where none can decode."""
@@ -165,7 +173,7 @@ class Conversations:
         return tokens
 
     def _columns(self, conversations: Sequence[Conversation], ids: torch.Tensor) -> dict[str, Column]:
-        responses = [Response(c.tokens, c.log_probs, c.versions) for c in conversations]
+        responses = [Response(c.tokens, c.log_probs, c.versions, c.finish) for c in conversations]
         columns = columns_of([c.request.prompt for c in conversations], responses, ids.clone())
         mask = columns["response_mask"]
         assert isinstance(mask, torch.Tensor)

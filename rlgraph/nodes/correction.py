@@ -16,6 +16,7 @@ from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Output, declare
 from rlgraph.nodes.base import Fired, FunctionOperation, carried, tensor_of
+from rlgraph.nodes.responses import truncated
 
 Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -107,6 +108,27 @@ class _Filter:
         constant = constant_groups(tensor_of(columns, self.metric), groups)
         fraction = len(groups[constant].unique()) / max(len(groups.unique()), 1)
         return {"loss_mask": mask & ~constant[:, None]}, {"filter/groups_fraction": fraction}
+
+
+def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
+    """Declare `loss_mask` [B, T] without the responses that were cut off: their reward judges an answer that they could not finish.
+
+    A response is cut off by `max_tokens`, by the context or, with tools, by `max_turns`. The update neither computes nor counts it.
+    Metric: `filter/truncated_fraction`, of the responses left out. Source: Yu et al., 2025, 2503.14476 (DAPO's overlong filtering).
+
+        >>> mask = rg.filter_truncated(rollout)
+        >>> step = policy.update(rollout, advantages, mask, loss=rg.ClippedLoss())
+
+    Raises GraphError for a missing column.
+    """
+    reads = ("finish_reasons", *mask_columns(inputs))
+    return Output(declare(name, FunctionOperation(_without_truncated), inputs, reads=reads, writes=("loss_mask",)))
+
+
+def _without_truncated(columns: Columns) -> Fired:
+    mask = tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
+    cut = truncated(columns)
+    return {"loss_mask": mask & ~cut[:, None]}, {"filter/truncated_fraction": cut.float().mean().item()}
 
 
 def mask_columns(inputs: Sequence[Output]) -> tuple[str, ...]:

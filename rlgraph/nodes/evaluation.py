@@ -14,12 +14,12 @@ from rlgraph.graph import Due, Feedback, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.pass_at import summary
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
-from rlgraph.nodes.responses import columns_of
+from rlgraph.nodes.responses import columns_of, truncated
 from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S
 from rlgraph.nodes.rollout import Generator, check_prompts
 from rlgraph.nodes.scoring import Scoring, scoring
 
-ANSWERS = ("responses", "response_mask", "weight_version", "group_ids")
+ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
 
 
 def evaluate(
@@ -142,6 +142,7 @@ class Grade:
         assert isinstance(mask, torch.Tensor)
         assert isinstance(versions, torch.Tensor)
         found["response_length/mean"] = mask.sum(-1).float().mean().item()
+        found["response/truncated"] = truncated(columns).float().mean().item()
         found["version"] = float(versions.max())
         return {}, {f"val/{name}": value for name, value in found.items()}
 

@@ -14,6 +14,7 @@ from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge, checked_guards
 from rlgraph.nodes.mini_batches import checked_walks
+from rlgraph.nodes.responses import truncated
 from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
 
 
@@ -91,7 +92,7 @@ class Policy(TrainedModel):
             wanted.append(behaviour)
         if behaviour == "rollout_log_probs":
             check_untruncated(name, inputs)
-        wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask") if c in given]
+        wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons") if c in given]
         if checked_guards(name, guards).stop_mismatch is not None:
             wanted += ["rollout_log_probs", "old_log_probs"]
         training = PolicyUpdate(
@@ -129,12 +130,13 @@ class PolicyUpdate(Training):
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:
-    """Return how long the responses are, in tokens that the policy wrote, and all tokens of the batch."""
+    """Measure how long the responses are, in tokens that the policy wrote, which share of them was cut off, and all tokens of the batch."""
     mask, prompt_mask = columns["response_mask"], columns["prompt_mask"]
     assert isinstance(mask, torch.Tensor)
     assert isinstance(prompt_mask, torch.Tensor)
     lengths = mask.sum(-1).float()
-    return {
+    cut = {"response/truncated": truncated(columns).float().mean().item()} if "finish_reasons" in columns else {}
+    return cut | {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
         "perf/total_num_tokens": float(prompt_mask.sum() + response_lengths(mask).sum()),

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from rlgraph.columns import Column
+from rlgraph.columns import FINISH_REASONS, Column, Columns
 from rlgraph.engines.base import Response
 
-WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "group_ids")
+WRITES = (
+    *("prompts", "prompt_mask", "responses", "response_mask"),
+    *("rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
+)
 
 
 def seed_of(seed: int, prompt: int, member: int) -> int:
@@ -28,8 +31,16 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
         "response_mask": written,
         "rollout_log_probs": log_probs,
         "weight_version": versions,
+        "finish_reasons": torch.tensor([FINISH_REASONS.index(r.finish) for r in responses], dtype=torch.int8),
         "group_ids": group_ids,
     }
+
+
+def truncated(columns: Columns) -> torch.Tensor:
+    """Which responses `[B]` were cut off where they would have gone on, at a limit of tokens or of turns."""
+    reasons = columns["finish_reasons"]
+    assert isinstance(reasons, torch.Tensor)
+    return reasons != FINISH_REASONS.index("stop")
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,8 +100,8 @@ class Generator(Model):
         beside the sampled responses; both rollouts of a step use one version of the weights. With `chunks` the batch leaves in so many
         parts, in the order of the data and each as soon as its groups are done: rewards and log-probs work on a part while the rest
         is decoded, and what takes the whole batch gets the same one whatever `chunks` is. Writes `prompts` [B, P],
-        `responses` [B, T], their masks, `rollout_log_probs`, `weight_version` and `group_ids`; the responses of one prompt lie
-        side by side.
+        `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`, `finish_reasons` [B] and `group_ids`; the responses of one
+        prompt lie side by side.
 
         `interrupt` swaps each published version in before the next decode step: "recompute" reads what they have so far again with the
         new weights, "keep" goes on from what the old ones left. `continuous` lets batch k + 1 join on version

@@ -1,6 +1,6 @@
 """Rewards changed on their way to the advantages: the KL to a reference by token, a penalty for responses that run too long."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -8,6 +8,7 @@ import torch
 
 from rlgraph.algorithms.inputs import check_choice
 from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, penalize_rewards
+from rlgraph.algorithms.shaping import OverlongPenalty
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Output, Work, declare
@@ -84,15 +85,29 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str 
     Metrics: `critic/NAME/mean`, what is added on average, and `critic/NAME/fraction`, of how many responses; `critic/rewards/...` of
     the changed ones where the plain ones have another name.
 
-    Raises GraphError for what is no such object, or a missing column.
+    Raises GraphError for what is no such object, a missing column, or a penalty that no response is long enough for.
     """
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
             f"node '{name}' has by={by!r}; pass an object that reads and gives rewards, as by=rg.algorithms.OverlongPenalty(...)"
         )
+    if isinstance(by, OverlongPenalty):
+        _check_reached(name, inputs, by)
     function: Callable[[Columns], Fired] = _Change(by, of, name)
     reads = tuple(of if column == "rewards" else column for column in by.reads)
     return Output(declare(name, FunctionOperation(function), inputs, reads=reads, writes=("rewards",)))
+
+
+def _check_reached(name: str, inputs: Sequence[Output], by: OverlongPenalty) -> None:
+    """Raise GraphError where the longest response that the rollout can write ends before the penalty begins."""
+    begins = by.max_tokens - by.buffer_tokens
+    for output in inputs:
+        dims = getattr(output.node.operation, "dims", {}) if "response_mask" in output.columns else {}
+        if dims.get("T", begins + 1) <= begins:
+            raise GraphError(
+                f"node '{name}' takes from responses of more than {begins} tokens, but '{output.node.name}' writes at most {dims['T']}, so "
+                f"it would do nothing: give OverlongPenalty(max_tokens={dims['T']}, ...), which is the rollout's"
+            )
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,11 @@ class ToolCalls:
         return text.rstrip() if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
+def may_go_on(environment: Environment, text: str) -> bool:
+    """Whether a conversation could have another turn after this text. Only calls of tools show it without asking the environment."""
+    return CALL.search(text) is not None if isinstance(environment, ToolCalls) else True
+
+
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else str(value)
 

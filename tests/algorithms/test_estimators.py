@@ -105,6 +105,33 @@ def test_a_column_of_another_shape_is_refused(name: str) -> None:
         ESTIMATORS[name]({**columns, first: columns[first][:-1]})
 
 
+@quick
+@given(seeds, st.sampled_from([0.9, 1.0]))
+def test_gae_goes_on_behind_a_response_that_was_cut_off_and_nowhere_else(seed: int, gamma: float) -> None:
+    columns = batch(seed)
+    cut = torch.arange(8) % 3 == 0
+    columns["finish_reasons"] = torch.where(cut, 1 + torch.arange(8) % 2, 0).to(torch.int8)
+    mask, values = columns["response_mask"], columns["values"]
+    # What is worth the value of the last token behind it is as good as a last reward of so much.
+    last = torch.where(mask, torch.arange(1, 10), 0).argmax(-1)[:, None]
+    worth = torch.where(cut & mask.any(-1), values.gather(1, last)[:, 0], 0.0)
+    rewards = columns["token_rewards"].scatter_add(1, last, gamma * worth[:, None])
+    plain = alg.GAE(gamma=gamma, lam=0.9)({**columns, "token_rewards": rewards})
+    found = alg.GAE(gamma=gamma, lam=0.9, bootstrap=True)(columns)
+    assert all(close(found[key], plain[key]) for key in plain)
+
+
+def test_bootstrapping_needs_the_reasons() -> None:
+    assert "finish_reasons" in alg.GAE(bootstrap=True).reads
+    assert "finish_reasons" not in alg.GAE().reads
+    with pytest.raises(DataError, match=r"'finish_reasons' is missing .* written by 'rollout'"):
+        alg.GAE(bootstrap=True)(batch(0))
+    with pytest.raises(DataError, match=r"'finish_reasons' is torch.int64 .* int8"):
+        alg.GAE(bootstrap=True)({**batch(0), "finish_reasons": torch.zeros(8, dtype=torch.int64)})
+    with pytest.raises(GraphError, match="bootstrap is True or False"):
+        alg.GAE(bootstrap=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", WHITENING)
 def test_a_single_token_cannot_be_whitened(name: str) -> None:
     columns = batch(0)

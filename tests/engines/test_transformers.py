@@ -55,12 +55,13 @@ def test_a_response_ends_with_its_stop_token(engine: TransformersEngine) -> None
     for before, after in zip(free, stopped, strict=True):
         end = before.tokens.index(stop) + 1 if stop in before.tokens else 8
         assert after.tokens == before.tokens[:end]
+        assert (before.finish, after.finish) == ("length", "stop" if stop in before.tokens else "length")
     assert len(stopped[0].tokens) <= 4
 
 
 def test_a_response_ends_at_the_context(engine: TransformersEngine) -> None:
     responses = engine.generate([[3] * 30, [3] * 4], Sampling(max_tokens=5, ignore_eos=True), [0, 1])
-    assert [len(response.tokens) for response in responses] == [2, 5]
+    assert [(len(response.tokens), response.finish) for response in responses] == [(2, "length"), (5, "length")]
     assert engine.context_length() == 32
 
 

@@ -53,11 +53,13 @@ def test_responses_repeat_to_the_bit_and_change_with_the_seed(run: dict[str, Any
 def test_a_response_ends_with_its_stop_token(run: dict[str, Any]) -> None:
     free = run["repeated"][0]["tokens"]
     assert run["stopped"]["tokens"] == free[: free.index(free[3]) + 1]
+    assert (run["stopped"]["finish"], run["repeated"][0]["finish"]) == ("stop", "length")
 
 
 def test_a_response_ends_at_the_context(run: dict[str, Any]) -> None:
     assert run["context"] == 64
     assert len(run["at_context"]["tokens"]) == 4
+    assert run["at_context"]["finish"] == "length"
 
 
 def test_weights_that_are_not_all_of_the_model_are_refused(run: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from tiny import tiny
 
 import rlgraph as rg
+from rlgraph.columns import FINISH_REASONS
 from rlgraph.engines.base import GenerateEngine, Request, Response, Running
 from rlgraph.nodes.base import Context
 
@@ -29,9 +30,11 @@ class Scripted(GenerateEngine):
         self.tokenizer, self.script = tokenizer, script
         self.asked: list[Request] = []
         self.open: dict[str, tuple[list[int], int]] = {}
+        self.most: dict[str, int] = {}
 
     def submit(self, request: Request) -> None:
         self.asked.append(request)
+        self.most[request.id] = request.sampling.max_tokens
         text = self.script(self.tokenizer.decode(request.prompt))
         self.open[request.id] = (self.tokenizer(text)["input_ids"][: request.sampling.max_tokens], 0)
 
@@ -41,7 +44,8 @@ class Scripted(GenerateEngine):
             self.open[name] = (tokens, count + 1)
             if count + 1 >= len(tokens):
                 del self.open[name]
-                done[name] = Response(tokens, [-0.5] * len(tokens))
+                cut = len(tokens) == self.most[name]
+                done[name] = Response(tokens, [-0.5] * len(tokens), finish="length" if cut else "stop")
         return done
 
     def unfinished(self) -> int:
@@ -93,6 +97,7 @@ def test_a_call_is_answered_and_the_response_goes_on(folder: Path) -> None:
     columns, metrics, engine = converse(folder, ask_once, rg.Tools([double], pool=POOL), [{"prompt": "2 x 7?"}])
     written, whole = columns["texts"][0]
     assert written == (CALL % 7) + "it is 14"
+    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
     assert whole == (CALL % 7) + "\n<tool_response>\n14\n</tool_response>\nit is 14"
     assert metrics["tools/turns_mean"] == 2
     assert metrics["tools/calls"] == 1
@@ -136,14 +141,22 @@ def _texts(prompts: list[dict[str, str]]) -> list[str]:
 
 
 def test_turns_end_at_their_limit(folder: Path) -> None:
-    _, metrics, engine = converse(folder, lambda text: CALL % 1, rg.Tools([double], pool=POOL), [{"prompt": "go"}], 900, max_turns=3)
+    columns, metrics, engine = converse(folder, lambda text: CALL % 1, rg.Tools([double], pool=POOL), [{"prompt": "go"}], 900, max_turns=3)
     assert metrics["tools/turns_max"] == 3
     assert len(engine.asked) == 3
+    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("turns")]
+
+
+def test_an_answer_without_a_call_in_the_last_turn_is_cut_off_by_nothing(folder: Path) -> None:
+    columns, _, engine = converse(folder, ask_once, rg.Tools([double], pool=POOL), [{"prompt": "2 x 7?"}], max_turns=2)
+    assert len(engine.asked) == 2
+    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
 
 
 def test_a_response_ends_where_its_tokens_are_used_up(folder: Path) -> None:
     columns, _, _ = converse(folder, lambda text: CALL % 1, rg.Tools([double], pool=POOL), [{"prompt": "go"}], max_tokens=100)
     assert columns["responses"].shape[1] == 100
+    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("length")]
 
 
 def test_a_tool_that_hangs_is_answered_for_and_the_conversation_goes_on(folder: Path) -> None:

@@ -73,6 +73,16 @@ def test_a_preset_writes_what_it_has() -> None:
     assert "rollout_corr/kl" in metrics
 
 
+def test_responses_that_were_cut_off_may_be_left_out() -> None:
+    rollout, _, _ = nodes()
+    output = rg.filter_truncated(rollout)
+    reasons = torch.tensor([0, 1], dtype=torch.int8)
+    columns, metrics = fire(output, {"finish_reasons": reasons, "response_mask": BATCH["response_mask"]})
+    assert columns["loss_mask"].tolist() == [[True, True, True], [False, False, False]]
+    assert metrics == {"filter/truncated_fraction": 0.5}
+    assert rg.filter_truncated(rollout, output, name="again").node.reads == ("finish_reasons", "loss_mask")
+
+
 def test_weights_of_the_users_own_get_the_diagnostics_of_the_policies() -> None:
     columns, metrics = fire(corrected(weights=lambda old, rollout, mask: torch.ones_like(old)), BATCH)
     assert torch.equal(columns["rollout_is_weights"], torch.ones(2, 3))

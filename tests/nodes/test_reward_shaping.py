@@ -83,6 +83,14 @@ def test_responses_that_run_into_the_buffer_lose_reward_and_the_metrics_say_how_
     assert metrics == {"critic/overlong/mean": -0.5, "critic/overlong/fraction": pytest.approx(2 / 3)}
 
 
+def test_a_penalty_that_no_response_is_long_enough_for_is_refused() -> None:
+    rollout, rewards = rollout_and_rewards()
+    most = rollout.node.operation.sampling.max_tokens
+    rg.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=most + 4, buffer_tokens=5))
+    with pytest.raises(GraphError, match=rf"more than {most} tokens, but 'rollout' writes at most {most}.*max_tokens={most}"):
+        rg.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=most + 4, buffer_tokens=4), name="late")
+
+
 def test_what_is_shaped_may_lie_in_another_column() -> None:
     rollout, _ = rollout_and_rewards()
     accuracy = rg.reward(lambda response_mask: [0.0], rollout, writes="accuracy")

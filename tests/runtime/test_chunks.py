@@ -6,14 +6,19 @@ import digests
 import fakes
 import forked
 import pytest
+import torch
 from digests import ITEMS, DigestPolicy
 
 import rlgraph as rg
-from rlgraph.columns import Columns
+from rlgraph.columns import FINISH_REASONS, Columns
 from rlgraph.engines.pretrained import tiny_model
+from rlgraph.nodes.base import tensor_of
 from rlgraph.nodes.responses import WRITES
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.parts import joined
+
+SAMPLING = rg.Sampling(max_tokens=6, temperature=0.9, stop_token_ids=tuple(range(1, 12)))
+STOPS = torch.tensor([0, *SAMPLING.stop_token_ids])  # 0 is the tiny model's own
 
 
 def bits(step: Step) -> tuple[float, ...]:
@@ -32,9 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def graph(model: str, chunks: int, *, passes: bool = False, continuous: bool = False, depth: int = 1) -> rg.Graph:
     """GRPO on a tiny model; `passes` adds the log-probs of the policy and of a reference in one pool, by part."""
-    generator = rg.Generator(
-        model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32"
-    )
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=SAMPLING, dtype="float32")
     train = rg.Pool("train")
     policy = DigestPolicy(model, pool=train, optimizer=rg.AdamW(lr=1e-3), dtype="float32")
     weights = rg.feedback("weights", depth=depth)
@@ -52,7 +55,13 @@ def graph(model: str, chunks: int, *, passes: bool = False, continuous: bool = F
 
 @rg.node(reads=[*WRITES, "rewards"], writes="rows")
 def whole_batch(batch: Columns) -> tuple[Columns, dict[str, float]]:
-    return {"rows": batch["group_ids"]}, {"digest/batch": digests.digest(batch[c] for c in sorted(batch))}
+    responses, mask, reasons = tensor_of(batch, "responses"), tensor_of(batch, "response_mask"), tensor_of(batch, "finish_reasons")
+    ended = (torch.isin(responses, STOPS) & mask).any(-1)
+    at_limit = (mask.sum(-1) == SAMPLING.max_tokens) & ~ended
+    cut = reasons == FINISH_REASONS.index("length")
+    found = {"digest/batch": digests.digest(batch[c] for c in sorted(batch)), "digest/at_limit": at_limit.float().mean().item()}
+    assert torch.equal(cut, at_limit), "of each response, not only of so many"
+    return {"rows": batch["group_ids"]}, found
 
 
 def length_and_letters(response: str, prompt: str, answer: str) -> float:
@@ -63,6 +72,14 @@ def length_and_letters(response: str, prompt: str, answer: str) -> float:
 @pytest.mark.parametrize("depth", [0, 2])
 def test_parts_change_no_bit_of_a_small_loop(chunks: int, depth: int) -> None:
     assert fake_bits(chunks, depth) == fake_bits(1, depth)
+
+
+@pytest.mark.parametrize(("chunks", "continuous"), [(1, False), (4, True)])
+def test_every_step_says_which_share_of_its_responses_was_cut_off(model: str, chunks: int, continuous: bool) -> None:
+    with rg.compile(graph(model, chunks, continuous=continuous), rg.Cluster(gpus=2)).run_here() as job:
+        for step in job.steps(3):
+            assert step.metrics["response/truncated"] == step.metrics["digest/at_limit"]
+            assert 0 < step.metrics["response/truncated"] < 1
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
