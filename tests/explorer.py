@@ -1,6 +1,7 @@
 """Every order of firing of a schedule: its state space, walked to the end, with the promises checked in each state.
 
-A firing starts (takes its tokens) and ends (gives them on) as two moves, so that work in service counts. What is checked is
+A firing starts (takes its tokens) and ends (gives them on) as two moves, so that work in service counts. All its puts happen
+as it ends, once there is room for each. What is checked is
 counted apart from the tokens: how often each event has started and ended, as differences. A state is one integer with a
 field of four bits for each count, so that a move is an addition and a test for zeros is one mask.
 """
@@ -48,11 +49,11 @@ def promises(schedule: Schedule, depth: int, rollout: str, slots: Callable[[str]
     found = [Promise(f"at most {depth + 1} batches open", depth + 1, (f"start {first}",), (f"end {last}",))]
     for d in schedule.dependencies:
         if d.reason == "data":
-            found.append(
-                Promise(f"'{d.after}' reads what '{d.before}' wrote", slots(d.before), (f"end {d.before}",), (f"start {d.after}",))
-            )
+            what = f"'{d.after}' reads what '{d.before}' wrote"
+            found.append(Promise(what, slots(d.before), (f"end {d.before}",), (f"start {d.after}",)))
+            found.append(Promise(f"a slot of '{d.before}' for each unread batch", slots(d.before), (f"end {d.before}",), (f"end {d.after}",)))
     for pool in {event.pool for event in schedule.events if event.pool}:
-        names = [event.name for event in schedule.events if event.pool == pool]
+        names = [event.name for event in schedule.events if event.pool == pool and event.kind != "publish"]  # a copy, beside others' work
         starts, ends = tuple(f"start {name}" for name in names), tuple(f"end {name}" for name in names)
         found.append(Promise(f"one event of pool '{pool}' at a time", 1, starts, ends))
     return found
@@ -116,7 +117,7 @@ def _encoded(
         for kind in ("start", "end"):
             move, need, delta = f"{kind} {event.name}", 0, 0
             for gives, at in zip(dependencies, token_at, strict=True):
-                if kind == "start" and gives.dependency.after == event.name:
+                if kind == ("end" if gives.dependency.holds else "start") and gives.dependency.after == event.name:
                     need |= TOP << at
                     delta -= 1 << at
                 if gives.at == move:

@@ -34,17 +34,18 @@ def _spans(event: Event, worker: str, found: Played, plan: Plan, steps: int) -> 
     """Return the firings of an event with the wait before each: for whom it waited last, since the worker was done before."""
     spans = []
     for step in range(steps):
-        start, end = found.starts[event.name][step], found.ends[event.name][step]
+        start, end, held = found.starts[event.name][step], found.worked[event.name][step], found.held[event.name][step]
         if end > start:
             spans.append(Span(event.name, event.kind, step, worker, start, end, step if event.kind == "load" else None))
+        if held is not None:
+            spans.append(Span(held.via, "room", step, worker, end, found.ends[event.name][step]))
         cause = found.causes[event.name][step]
         if cause is None or event.kind == "receive" or cause.reason in ("order", "self"):
             continue
         turns = [d for d in plan.schedule.dependencies if d.after == event.name and d.reason in ("order", "self") and step >= d.tokens]
         free = max((found.ends[d.before][step - d.tokens] for d in turns), default=0.0)
         if start > free:
-            kind = "room" if cause.reason == "slots" else "wait"
-            spans.append(Span(cause.via, kind, step, worker, free, start))
+            spans.append(Span(cause.via, "wait", step, worker, free, start))
     return spans
 
 

@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import networkx as nx
-
 from rlgraph.columns import COLUMNS
 from rlgraph.graph import Graph, Node
 from rlgraph.planning import events
@@ -30,14 +28,13 @@ from rlgraph.planning.plan import (
     PlannedSleep,
     PlannedWorker,
     Prediction,
-    Transport,
 )
 from rlgraph.planning.precision import precision_of
 from rlgraph.planning.roofline import device_of, roofline, with_sleep
 from rlgraph.planning.schedule import MOVING, Event, Schedule
 from rlgraph.planning.shapes import Shapes, known
 from rlgraph.planning.turns import Sleeps, sleeping
-from rlgraph.planning.wires import staged_versions, weights_wire, wire
+from rlgraph.planning.wires import batch_wires, staged_versions, weights_wire, wire
 
 NOTHING_KNOWN: Shapes = {}
 HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
@@ -86,7 +83,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         channels=channels,
         loops=loops,
         schedule=schedule,
-        window=events.open_batches(graph) + 3 + events.ahead(graph),
+        window=events.window(graph),
         hosts=nodes_needed({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
         prediction=Prediction(
             period_s=cycle.period_s,
@@ -145,10 +142,11 @@ def scheduled(
 ) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
     """Return processes, settings and the schedule with mean seconds."""
     crew, settings = settled(graph, cluster, counts)
-    hosts = {node: worker.name for worker in reversed(crew) for node in worker.nodes}
+    hosts = first_workers(crew)
     rows = max(node.rows for node in graph.nodes)
     seconds = {n.name: costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes}
-    schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep))
+    batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
+    schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
     return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
 
 
@@ -225,12 +223,8 @@ def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, c
 
 def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """One channel for each writer and transport; it carries what its readers read, and nothing else."""
-    home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
     planned = []
-    for writer in graph.nodes:
-        by_transport: dict[Transport, list[Node]] = {}
-        for reader in graph.forward.successors(writer):
-            by_transport.setdefault("local" if home[reader.name] == home[writer.name] else wire(crew, writer, reader), []).append(reader)
+    for writer, by_transport in batch_wires(graph, crew).items():
         for transport, found in by_transport.items():
             needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
@@ -266,45 +260,34 @@ def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
 
 def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """Nodes of one pool in different processes take turns: each tells the next that it is done, unless data does so anyway."""
-    home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
-    planned: dict[str, PlannedChannel] = {}
-    for pool in graph.pools:
-        turns = [event for event in schedule.events if event.kind == "fire" and event.pool == pool.name]
-        for this, following in zip(turns, turns[1:] + turns[:1], strict=True):
-            before, after = graph.node(this.node), graph.node(following.node)
-            wraps = following is turns[0]
-            told = _waits_for_weights(after, before) if wraps else nx.has_path(graph.forward, before, after)
-            if home[before.name] != home[after.name] and not told:
-                by_part = events.by_part(before, after)
-                tokens = int(following.part != this.part or wraps) if by_part else before.chunks * wraps
-                name = f"turn {before.name} to {after.name}"
-                held = tokens + before.chunks
-                planned[name] = PlannedChannel(
-                    name,
-                    before.name,
-                    (after.name,),
-                    (),
-                    wire(crew, before, after),
-                    held,
-                    0,
-                    "order",
-                    tokens,
-                    before.chunks,
-                    _stream(before),
-                )
+    found = events.relays(graph, schedule.events, first_workers(crew))
+    planned = [
+        PlannedChannel(
+            name=relay.name,
+            writer=relay.writer.name,
+            readers=(relay.reader.name,),
+            columns=(),
+            transport=wire(crew, relay.writer, relay.reader),
+            slots=relay.slots,
+            bytes=0,
+            kind="order",
+            tokens=relay.tokens,
+            parts=relay.writer.chunks,
+            stream=_stream(relay.writer),
+        )
+        for relay in found
+    ]
     for feedback in graph.feedbacks:
         for node in events.evaluations(graph, feedback):
             assert feedback.source is not None
             writer = feedback.source.node.name
-            name = f"turn {writer} to {node.name}"
-            planned[name] = PlannedChannel(name, writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order")
-    return list(planned.values())
+            planned.append(PlannedChannel(f"turn {writer} to {node.name}", writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order"))
+    return planned
 
 
-def _waits_for_weights(rollout: Node, update: Node) -> bool:
-    """Return whether the next step's rollout waits for this step's update anyway."""
-    feedback = rollout.feedback
-    return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
+def first_workers(crew: Sequence[PlannedWorker]) -> dict[str, str]:
+    """Return the first worker of each node, by name; nodes have the same one where they run in the same processes."""
+    return {node: worker.name for worker in reversed(crew) for node in worker.nodes}
 
 
 def _loops(

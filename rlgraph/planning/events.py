@@ -1,7 +1,8 @@
 """From a graph to its schedule: the events of a step, and what each waits for."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 import networkx as nx
@@ -29,24 +30,71 @@ def slots(graph: Graph, node: Node) -> int:
     return open_batches(graph) + (0 if graph.feedbacks and in_loop(graph, node) else 1)
 
 
+def window(graph: Graph) -> int:
+    """Return how many steps may be in flight: so many that none waits for an older one to be done, whatever the times.
+
+    Those that the loop admits, one for each node that a batch passes before it and beside it, and two more.
+    """
+    trained = {feedback.source.node for feedback in graph.feedbacks if feedback.source is not None}
+    inside = {node for node in graph.nodes if in_loop(graph, node) and any(node is t or nx.has_path(graph.forward, node, t) for t in trained)}
+    outside = graph.forward.subgraph(node for node in graph.nodes if node not in inside)
+    return open_batches(graph) + 2 + max(1, nx.dag_longest_path_length(outside) + 1 if len(outside) else 0) + ahead(graph)
+
+
 def in_loop(graph: Graph, node: Node) -> bool:
     """Return whether `node` lies downstream of a rollout that a feedback edge drives."""
     driven = [n for n in graph.nodes if n.feedback is not None]
     return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
 
 
-def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps) -> Schedule:
+@dataclass(frozen=True)
+class Relay:
+    """A channel without a batch, by which a node of a pool tells the next one, in another process, that it is its turn.
+
+    `tokens` messages are there before the first step; `slots` is how many it holds.
+    """
+
+    writer: Node
+    reader: Node
+    tokens: int
+    slots: int
+
+    @property
+    def name(self) -> str:
+        return f"turn {self.writer.name} to {self.reader.name}"
+
+
+@dataclass(frozen=True)
+class Puts:
+    """The channels into which each node puts, one after another: those of its batch, by their readers, then those of turns."""
+
+    batches: Mapping[Node, Sequence[Sequence[Node]]]
+    relays: Mapping[Node, Sequence[Relay]] = field(default_factory=dict)
+
+    def batch(self, writer: Node, reader: Node) -> int:
+        """Return the number of the put that brings a batch to a reader."""
+        return next(put for put, readers in enumerate(self.batches[writer], 1) if reader in readers)
+
+    def relay(self, relay: Relay) -> int:
+        """Return the number of the put that tells the next node of a pool its turn."""
+        return len(self.batches[relay.writer]) + 1 + list(self.relays[relay.writer]).index(relay)
+
+
+def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps, batches: Mapping[Node, Sequence[Sequence[Node]]]) -> Schedule:
     """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock.
 
-    `sleeps` are the costs of the models that have their devices in turns, by node.
+    `sleeps` are the costs of the models that have their devices in turns, by node; `batches` are the readers of each channel.
     """
     fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
     events = [*fired, *_weights_events(graph, hosts, costs)]
     ordered = _ordered(graph, [*events, *turn_events(graph, _ordered(graph, fired), sleeps)])
-    flow = [*_data(graph), *_loops(graph)]
-    flow += around_turns(ordered, flow)
-    turns = [*_turns(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
-    return Schedule(tuple(ordered), tuple(flow + turns))
+    told: dict[Node, list[Relay]] = {}
+    for relay in relays(graph, ordered, hosts):
+        told.setdefault(relay.writer, []).append(relay)
+    puts = Puts(batches, told)
+    flow = [*_data(graph, puts), *_relayed(puts, ordered), *_loops(graph)]
+    turns = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
+    return Schedule(tuple(ordered), tuple(around_turns(ordered, flow) + turns))
 
 
 def fire_event(node: str, part: int = 0, chunks: int = 1) -> str:
@@ -156,15 +204,55 @@ def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
     return min([node.serial, *waiting]), -1, node.serial
 
 
-def _data(graph: Graph) -> list[Dependency]:
-    found = []
+def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
+    """A reader starts when its batch has been put; the writer puts the next where every reader has given a slot back."""
     for writer, reader in graph.forward.edges:
-        held, writes, reads = slots(graph, writer), fire_events(writer), fire_events(reader)
-        parts = zip(writes, reads, strict=True) if by_part(writer, reader) else product(writes, reads)
-        for put, taken in parts:
-            found.append(Dependency(put, taken, 0, "data", writer.name))
-            found.append(Dependency(taken, put, held, "slots", writer.name))
-    return found
+        held, put, writes, reads = slots(graph, writer), puts.batch(writer, reader), fire_events(writer), fire_events(reader)
+        for wrote, taken in zip(writes, reads, strict=True) if by_part(writer, reader) else product(writes, reads):
+            yield Dependency(wrote, taken, 0, "data", writer.name, put)
+            yield Dependency(taken, wrote, held, "slots", writer.name, put)
+
+
+def _relayed(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
+    """The nodes of a pool in different processes take turns, each told by the one before: then it loads its weights and fires."""
+    first: dict[tuple[str, int], str] = {}
+    for event in ordered:
+        if event.kind in ("load", "fire"):
+            first.setdefault((event.node, event.part), event.name)
+    for relay in (relay for of_writer in puts.relays.values() for relay in of_writer):
+        put, writes = puts.relay(relay), fire_events(relay.writer)
+        reads = [first[relay.reader.name, part] for part in range(relay.reader.chunks)]
+        if by_part(relay.writer, relay.reader):
+            pairs = [(writes[part - relay.tokens], reads[part], int(part < relay.tokens)) for part in range(len(reads))]
+        else:
+            pairs = [(wrote, taken, relay.tokens // len(writes)) for wrote, taken in product(writes, reads)]
+        for wrote, taken, tokens in pairs:
+            yield Dependency(wrote, taken, tokens, "order", relay.name, put)
+
+
+def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Relay]:
+    """Yield the channels that keep nodes of one pool in different processes from overlapping, unless data or weights do so anyway.
+
+    Data does not where the next node loads weights, which it does before it takes its batch.
+    """
+    found: dict[str, Relay] = {}
+    for pool in dict.fromkeys(event.pool for event in ordered if event.pool is not None):
+        fired = [event for event in ordered if event.kind == "fire" and event.pool == pool]
+        for this, following in zip(fired, fired[1:] + fired[:1], strict=True):
+            before, after = graph.node(this.node), graph.node(following.node)
+            wraps = following is fired[0]
+            told = _waits_for_weights(after, before) if wraps else after.feedback is None and nx.has_path(graph.forward, before, after)
+            if hosts[before.name] != hosts[after.name] and not told:
+                tokens = int(following.part != this.part or wraps) if by_part(before, after) else before.chunks * wraps
+                relay = Relay(before, after, tokens, tokens + before.chunks)
+                found[relay.name] = relay
+    yield from found.values()
+
+
+def _waits_for_weights(rollout: Node, update: Node) -> bool:
+    """Return whether the next step's rollout waits for this step's update anyway."""
+    feedback = rollout.feedback
+    return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
 
 
 def by_part(writer: Node, reader: Node) -> bool:
@@ -206,15 +294,13 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node) -> list[Dependency
     ]
 
 
-def _turns(ordered: list[Event]) -> list[Dependency]:
-    """Events of one pool, and those of one worker on the host, take turns in this order, round and round."""
-    turns: dict[tuple[str, str], list[Event]] = {}
+def _in_order(ordered: Sequence[Event]) -> Iterator[Dependency]:
+    """What one worker does, it does in this order, round and round."""
+    chains: dict[str, list[Event]] = {}
     for event in ordered:
         if event.kind != "receive":
-            turns.setdefault(("pool", event.pool) if event.pool else ("worker", event.worker), []).append(event)
-    found = []
-    for group in turns.values():
-        if len(group) > 1:
-            found += [Dependency(a.name, b.name, 0, "order") for a, b in pairwise(group)]
-            found.append(Dependency(group[-1].name, group[0].name, 1, "order"))
-    return found
+            chains.setdefault(event.worker, []).append(event)
+    for chain in chains.values():
+        if len(chain) > 1:
+            yield from (Dependency(a.name, b.name, 0, "order") for a, b in pairwise(chain))
+            yield Dependency(chain[-1].name, chain[0].name, 1, "order")

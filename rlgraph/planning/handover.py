@@ -30,7 +30,8 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
 def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
     """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
 
-    Played with its events' own seconds and these, the schedule takes as long as the run did. Weights that are loaded within a
+    Played with its events' own seconds and these, the schedule takes as long as the run did. What waited for room in a channel
+    ended when the room was there. Weights that are loaded within a
     firing came when they came: nothing was handed over late. What waits for a step before the first of the spans tells nothing.
     Of the nodes that work `together` the last rank counts, for which the others wait.
     """
@@ -56,8 +57,11 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
                 if not known:
                     unknown.add((event.name, step))
                 continue
-            ends[event.name, step] = {span.worker: span.end_s for span in found}
-            began = [(span.start_s, max((_ready(ends, d, step, span.worker) for d in waits[event.name]), default=0.0)) for span in found]
+            starts = [d for d in waits[event.name] if not d.holds]
+            ends[event.name, step] = {
+                span.worker: max([span.end_s, *(_ready(ends, d, step, span.worker) for d in waits[event.name] if d.holds)]) for span in found
+            }
+            began = [(span.start_s, max((_ready(ends, d, step, span.worker) for d in starts), default=0.0)) for span in found]
             if event.node in together:
                 began = [(max(start_s for start_s, _ in began), max(ready_s for _, ready_s in began))]
             if step >= first_step and known:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from rlgraph.planning.events import load_event, publish_event, readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.period import WARM_UP_STEPS, Played, play
 from rlgraph.planning.plan import PlannedWait
-from rlgraph.planning.schedule import Event, Reason, Schedule
+from rlgraph.planning.schedule import Dependency, Event, Reason, Schedule
 
 Settings = Mapping[str, Setting]  # of each node, by name
 
@@ -39,16 +40,18 @@ class Outlook:
     def waits(self) -> tuple[PlannedWait, ...]:
         """Return how long each pool, and each worker on the host, stands still for what; the longest first."""
         total: dict[tuple[str, str, Reason], float] = {}
+
+        def add(event: Event, cause: Dependency | None, seconds: float) -> None:
+            if cause is not None and cause.reason not in ("order", "self"):
+                key = (event.pool or event.worker, cause.via, cause.reason)
+                total[key] = total.get(key, 0.0) + seconds
+
+        played, turns = self.played, self._turns()
         for event in (e for e in self.schedule.events if e.kind != "receive"):
-            starts, causes = self.played.starts[event.name], self.played.causes[event.name]
-            before = [d for d in self.schedule.dependencies if d.after == event.name and d.reason in ("order", "self")]
-            turns = [(self.played.ends[d.before], d.tokens) for d in before]
             for step in range(self.warm_up, self.steps):
-                cause = causes[step]
-                if cause is not None and cause.reason not in ("order", "self"):
-                    free = max([ends[step - tokens] for ends, tokens in turns if step >= tokens], default=0.0)
-                    key = (event.pool or event.worker, cause.via, cause.reason)
-                    total[key] = total.get(key, 0.0) + starts[step] - free
+                free = max([ends[step - tokens] for ends, tokens in turns[event.name] if step >= tokens], default=0.0)
+                add(event, played.causes[event.name][step], max(played.starts[event.name][step] - free, 0.0))
+                add(event, played.held[event.name][step], played.ends[event.name][step] - played.worked[event.name][step])
         engines: dict[str, int] = {}
         for event in self.schedule.events:
             who = event.pool or event.worker
@@ -56,6 +59,25 @@ class Outlook:
         counted = self.steps - self.warm_up
         found = [PlannedWait(who, on, reason, idle / counted / engines[who]) for (who, on, reason), idle in total.items() if idle > 0]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
+
+    def _turns(self) -> Mapping[str, Sequence[tuple[Sequence[float], int]]]:
+        """Return for each event when the one before it was done in the same pool, or worker of the host, and how many steps before.
+
+        An engine waits for itself, and for all engines of any other node.
+        """
+        found: dict[str, list[tuple[Sequence[float], int]]] = {event.name: [] for event in self.schedule.events}
+        chains: dict[str, dict[str, list[Event]]] = {}
+        for event in (e for e in self.schedule.events if e.kind != "receive"):
+            whole = event.name.removesuffix(f"[{self.engine_of.get(event.name, 0)}]")
+            chains.setdefault(event.pool or event.worker, {}).setdefault(whole, []).append(event)
+        for chain in chains.values():
+            groups = list(chain.values())
+            for index, group in enumerate(groups):
+                for event, before in product(group, groups[index - 1]):
+                    same = event.node == before.node
+                    if not same or self.engine_of.get(event.name, 0) == self.engine_of.get(before.name, 0):
+                        found[event.name].append((self.played.ends[before.name], int(index == 0)))
+        return found
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
         """Return the mean gap between the version a rollout takes and the one it is trained at."""

@@ -2,6 +2,9 @@
 
 A dependency with t tokens lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
 firing k - t of `before`. The number of tokens on a cycle never changes (Commoner, 1971), which is what bounds staleness.
+
+A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot holds
+up that put, those after it and the end of the firing, but neither its start nor its work.
 """
 
 from collections.abc import Mapping
@@ -31,13 +34,28 @@ class Event:
 
 @dataclass(frozen=True)
 class Dependency:
-    """Firing k of `after` waits for firing k - `tokens` of `before`."""
+    """Firing k of `after` waits for firing k - `tokens` of `before`: its start for the other's end, unless a `put` is named.
+
+    `put` counts the channels of a writer in the order of its puts, from 1. Where the reason is "slots", that put of `after` is
+    what waits, until `before` has ended and given its slot back. For any other reason `after` starts once that put of `before` is done.
+    """
 
     before: str
     after: str
     tokens: int
     reason: Reason
     via: str = ""
+    put: int = 0
+
+    @property
+    def left_at(self) -> int:
+        """The put of `before` that it waits for; 0 is its end."""
+        return 0 if self.reason == "slots" else self.put
+
+    @property
+    def holds(self) -> int:
+        """The put of `after` that waits; 0 is its start."""
+        return self.put if self.reason == "slots" else 0
 
 
 @dataclass(frozen=True)

@@ -60,17 +60,29 @@ def turn_events(graph: Graph, fired: Sequence[Event], sleeps: Sleeps) -> Iterato
 
 
 def around_turns(ordered: Sequence[Event], flow: Sequence[Dependency]) -> list[Dependency]:
-    """Return what waits around a turn. Its engine wakes once the weights are there that it loads first, or what its first firing
-    reads; and what its last firing writes leaves when the engine sleeps, since that tells the next model of the pool its turn."""
+    """Return the flow with the events around a turn in it.
+
+    An engine wakes once the weights it loads first, or the inputs of its first firing, are there. It sleeps after its last
+    firing and before that puts: so what waits for a put, and what a put waits for, is about the sleep instead.
+    """
     wakes = {(event.node, event.part): event.name for event in ordered if event.kind == "wake"}
     opens: dict[str, str] = {}  # the wake before each event that is the first of a turn
     for event in ordered:
         if event.kind in ("load", "fire") and (event.node, event.part) in wakes:
             opens[event.name] = wakes.pop((event.node, event.part))
-    found = [replace(d, after=opens[d.after]) for d in flow if d.after in opens and d.reason in ("data", "loop")]
     sleeps = {(event.node, event.part): event.name for event in ordered if event.kind == "sleep"}
     closes = {e.name: sleeps[e.node, e.part] for e in ordered if e.kind == "fire" and (e.node, e.part) in sleeps}
-    return found + [replace(d, before=closes[d.before]) for d in (*flow, *found) if d.before in closes and d.reason == "data"]
+    found = []
+    for d in flow:
+        if d.reason in ("data", "order") and d.before in closes:
+            found.append(replace(d, put=0))  # it is the firing that writes the batch
+            d = replace(d, before=closes[d.before])
+        elif d.reason == "slots":
+            d = replace(d, before=closes.get(d.before, d.before), after=closes.get(d.after, d.after) if d.put else d.after)
+        found.append(d)
+        if d.after in opens and not d.holds:
+            found.append(replace(d, after=opens[d.after]))
+    return found
 
 
 def turns_of(ordered: Iterable[Event], nodes: Sequence[str]) -> tuple[Turn, ...]:

@@ -1,5 +1,6 @@
 """Which nodes, edges, turns and feedback edges of a plan lie on its critical cycle."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlgraph.planning.plan import Plan
@@ -20,11 +21,7 @@ def critical(plan: Plan) -> Critical:
     """Return what the critical cycle of the prediction runs through. A wait for a free slot marks the edge whose slot it is."""
     cycle = plan.prediction.critical
     events = {event.name: event for event in plan.schedule.events}
-    tightest: dict[tuple[str, str], Dependency] = {}
-    for d in plan.schedule.dependencies:
-        if (d.before, d.after) not in tightest or d.tokens < tightest[d.before, d.after].tokens:
-            tightest[d.before, d.after] = d
-    steps = [tightest[pair] for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True) if pair in tightest]
+    steps = [d for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True) for d in _between(plan.schedule.dependencies, *pair)]
     ends = [(d.reason, events[d.before].node, events[d.after].node, d.via) for d in steps]
     return Critical(
         nodes=frozenset(events[name].node for name in cycle if events[name].kind == "fire"),
@@ -32,3 +29,12 @@ def critical(plan: Plan) -> Critical:
         loops=frozenset(via for reason, _, _, via in ends if reason == "loop"),
         turns=frozenset(b for reason, a, b, _ in ends if reason == "order" and a != b),
     )
+
+
+def _between(dependencies: Sequence[Dependency], before: str, after: str) -> list[Dependency]:
+    """Return what joins two events of a cycle: a dependency, or the room that one gives to a put, and that put's reader."""
+    direct = [d for d in dependencies if (d.before, d.after) == (before, after) and not d.holds]
+    if direct:
+        return [min(direct, key=lambda d: d.tokens)]
+    rooms = [d for d in dependencies if d.before == before and d.holds]
+    return next(([room, d] for room in rooms for d in dependencies if (d.before, d.after) == (room.after, after)), [])

@@ -1,0 +1,179 @@
+"""A discrete-event simulator of the runtime's own rules, which knows nothing of a schedule's dependencies.
+
+Each worker is a process that does what `rlgraph.runtime.worker` does: fire in order, wait where it takes, put into bounded
+channels, give slots back when its firing ends, publish last. A thread receives weights where there are two buffers. The
+driver ticks a step once the one that lies a window before it is reported. Of a plan it takes the workers, channels, loops,
+the order of firing and the seconds of each event.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
+
+Await = float | Callable[[], bool]  # seconds to spend, or what must hold before going on
+Process = Iterator[Await]
+
+
+@dataclass
+class Channel:
+    """Messages put so far, and how many each reading worker has given back."""
+
+    plan: PlannedChannel
+    users: dict[str, list[str]]  # of each reading worker its nodes, in firing order
+    put: int = 0
+    released: dict[str, int] = field(default_factory=dict)
+    held: dict[str, set[int]] = field(default_factory=dict)
+
+    def room(self) -> bool:
+        return self.put - min(self.released.values()) < self.plan.slots
+
+
+@dataclass
+class Weights:
+    """Versions published so far; of each reader how many it has received, and has loaded."""
+
+    plan: PlannedLoop
+    readers: list[str]
+    published: int = 0
+    received: dict[str, int] = field(default_factory=dict)
+    loaded: dict[str, int] = field(default_factory=dict)
+
+
+class Simulator:
+    """Plays a plan for `steps` steps; `started` and `worked` are by (event, step), `reported` by step.
+
+    `window` is how many steps the driver keeps in flight: those of the plan unless given.
+    """
+
+    def __init__(self, plan: Plan, steps: int, window: int | None = None) -> None:
+        self.plan, self.steps, self.window = plan, steps, window or plan.window
+        self.now = 0.0
+        self.started: dict[tuple[str, int], float] = {}
+        self.worked: dict[tuple[str, int], float] = {}
+        self.reported: list[float] = []
+        self.finished = {w.name: 0 for w in plan.workers if w.rank == 0}
+        self.home = {node: w.name for w in plan.workers if w.rank == 0 for node in w.nodes}
+        self.seconds = {event.name: event.seconds for event in plan.schedule.events}
+        self.fires = {w: [e for e in plan.schedule.events if e.kind == "fire" and self.home[e.node] == w] for w in self.finished}
+        self.around = {e.kind + " " + e.node + str(e.part): e.name for e in plan.schedule.events if e.kind in ("wake", "sleep")}
+        self.channels = [self._channel(channel) for channel in plan.channels]
+        self.loops = [Weights(p, list(dict.fromkeys(self.home[r] for r in p.readers))) for p in plan.loops]
+        self.awake: set[str] = set()
+        self._run()
+
+    def period(self, rounds: int) -> float:
+        """Seconds a step over the last `rounds` steps."""
+        return (self.reported[-1] - self.reported[-1 - rounds]) / rounds
+
+    def _channel(self, plan: PlannedChannel) -> Channel:
+        users: dict[str, list[str]] = {}
+        for worker in self.plan.workers:
+            if worker.rank == 0 and (names := [n for n in worker.nodes if n in plan.readers]):
+                users[worker.name] = names
+        return Channel(plan, users, 0, dict.fromkeys(users, 0), {worker: set() for worker in users})
+
+    def _run(self) -> None:
+        tickets, heap, blocked = count(), list[tuple[float, int, Process]](), list[tuple[Callable[[], bool], Process]]()
+        processes = [self._worker(name) for name in self.finished]
+        processes += [self._receiver(w, r) for w in self.loops if w.plan.buffers == 2 for r in w.readers]
+        heap += [(0.0, next(tickets), process) for process in processes]
+        while heap:
+            self.now, _, process = heapq.heappop(heap)
+            ready = [process]
+            while ready:
+                process = ready.pop()
+                for wanted in process:
+                    if callable(wanted):
+                        if wanted():
+                            continue
+                        blocked.append((wanted, process))
+                    else:
+                        if not wanted:
+                            continue
+                        heapq.heappush(heap, (self.now + wanted, next(tickets), process))
+                    break
+                while len(self.reported) < min(self.finished.values()):
+                    self.reported.append(self.now)
+                if not ready:
+                    ready = [p for holds, p in blocked if holds()]
+                    blocked = [(holds, p) for holds, p in blocked if p not in ready]
+        assert len(self.reported) == self.steps, "a deadlock"
+
+    def _worker(self, name: str) -> Process:
+        for step in range(self.steps):
+            yield lambda step=step: step < len(self.reported) + self.window  # type: ignore[misc]
+            for event in self.fires[name]:
+                yield from self._fire(name, event.name, event.node, event.part, step)
+            self.finished[name] += 1
+
+    def _fire(self, worker: str, event: str, node: str, part: int, step: int) -> Process:
+        planned = self.plan.node(node)
+        yield from self._take(worker, node, part, step, "order")
+        for weights in self.loops:
+            users = [n for n in self.plan.worker(worker).nodes if n in weights.plan.readers]
+            if users and users[0] == node and part == 0:
+                yield from self._load(weights, worker, node, part, step)
+        yield from self._take(worker, node, part, step, "batch")
+        yield from self._wake(worker, node, part)
+        self.started[event, step] = self.now
+        yield self.seconds[event]
+        self.worked[event, step] = self.now
+        if (sleep := self.around.get(f"sleep {node}{part}")) is not None:
+            yield self.seconds[sleep]
+            self.awake.discard(worker)
+        message = step * planned.chunks + part
+        for channel in (c for c in self.channels if c.plan.writer == node):
+            yield channel.room
+            assert channel.put == message
+            channel.put += 1
+        for channel in (c for c in self.channels if node in c.users.get(worker, ())):
+            wanted = self._messages(channel.plan, node, step, part)
+            if node == channel.users[worker][-1] and (len(wanted) < channel.plan.parts or part == planned.chunks - 1):
+                channel.released[worker] += len(channel.held[worker] & set(wanted))
+                channel.held[worker] -= set(wanted)
+        for weights in self.loops:
+            if weights.plan.writer == node:
+                yield self.seconds[f"publish {weights.plan.name}"]
+                weights.published += 1
+
+    def _take(self, worker: str, node: str, part: int, step: int, kind: str) -> Process:
+        for channel in (c for c in self.channels if c.plan.kind == kind and node in c.users.get(worker, ())):
+            wanted = self._messages(channel.plan, node, step, part)
+            if wanted.start < 0:
+                continue
+            yield lambda channel=channel, wanted=wanted: channel.put >= wanted.stop  # type: ignore[misc]
+            channel.held[worker] |= {m for m in wanted if m >= channel.released[worker]}
+
+    def _messages(self, channel: PlannedChannel, node: str, step: int, part: int) -> range:
+        """Of a channel whose parts the node works on, its part; else all of a step."""
+        first = step * channel.parts - channel.tokens
+        by_part = channel.parts == self.plan.node(node).chunks > 1 and channel.stream is not None
+        return range(first + part, first + part + 1) if by_part else range(first, first + channel.parts)
+
+    def _load(self, weights: Weights, worker: str, node: str, part: int, step: int) -> Process:
+        version = step - weights.plan.depth
+        if weights.plan.buffers == 2:
+            yield lambda: weights.received.get(worker, 0) > step
+        else:
+            yield lambda: weights.published >= version
+        yield from self._wake(worker, node, part)
+        name = f"load {weights.plan.name} for {node}"
+        yield self.seconds[name]
+        weights.loaded[worker] = step + 1
+
+    def _receiver(self, weights: Weights, worker: str) -> Process:
+        node = next(n for n in self.plan.worker(worker).nodes if n in weights.plan.readers)
+        for step in range(self.steps):
+            yield lambda step=step: weights.published >= step - weights.plan.depth  # type: ignore[misc]
+            yield lambda step=step: weights.loaded.get(worker, 0) >= step  # type: ignore[misc]
+            yield self.seconds[f"receive {weights.plan.name} for {node}"]
+            weights.received[worker] = step + 1
+
+    def _wake(self, worker: str, node: str, part: int) -> Process:
+        wake = self.around.get(f"wake {node}{part}")
+        if wake is not None and worker not in self.awake:
+            self.awake.add(worker)
+            yield self.seconds[wake]
