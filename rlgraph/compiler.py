@@ -54,7 +54,7 @@ class Plan(values.Plan):
 
     def timeline(self, path: str | Path, steps: int = 6) -> None:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
-        nodes = {event.name: event.node for event in self.schedule.events}
+        nodes = {worker.name: worker.nodes for worker in self.workers}
         due = self.due_events()
 
         def seconds(event: Event, step: int) -> float:  # an event's own are those of a step on average
@@ -62,7 +62,7 @@ class Plan(values.Plan):
             return event.seconds if happens is None else event.seconds * happens.every * happens(step)
 
         spans = [span for span in simulate(self.schedule, steps, seconds) if span.name not in due or due[span.name](span.step)]
-        ranks = [replace(span, worker=worker) for span in spans for worker in self.node(nodes[span.name]).workers]
+        ranks = [replace(span, worker=name) for span in spans for name, fired in nodes.items() if fired == nodes[span.worker]]
         timeline.write(path, ranks, self)
 
     def to_json(self) -> str:

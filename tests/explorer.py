@@ -51,7 +51,9 @@ def promises(schedule: Schedule, depth: int, rollout: str, slots: Callable[[str]
         if d.reason == "data":
             what = f"'{d.after}' reads what '{d.before}' wrote"
             found.append(Promise(what, slots(d.before), (f"end {d.before}",), (f"start {d.after}",)))
-            found.append(Promise(f"a slot of '{d.before}' for each unread batch", slots(d.before), (f"end {d.before}",), (f"end {d.after}",)))
+            found.append(
+                Promise(f"a slot of '{d.before}' for each unread batch", slots(d.before), (f"end {d.before}",), (f"end {d.after}",))
+            )
     for pool in {event.pool for event in schedule.events if event.pool}:
         names = [event.name for event in schedule.events if event.pool == pool and event.kind != "publish"]  # a copy, beside others' work
         starts, ends = tuple(f"start {name}" for name in names), tuple(f"end {name}" for name in names)

@@ -65,10 +65,16 @@ class VectorPolicy(VectorModel):
     role: ClassVar[str] = "policy"
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VectorCritic(VectorModel):
+    role: ClassVar[str] = "critic"
+
+
 @dataclass(frozen=True)
 class Generate:
     seconds: float
     chunks: int = 1
+    begun: Callable[[int], None] | None = None  # told of each step that it begins
     work: Work = "generate"
 
     def start(self, context: Context) -> Any:
@@ -86,7 +92,12 @@ class Generate:
         def parts(step: int, columns: Columns) -> Iterator[Fired]:
             return (part(ids) for ids in columns["prompt_ids"].chunk(self.chunks))  # type: ignore[union-attr]
 
-        return parts if self.chunks > 1 else lambda step, columns: part(columns["prompt_ids"])
+        def whole(step: int, columns: Columns) -> Fired:
+            if self.begun is not None:
+                self.begun(step)
+            return part(columns["prompt_ids"])  # type: ignore[arg-type]
+
+        return parts if self.chunks > 1 else whole
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,24 @@ class Train:
             loss = (columns["values"].mean(-1) * columns["rewards"]).mean()  # type: ignore[union-attr]
             context.engine.vector.mul_(0.9).add_(loss)
             return {}, {"loss": loss.item(), "weight": context.engine.vector.sum().item()}
+
+        return fire
+
+
+@dataclass(frozen=True)
+class TrainCritic:
+    """What a critic learns goes nowhere, so nobody waits for it; `meanwhile` is called before it is done."""
+
+    seconds: float
+    meanwhile: Callable[[int], None] | None = None
+    work: Work = "train"
+
+    def start(self, context: Context) -> Stage:
+        def fire(step: int, columns: Columns) -> Fired:
+            time.sleep(self.seconds)
+            if self.meanwhile is not None:
+                self.meanwhile(step)
+            return {}, {"critic/values": columns["values"].mean().item()}  # type: ignore[union-attr]
 
         return fire
 
@@ -122,15 +151,19 @@ def vector_loop(
     middle: Callable[..., Output] = score,
     count: int = 4,
     chunks: int = 1,
+    begun: Callable[[int], None] | None = None,
+    critic: TrainCritic | None = None,
+    critic_pool: Pool | None = None,
 ) -> Graph:
-    """Return the graph: prompts, rollout, a reward of the user's own, update, and weights back."""
+    """Return the graph: prompts, rollout, a reward of the user's own, update, and weights back; and a critic's update, in the
+    pool of training unless it has one of its own."""
     rollout_pool, train_pool = pools or (Pool("rollout"), Pool("train"))
     weights: Feedback = feedback("weights", depth=depth, buffers=buffers, freshest=freshest)
     source = prompts(ITEMS, count, seed=1)
     rollout = Output(
         declare(
             "rollout",
-            Generate(generate_s, chunks),
+            Generate(generate_s, chunks, begun),
             (source,),
             reads=("prompt_ids",),
             writes=("values", "response_mask", "weight_version", "group_ids"),
@@ -144,4 +177,8 @@ def vector_loop(
     reads = ("values", "response_mask", "weight_version", "rewards")
     update = declare("update", Train(train_s), (rollout, rewards), reads=reads, writes=(), model=policy)
     weights.close(Output(update, "weights"))
-    return Graph("vector", Output(update, "metrics"))
+    outputs = [Output(update, "metrics")]
+    if critic is not None:
+        model = VectorCritic("vector", pool=critic_pool or train_pool)
+        outputs.append(Output(declare("critic_update", critic, (rollout,), reads=("values",), writes=(), model=model), "metrics"))
+    return Graph("vector", *outputs)

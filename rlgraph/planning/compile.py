@@ -281,7 +281,9 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
         for node in events.evaluations(graph, feedback):
             assert feedback.source is not None
             writer = feedback.source.node.name
-            planned.append(PlannedChannel(f"turn {writer} to {node.name}", writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order"))
+            planned.append(
+                PlannedChannel(events.turn_name(writer, node.name), writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order")
+            )
     return planned
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import networkx as nx
@@ -36,7 +36,9 @@ def window(graph: Graph) -> int:
     Those that the loop admits, one for each node that a batch passes before it and beside it, and two more.
     """
     trained = {feedback.source.node for feedback in graph.feedbacks if feedback.source is not None}
-    inside = {node for node in graph.nodes if in_loop(graph, node) and any(node is t or nx.has_path(graph.forward, node, t) for t in trained)}
+    inside = {
+        node for node in graph.nodes if in_loop(graph, node) and any(node is t or nx.has_path(graph.forward, node, t) for t in trained)
+    }
     outside = graph.forward.subgraph(node for node in graph.nodes if node not in inside)
     return open_batches(graph) + 2 + max(1, nx.dag_longest_path_length(outside) + 1 if len(outside) else 0) + ahead(graph)
 
@@ -61,15 +63,19 @@ class Relay:
 
     @property
     def name(self) -> str:
-        return f"turn {self.writer.name} to {self.reader.name}"
+        return turn_name(self.writer.name, self.reader.name)
 
 
 @dataclass(frozen=True)
 class Puts:
-    """The channels into which each node puts, one after another: those of its batch, by their readers, then those of turns."""
+    """The channels into which each node puts, one after another: those of its batch, by their readers, then those of turns.
+
+    An update also tells the evaluations beside it that it is done, and waits for one that is too far behind.
+    """
 
     batches: Mapping[Node, Sequence[Sequence[Node]]]
-    relays: Mapping[Node, Sequence[Relay]] = field(default_factory=dict)
+    relays: Mapping[Node, Sequence[Relay]]
+    evaluations: Mapping[Node, Sequence[Node]]
 
     def batch(self, writer: Node, reader: Node) -> int:
         """Return the number of the put that brings a batch to a reader."""
@@ -79,8 +85,15 @@ class Puts:
         """Return the number of the put that tells the next node of a pool its turn."""
         return len(self.batches[relay.writer]) + 1 + list(self.relays[relay.writer]).index(relay)
 
+    def evaluation(self, update: Node, evaluation: Node) -> int:
+        """Return the number of the put that tells an evaluation beside the training that a step is done."""
+        before = len(self.batches[update]) + len(self.relays.get(update, ()))
+        return before + 1 + list(self.evaluations[update]).index(evaluation)
 
-def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps, batches: Mapping[Node, Sequence[Sequence[Node]]]) -> Schedule:
+
+def schedule(
+    graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps, batches: Mapping[Node, Sequence[Sequence[Node]]]
+) -> Schedule:
     """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock.
 
     `sleeps` are the costs of the models that have their devices in turns, by node; `batches` are the readers of each channel.
@@ -88,13 +101,26 @@ def schedule(graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps:
     fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
     events = [*fired, *_weights_events(graph, hosts, costs)]
     ordered = _ordered(graph, [*events, *turn_events(graph, _ordered(graph, fired), sleeps)])
+    puts = _puts(graph, ordered, hosts, batches)
+    flow = [*_data(graph, puts), *_relayed(puts, ordered), *_loops(graph, puts)]
+    turns = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
+    return Schedule(tuple(ordered), tuple(around_turns(ordered, flow) + turns))
+
+
+def _puts(graph: Graph, ordered: Sequence[Event], hosts: Hosts, batches: Mapping[Node, Sequence[Sequence[Node]]]) -> Puts:
     told: dict[Node, list[Relay]] = {}
     for relay in relays(graph, ordered, hosts):
         told.setdefault(relay.writer, []).append(relay)
-    puts = Puts(batches, told)
-    flow = [*_data(graph, puts), *_relayed(puts, ordered), *_loops(graph)]
-    turns = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
-    return Schedule(tuple(ordered), tuple(around_turns(ordered, flow) + turns))
+    evaluated: dict[Node, list[Node]] = {}
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        evaluated.setdefault(feedback.source.node, []).extend(evaluations(graph, feedback))
+    return Puts(batches, told, evaluated)
+
+
+def turn_name(before: str, after: str) -> str:
+    """Return the name of the channel by which one node tells another that it is its turn."""
+    return f"turn {before} to {after}"
 
 
 def fire_event(node: str, part: int = 0, chunks: int = 1) -> str:
@@ -260,7 +286,7 @@ def by_part(writer: Node, reader: Node) -> bool:
     return reader.follows is not None and reader.follows is writer.stream
 
 
-def _loops(graph: Graph) -> list[Dependency]:
+def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
     found = []
     for feedback in graph.feedbacks:
         assert feedback.source is not None
@@ -276,11 +302,11 @@ def _loops(graph: Graph) -> list[Dependency]:
             found.append(Dependency(publish, arrives, feedback.depth + 1, "loop", feedback.name))
             found += [Dependency(load, firing, 0, "loop", feedback.name) for user in users for firing in fire_events(user)]
         for node in evaluations(graph, feedback):
-            found += _evaluation(graph, feedback, node)
+            found += _evaluation(graph, feedback, node, puts.evaluation(feedback.source.node, node))
     return found
 
 
-def _evaluation(graph: Graph, feedback: Feedback, node: Node) -> list[Dependency]:
+def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[Dependency]:
     """An evaluation apart waits for the weights of its step; training waits for one that is too far behind."""
     assert feedback.source is not None
     assert node.due is not None
@@ -290,7 +316,7 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node) -> list[Dependency
     return [
         *chain,
         Dependency(load, publish, node.due.every, "slots", name),
-        Dependency(node.name, update, ahead(graph) + 1, "slots", name),
+        Dependency(node.name, update, ahead(graph) + 1, "slots", turn_name(update, node.name), put),
     ]
 
 

@@ -59,7 +59,8 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
                 continue
             starts = [d for d in waits[event.name] if not d.holds]
             ends[event.name, step] = {
-                span.worker: max([span.end_s, *(_ready(ends, d, step, span.worker) for d in waits[event.name] if d.holds)]) for span in found
+                span.worker: max([span.end_s, *(_ready(ends, d, step, span.worker) for d in waits[event.name] if d.holds)])
+                for span in found
             }
             began = [(span.start_s, max((_ready(ends, d, step, span.worker) for d in starts), default=0.0)) for span in found]
             if event.node in together:

@@ -113,11 +113,11 @@ class Played:
     for last. They end after their work only where a put waited for room."""
 
     order: tuple[Event, ...]
-    starts: Mapping[str, Sequence[float]]
-    worked: Mapping[str, Sequence[float]]
-    ends: Mapping[str, Sequence[float]]
-    causes: Mapping[str, Sequence[Dependency | None]]
-    held: Mapping[str, Sequence[Dependency | None]]
+    starts: Mapping[str, list[float]]
+    worked: Mapping[str, list[float]]
+    ends: Mapping[str, list[float]]
+    causes: Mapping[str, list[Dependency | None]]
+    held: Mapping[str, list[Dependency | None]]
 
     def step_ends(self) -> list[float]:
         """Return when each step is finished: all its firings and those of the steps before."""
@@ -171,13 +171,19 @@ def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Depende
 
 
 def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> list[Span]:
-    """Return when each event of each step runs if everything starts as soon as it may; `seconds(event, step)` may vary."""
+    """Return when each event of each step runs if everything starts as soon as it may, and what waits for room after its work.
+
+    `seconds(event, step)` may vary.
+    """
     played = play(schedule, steps, seconds)
-    return [
-        Span(event.name, event.kind, step, event.worker, played.starts[event.name][step], played.worked[event.name][step])
-        for step in range(steps)
-        for event in played.order
-    ]
+    spans = []
+    for step in range(steps):
+        for event in played.order:
+            worked, held = played.worked[event.name][step], played.held[event.name][step]
+            spans.append(Span(event.name, event.kind, step, event.worker, played.starts[event.name][step], worked))
+            if held is not None:
+                spans.append(Span(held.via, "room", step, event.worker, worked, played.ends[event.name][step]))
+    return spans
 
 
 def firing_order(schedule: Schedule) -> list[Event]:

@@ -75,6 +75,16 @@ def test_a_plan_with_an_evaluation_prints_draws_and_survives_json(tmp_path: obje
     assert "every 10 steps" in str(plan(Parts().apart()))
 
 
+def test_what_does_not_happen_at_each_step_is_the_evaluation_and_its_weights_but_not_the_update() -> None:
+    assert set(plan(Parts().in_turns()).due_events()) == {"evaluate", "evaluate rewards"}
+    assert set(plan(Parts().apart()).due_events()) == {
+        "evaluate",
+        "evaluate rewards",
+        "publish weights to evaluate",
+        "load weights to evaluate",
+    }
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
     "no generator": (lambda: rg.evaluate("m", ITEMS, rg.feedback("w", depth=0), reward=right, every=1), GraphError, "pass the generator"),  # type: ignore[arg-type]
     "no weights": (lambda: rg.evaluate(Parts().generator, ITEMS, None, reward=right, every=1), GraphError, "got None as weights"),  # type: ignore[arg-type]

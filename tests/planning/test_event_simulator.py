@@ -45,7 +45,11 @@ def with_critic(depth: int, *, critic_on_its_own: bool = False, aside: int = 0) 
     weights = feedback("weights", depth=depth)
     train, values = Pool("train"), Pool("values")
     source = Output(declare("prompts", Nothing(), (), reads=(), writes=("prompts",), rows=8))
-    generator, policy, critic = Model("g", pool=Pool("rollout")), Model("p", pool=train), Model("c", pool=values if critic_on_its_own else train)
+    generator, policy, critic = (
+        Model("g", pool=Pool("rollout")),
+        Model("p", pool=train),
+        Model("c", pool=values if critic_on_its_own else train),
+    )
     operation: Any = Nothing("generate")
     rollout = Output(declare("rollout", operation, (source,), reads=("prompts",), writes=("c0",), model=generator, feedback=weights))
     update = declare("update", Nothing("train"), (rollout,), reads=("c0",), writes=(), model=policy)

@@ -75,7 +75,7 @@ def test_no_batch_is_ever_behind_by_more_than_the_depth_whatever_the_timing(case
     spans = simulate(case.schedule, 25, lambda event, step: event.seconds * chance.choice([0.0, 0.5, 1.0, 3.0]))
     published = {s.step + 1: s.end_s for s in spans if s.name == publish_event("weights")}
     loaded = {s.step: s.start_s for s in spans if s.name == load_event("weights", "rollout")}
-    ended = {s.step: s.end_s for s in spans if s.name.startswith("rollout")}
+    ended = {s.step: s.end_s for s in spans if s.name.startswith("rollout") and s.kind == "fire"}
     trained = {s.step: s.start_s for s in spans if s.name == "update"}
     for step, start in loaded.items():
         version = max(0, step - case.depth)
