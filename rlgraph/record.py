@@ -1,7 +1,10 @@
 """Record a run: a progress bar while it goes, and the files that it leaves."""
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 REWARD = "critic/rewards/mean"
 TIMELINE_STEPS = 6
+BAR_S, LINE_S = 0.5, 10.0  # between two looks at how far a step is: in the bar, and in lines where the output is no terminal
 FILES = {
     "run.html": "the report; open it in a browser",
     "run.json": "the run as data",
@@ -49,15 +53,24 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []
     console = Console()
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[last]}"), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    fields = (TextColumn("{task.fields[last]}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+    progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     try:
-        with progress, open_metrics(folder / "metrics.jsonl", job.finished) as lines:
-            task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step")
+        with progress, open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as beside:
+            task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step", now="")
+
+            def look() -> None:
+                now = job.under_way()
+                progress.update(task, now=now)
+                if now and not console.is_terminal:
+                    console.print(f"step {job.finished + 1}/{steps}  {now}", highlight=False, markup=False, soft_wrap=True)
+
+            again = beside.enter_context(every(BAR_S if console.is_terminal else LINE_S, look))
             for step in job.steps(steps):
                 done.append(step)
                 lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
                 lines.flush()
+                again()
                 progress.update(task, advance=1, last=_summary(step))
                 if not console.is_terminal:
                     console.print(f"step {step.index + 1}/{steps}  {_summary(step)}", highlight=False)
@@ -65,6 +78,38 @@ def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
     finally:
         if done:
             _conclude(job, done, folder, console)
+
+
+@contextmanager
+def every(seconds: float, look: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Call `look` on a thread after so many seconds, again and again; what is given begins the wait anew."""
+    lock, ended = threading.Condition(), False
+    due_s = time.monotonic() + seconds
+
+    def again() -> None:
+        nonlocal due_s
+        with lock:
+            due_s = time.monotonic() + seconds
+
+    def run() -> None:
+        while True:
+            with lock:
+                if lock.wait_for(lambda: ended, timeout=max(due_s - time.monotonic(), 0.01)):
+                    return
+                if time.monotonic() < due_s:
+                    continue
+            look()
+            again()
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield again
+    finally:
+        with lock:
+            ended = True
+            lock.notify()
+        thread.join()
 
 
 def open_metrics(path: Path, finished: int) -> TextIO:

@@ -1,6 +1,6 @@
 """Train with PyTorch: FSDP2 over a Hugging Face model, float32 master weights, one optimizer step an update."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 import torch
@@ -27,7 +27,8 @@ class FsdpEngine:
     group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
-    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute).
+    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). `passed` hears how
+    many of all micro-batches of an update, or of scores, are done.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FsdpEngine:
         recompute: bool = False,
         compiled: bool = False,
         flat: bool | None = None,
+        passed: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_count("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         self._made_group = join(rank, world)
@@ -61,6 +63,7 @@ class FsdpEngine:
             head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
         )
         self._offloaded = OffloadedMoments(self._optimizer)
+        self._passed = passed
         self.judge: Judge = lambda metrics: True
 
     def scores(self, batch: Columns) -> torch.Tensor:
@@ -120,8 +123,11 @@ class FsdpEngine:
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         arrange = pack_flat if self._flat else pack
-        for sequences in plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat)[self._rank]:
+        passes = plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat)[self._rank]
+        for done, sequences in enumerate(passes):
+            self._passed(done, len(passes))
             yield arrange(batch, sequences).to(self._device)
+        self._passed(len(passes), len(passes))
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}

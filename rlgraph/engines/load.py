@@ -1,5 +1,6 @@
 """From a declared model to its engine, in the worker that will run it."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlgraph.engines.base import GenerateEngine, TrainEngine
@@ -34,6 +35,9 @@ class Place(Protocol):
 
     @property
     def copies(self) -> int: ...
+
+    @property
+    def counted(self) -> Callable[[int, int, str], None]: ...
 
 
 def generate_engine(model: Any, place: Place) -> GenerateEngine:
@@ -112,4 +116,5 @@ def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
         micro_batch_tokens=model.micro_batch_tokens,
         recompute=model.recompute,
         compiled=model.compiled,
+        passed=lambda done, total: place.counted(done, total, "micro-batches"),
     )

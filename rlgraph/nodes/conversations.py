@@ -105,7 +105,8 @@ class Conversations:
         ]
         for conversation in conversations:
             self._submit(conversation)
-        while self._open or self._asking:
+        while left := len(self._open) + self._asking:
+            self.context.counted(len(conversations) - left, len(conversations), "responses")
             self._hear()
             self._decode()
         return self._columns(conversations, ids[torch.tensor(places, dtype=torch.long)]), self._metrics(conversations)

@@ -102,12 +102,16 @@ class Decoding:
     def take(self, step: int, requests: Sequence[Request]) -> list[Response]:
         """Decode until these requests of batch `step` are done, and return their responses."""
         batch = self._batches[step]
+        self.context.counted(len(batch.done), len(batch.requests), "responses")
         missing = {request.id for request in requests} - batch.done.keys()
         while missing:
             self._join(step)
-            for name, response in self.context.engine.step(self.prefix).items():
+            finished = self.context.engine.step(self.prefix)
+            for name, response in finished.items():
                 self._home.pop(name).done[name] = response
                 missing.discard(name)
+            if finished:
+                self.context.counted(len(batch.done), len(batch.requests), "responses")
         return [batch.done[request.id] for request in requests]
 
     def _submit(self, step: int, requests: Sequence[Request]) -> None:

@@ -155,6 +155,7 @@ class DynamicSampler:
         missing, left = wanted, wanted * self.operation.rounds
         open_groups = 0
         while missing:
+            self.context.counted(wanted - missing, wanted, "groups that differ")
             for _ in range(min(missing - open_groups, left)):
                 group = self._draw()
                 waiting |= {request.id: group for request in group.requests}

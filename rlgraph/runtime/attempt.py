@@ -15,7 +15,7 @@ from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.muster import muster
-from rlgraph.runtime.status import Doing
+from rlgraph.runtime.status import Doing, under_way
 from rlgraph.runtime.tasks import Start, setups
 from rlgraph.runtime.watchdog import FIRST_S
 
@@ -55,6 +55,10 @@ class Attempt:
     def pids(self) -> Mapping[str, int]:
         """The process id of each worker, by its name in the plan."""
         return dict(self._crew.pids)
+
+    def under_way(self) -> str:
+        """What the nodes do now and how far they are, in words; nothing before the workers are ready and after they ended."""
+        return under_way(self._crew.states()) if self.ready and not self.ended else ""
 
     @property
     def in_flight(self) -> bool:

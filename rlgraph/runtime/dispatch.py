@@ -252,8 +252,17 @@ def start_ray(hosts: int = 1) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Payload never goes through the object store, so the smallest one does; workers are given no CPU resource, since
     # they share the cores as the plan says.
+    # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
-    ray.init("local", include_dashboard=False, num_cpus=1, object_store_memory=100 * 2**20, log_to_driver=True, logging_level=logging.ERROR)
+    ray.init(
+        "local",
+        include_dashboard=False,
+        num_cpus=1,
+        object_store_memory=100 * 2**20,
+        log_to_driver=True,
+        logging_level=logging.ERROR,
+        _system_config={"worker_niceness": 0},
+    )
     return True
 
 

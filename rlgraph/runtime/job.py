@@ -1,5 +1,6 @@
 """A job: a plan at work on Ray. Gives its steps as they finish, starts again from the last checkpoint, leaves nothing behind."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +77,12 @@ class Job:
         """The process id of each worker, by its name in the plan."""
         return self._attempt.pids
 
+    def under_way(self) -> str:
+        """What the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
+        return self._attempt.under_way()
+
     def __enter__(self) -> "Job":
+        sys.stdout.flush()  # what the program has printed is seen before a start that takes long, where the output is no terminal
         self._launch_s = time.monotonic()
         self._signals.install()
         try:

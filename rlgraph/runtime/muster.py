@@ -25,7 +25,10 @@ def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors
     listener = listen("driver", wanted, backlog=len(setups) + 8)
     address = bound(listener) if hosts.addresses else wanted
     try:
-        with Status("", console=Console(stderr=True)) as status:
+        console, began_s = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+        if not console.is_terminal:  # where no spinner is seen
+            console.print(f"starting workers: {', '.join(setup.worker.name for setup in setups)}", soft_wrap=True)
+        with Status("", console=console) as status:
 
             def look(missing: list[str]) -> None:
                 status.update(f"starting workers, waiting for {', '.join(missing)}")
@@ -42,5 +45,7 @@ def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors
                 actors.append(dispatch.create(setup, address, ids[setup.worker.host] if ids else ""))
             crew.tell(messages.Join(crew.until_open(look)))
             crew.until_ready(look)
+        if not console.is_terminal:
+            console.print(f"all workers are ready after {time.monotonic() - began_s:.0f} s")
     finally:
         close_listener(listener, address)

@@ -96,6 +96,7 @@ class Process:
             shared=self.setup.shared,
             copies=self.setup.copies,
             set_aside=self.setup.set_aside,
+            counted=self.status.count,
         )
         self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
         self.status.enter(-1, "loading its engine")

@@ -7,7 +7,7 @@ import mmap
 import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -23,15 +23,19 @@ WORK: tuple[tuple[str, Callable[..., str]], ...] = (
     (r"taking the devices from its engine \('(.*)'\)", str),
 )
 LAYOUT = struct.Struct("<dq240s")
+COUNTS = struct.Struct("<ii32s")
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What a worker began last: at which step, what, and how many seconds ago."""
+    """What a worker began last: at which step, what, how many seconds ago, and how far it is: `done` of `total` `unit`, as responses."""
 
     step: int
     what: str
     for_s: float
+    done: int = 0
+    total: int = 0
+    unit: str = ""
 
     @property
     def idle(self) -> bool:
@@ -50,20 +54,26 @@ class Doing:
         return None
 
     def __str__(self) -> str:
-        return f"{self.what}{f', step {self.step}' if self.step >= 0 else ''}, for {self.for_s:.1f} s"
+        counts = f" ({self.done} of {self.total} {self.unit})" if self.total else ""
+        return f"{self.what}{counts}{f', step {self.step}' if self.step >= 0 else ''}, for {self.for_s:.1f} s"
 
 
 class StatusWriter:
     """A worker's side."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(LAYOUT.size))
+        path.write_bytes(bytes(LAYOUT.size + COUNTS.size))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), LAYOUT.size)
+            self._map = mmap.mmap(file.fileno(), LAYOUT.size + COUNTS.size)
 
     def enter(self, step: int, what: str) -> None:
         """Say what begins now."""
+        COUNTS.pack_into(self._map, LAYOUT.size, 0, 0, b"")
         LAYOUT.pack_into(self._map, 0, time.monotonic(), step, what.encode()[:240])
+
+    def count(self, done: int, total: int, unit: str) -> None:
+        """Say how far that is."""
+        COUNTS.pack_into(self._map, LAYOUT.size, done, total, unit.encode()[:32])
 
 
 def status_path(folder: str, worker: str) -> Path:
@@ -73,9 +83,31 @@ def status_path(folder: str, worker: str) -> Path:
 
 def read_status(folder: str, worker: str) -> Doing | None:
     """Return what the worker of this host began last, or None if it has begun nothing yet."""
-    path = status_path(folder, worker)
-    data = path.read_bytes() if path.exists() else b""
-    if len(data) < LAYOUT.size:
+    try:
+        data = status_path(folder, worker).read_bytes()
+    except FileNotFoundError:
         return None
-    at_s, step, what = LAYOUT.unpack(data)
-    return Doing(step, what.rstrip(b"\0").decode(errors="replace"), time.monotonic() - at_s) if at_s else None
+    if len(data) < LAYOUT.size + COUNTS.size:
+        return None
+    at_s, step, what = LAYOUT.unpack_from(data)
+    done, total, unit = COUNTS.unpack_from(data, LAYOUT.size)
+    return Doing(step, _text(what), time.monotonic() - at_s, done, total, _text(unit)) if at_s else None
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def under_way(states: Mapping[str, Doing]) -> str:
+    """What workers are at and how far: `rollout 34 of 128 responses, update 2 of 6 micro-batches`. Ranks of one node are counted
+    together. Nodes that count nothing are named where none counts."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    names: dict[str, None] = {}
+    for doing in states.values():
+        if doing.works is None:
+            continue
+        names[doing.works] = None
+        if doing.total:
+            found = counts.setdefault((doing.works, doing.unit), [0, 0])
+            found[0], found[1] = found[0] + doing.done, found[1] + doing.total
+    return ", ".join([f"{node} {done} of {total} {unit}" for (node, unit), (done, total) in counts.items()] or names)
