@@ -31,7 +31,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the driver's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     code = sys.stdin.buffer.read().decode(errors="replace")
-    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)  # takes the place of the input
     _die_with_parent()
     enclosed = _layer("namespaces", accepted, lambda: spaces.enclose(readable, folder_bytes))
     if enclosed:
