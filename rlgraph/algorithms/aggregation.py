@@ -17,19 +17,25 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 
 @dataclass(frozen=True)
 class Totals:
-    """What a whole mini-batch holds over all ranks: trained tokens, and rows. A micro-batch divides by these."""
+    """What a whole mini-batch holds over all ranks: trained tokens, and rows with at least one of them. A micro-batch divides by these.
+
+    A row that a filter or a rejection masks out counts in no mean over rows: 4 of 8 rows masked give the loss of the other 4.
+    """
 
     tokens: int
     rows: int
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> "Totals":
-        """Return the totals of a mini-batch that is all here: the tokens under its mask `[B, T]`, and its B rows.
+        """Count a mini-batch that is all here: the tokens under its mask `[B, T]`, and the rows that have one.
+
+            >>> Totals.of(torch.tensor([[True, True], [True, False], [False, False]]))
+            Totals(tokens=3, rows=2)
 
         Raises DataError for a mask that is not bool and [B, T].
         """
         check_mask("Totals.of", mask)
-        return cls(int(count(mask)), mask.shape[0])
+        return cls(int(count(mask)), int(count(mask.any(-1))))
 
 
 def check_aggregation(where: str, mode: str, horizon: int | None) -> None:
@@ -46,9 +52,10 @@ def aggregate(
 ) -> torch.Tensor:
     """Return this micro-batch's part of the aggregated loss; `losses` and the bool `mask` are `[b, T]`.
 
-    token-mean: over all tokens. token-sum. seq-mean-token-sum: sum of each response, mean over rows. seq-mean-token-sum-norm: that,
-    divided by `horizon`, a fixed number of tokens such as the longest response allowed (Liu et al., 2025, 2503.20783).
-    seq-mean-token-mean: mean of each response, mean over rows. Nothing outside of the mask counts, and an empty mask gives 0.
+    token-mean: over all tokens. token-sum. seq-mean-token-sum: sum of each response, mean over the rows that have tokens.
+    seq-mean-token-sum-norm: that, divided by `horizon`, a fixed number of tokens such as the longest response allowed (Liu et al.,
+    2025, 2503.20783). seq-mean-token-mean: mean of each response, mean over the rows that have tokens. Nothing outside of the mask
+    counts, and an empty mask gives 0.
 
     Raises GraphError for an unknown mode, or a horizon where none is used; DataError for losses or a mask of another shape or dtype.
     """

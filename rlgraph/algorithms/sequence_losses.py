@@ -69,8 +69,8 @@ class SAPO(PolicyLoss):
 class GMPO(PolicyLoss):
     """The geometric mean of a response's ratios, each clipped on its log to [-clip_low, clip_high]: mean over rows of -A rho.
 
-    A is the mean advantage of the response; importance weights enter by their geometric mean. Rows without tokens count in the
-    mean over rows. Source: Zhao et al., 2025, 2507.20673 (which clips at 0.4 on both sides).
+    A is the mean advantage of the response; importance weights enter by their geometric mean. The mean is over the rows that have
+    tokens. Source: Zhao et al., 2025, 2507.20673 (which clips at 0.4 on both sides).
     """
 
     only_aggregation = "seq-mean-token-mean"

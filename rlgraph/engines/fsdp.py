@@ -90,11 +90,12 @@ class FsdpEngine:
     def update(self, batch: Columns, loss: Loss) -> dict[str, float]:
         """Take one optimizer step over the batch, unless `judge`, which is shown the metrics, says no.
 
-        Metrics of a policy: `actor/pg_loss` (all of the loss, unless the loss names a part of it so), `actor/grad_norm` before
-        clipping, `actor/lr` and those of the loss; of a critic the same with `critic/vf_loss`.
+        A batch without a token to learn from takes no step either, and no warm-up goes on. Metrics of a policy: `actor/pg_loss` (all of
+        the loss, unless the loss names a part of it so), `actor/grad_norm` before clipping, `actor/lr` and those of the loss; of a
+        critic the same with `critic/vf_loss`.
         """
-        rows, width = _shape(batch)
-        totals = Totals(tokens=int(_tensor(batch, "response_mask").sum()), rows=rows)
+        width = _shape(batch)[1]
+        totals = Totals.of(_tensor(batch, "response_mask"))
         parts: list[dict[str, float]] = []
         for part in self._passes(batch):
             scores = self._head(part, entropy=loss.needs_entropy)
@@ -105,13 +106,13 @@ class FsdpEngine:
             value, metrics = self._head.loss(loss, placed, _rows(batch, part.rows, self._device), totals)
             value.backward()
             parts.append({self._head.loss_name: value.item()} | metrics)
-        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device))
+        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device), learns=totals.tokens > 0)
 
-    def _step(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _step(self, metrics: dict[str, float], *, learns: bool) -> dict[str, float]:
         norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
         lr = self._settings.lr_at(self._steps)
         metrics = metrics | {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
-        if not self.judge(metrics):
+        if not learns or not self.judge(metrics):
             self._optimizer.zero_grad()
             return metrics
         for group in self._optimizer.param_groups:

@@ -20,11 +20,13 @@ class Guards:
 
     `nonfinite`: a loss or a gradient that is NaN or infinite; `empty`: a batch without a token to learn from. "skip" leaves the
     weights as they are for that optimizer step, "stop" ends the job; after `patience` skipped steps in a row it ends either way.
+    A mini-batch that is empty in a batch that is not, as a filter may leave it, is passed over and counted, no more.
     `warn_kl` and `stop_kl`: how far the policy may be from the one that sampled (`actor/ppo_kl`, in nats a token, without sign).
     `warn_mismatch` and `stop_mismatch`: how far the engine's log-probs may be from the trainer's, as the mean of
     |old_log_probs - rollout_log_probs| over the tokens, where the update is given both. None is no limit.
 
-    Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`, `guards/warnings` (of this step).
+    Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`, `guards/warnings` (of this step), and
+    where there are mini-batches `guards/empty_mini_batches`.
     Raises GraphError for a setting that cannot be.
     """
 

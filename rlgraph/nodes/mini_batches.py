@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rlgraph.columns import Columns, rows_of
 from rlgraph.engines.base import check_count
 from rlgraph.errors import GraphError
@@ -14,7 +16,8 @@ class Walks:
     """An update walks its batch `epochs` times, each time in `mini_batches` parts; every part is an optimizer step.
 
     Parts are rows that lie side by side, in the order of the batch, so the responses of one prompt are trained together and a
-    run is a function of its seed. A loss is normalised by the tokens and rows of the part it is computed on.
+    run is a function of its seed. A loss is normalised by the tokens and rows of the part it is computed on. A part in which every
+    row is masked is passed over: no optimizer step is taken for it, no warm-up goes on, and no metric counts it.
     """
 
     epochs: int = 1
@@ -32,9 +35,21 @@ class Walks:
         """Take the optimizer steps, and return the mean of each metric over those that have it."""
         found: dict[str, list[float]] = {}
         for part in self.parts(batch):
+            if not _has_tokens(part):
+                continue
             for name, value in engine.update(part, loss).items():
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}
+
+    def empty(self, batch: Columns) -> int:
+        """Count the optimizer steps that are passed over, as their parts have no token to learn from."""
+        return sum(not _has_tokens(part) for part in self.parts(batch))
+
+
+def _has_tokens(part: Columns) -> bool:
+    mask = part["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    return bool(mask.any())
 
 
 def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:

@@ -94,7 +94,11 @@ class Training(ABC):
 
     def learn(self, context: Context, judge: Judge, batch: Columns) -> dict[str, float]:
         """Take the optimizer steps on a batch, unless the guards refuse it, and return their metrics."""
-        return self.walks.update(context.engine, batch, self.loss) if judge.batch(batch) else {}
+        if not judge.batch(batch):
+            return {}
+        if self.walks.mini_batches > 1:
+            judge.found["guards/empty_mini_batches"] = float(self.walks.empty(batch))
+        return self.walks.update(context.engine, batch, self.loss)
 
 
 def check_folder(path: str) -> None:

@@ -68,6 +68,24 @@ def test_every_aggregation_is_the_same_however_the_batch_is_split_and_padded(mod
     assert float(sum(evaluate(loss, piece, totals)[0] for piece in pieces)) == pytest.approx(float(whole), abs=1e-6 * max(1, totals.tokens))
 
 
+@pytest.mark.parametrize("name", [name for name in ALL_LOSSES if name not in ("clip_cov", "kl_cov")])  # which draw tokens by their place
+@pytest.mark.parametrize("mode", [mode for mode in alg.AGGREGATIONS if mode.startswith("seq-")])
+@quick
+@given(seeds)
+def test_a_row_that_is_masked_out_is_as_good_as_left_out(name: str, mode: str, seed: int) -> None:
+    loss = ALL_LOSSES[name]
+    if getattr(loss, "only_aggregation", None) is None and not isinstance(loss, alg.Bypass):
+        loss = dataclasses.replace(loss, aggregation=mode, horizon=HORIZON.get(mode))
+    columns = batch(seed)
+    kept = torch.arange(8) % 2 == 0
+    masked = {**columns, "response_mask": columns["response_mask"] & kept[:, None]}
+    left = {key: column[kept] for key, column in columns.items()}
+    (value, gradient, metrics), (alone, own, told) = evaluate(loss, masked), evaluate(loss, left)
+    assert float(value) == pytest.approx(float(alone), abs=1e-12)
+    assert torch.allclose(gradient[kept], own, atol=1e-12, rtol=0)
+    assert metrics == pytest.approx(told, abs=1e-9)
+
+
 @pytest.mark.parametrize("name", [name for name in ALL_LOSSES if name != "clip_cov"])  # which drops random tokens
 @quick
 @given(seeds)

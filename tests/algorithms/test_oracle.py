@@ -29,6 +29,11 @@ def assert_close(got: Outputs, case: Case, tolerance: float, mask: torch.Tensor 
         assert float((mine - theirs).abs().amax() if mine.numel() else 0) <= tolerance * scale, name
 
 
+def verl_totals(mask: torch.Tensor) -> alg.Totals:
+    """Return the totals that verl's trainer gives its losses: every row counts, whether or not it has a token."""
+    return alg.Totals(int(mask.sum()), len(mask))
+
+
 @pytest.mark.parametrize("case", named("estimators"))
 def test_estimator_equals_verl(case: Case) -> None:
     columns = case.columns()
@@ -46,7 +51,7 @@ def test_policy_loss_equals_verl(case: Case) -> None:
     if not case.options["weighted"]:
         del columns["rollout_is_weights"]
     log_probs = columns["log_probs"].clone().requires_grad_()
-    loss, metrics = golden.LOSSES[case.item](case.options)(log_probs, columns, alg.Totals.of(columns["response_mask"]))
+    loss, metrics = golden.LOSSES[case.item](case.options)(log_probs, columns, verl_totals(columns["response_mask"]))
     loss.backward()
     assert log_probs.grad is not None
     assert_close({"loss": loss.detach(), "gradient": log_probs.grad}, case, TOLERANCE[case.dtype])
@@ -67,7 +72,7 @@ def test_policy_loss_equals_verl(case: Case) -> None:
 def test_the_whole_loss_on_any_number_of_ranks_equals_verl(case: Case) -> None:
     columns, ranks = case.columns(), case.options["ranks"]
     leaves = [column.clone().requires_grad_() for column in (columns["log_probs"], case.expected()["entropy"])]
-    totals = alg.Totals.of(columns["response_mask"])
+    totals = verl_totals(columns["response_mask"])
     loss = torch.zeros(())
     for rank in range(ranks):
         part = {name: column[rank::ranks] for name, column in columns.items() if name != "rollout_is_weights"}
@@ -85,7 +90,7 @@ def test_the_entropy_of_logits_equals_verl(case: Case) -> None:
     mask = case.columns()["response_mask"]
     logits = case.expected()["logits"].clone().requires_grad_()
     _, entropy = token_scores(logits.flatten(0, 1), torch.zeros(mask.numel(), dtype=torch.int64), entropy=True)
-    loss = alg.aggregate(entropy.view_as(mask), mask, alg.Totals.of(mask))
+    loss = alg.aggregate(entropy.view_as(mask), mask, verl_totals(mask))
     loss.backward()
     assert_close({"loss": loss.detach(), "gradient": logits.grad}, case, 1e-6)
 
@@ -101,7 +106,7 @@ def test_value_loss_equals_verl(case: Case) -> None:
     values = columns["new_values"].clone().requires_grad_()
     horizon = golden.HORIZON if case.options["mode"] == "seq-mean-token-sum-norm" else None
     loss = alg.ValueLoss(clip=case.options["clip"], aggregation=case.options["mode"], horizon=horizon)
-    value, metrics = loss(values, columns, alg.Totals.of(columns["response_mask"]))
+    value, metrics = loss(values, columns, verl_totals(columns["response_mask"]))
     value.backward()
     assert values.grad is not None
     assert_close({"loss": value.detach(), "gradient": values.grad}, case, TOLERANCE[case.dtype])

@@ -115,6 +115,27 @@ def test_an_update_on_no_token_at_all_leaves_the_weights_as_they_are(make: Any, 
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
 
 
+def test_a_batch_without_a_token_moves_no_warm_up(make: Any, tied: Path) -> None:
+    engine, batch = make(tied, optimizer=replace(STEP, warmup_steps=4)), batch_of(LENGTHS)
+    nothing = {**batch, "response_mask": torch.zeros_like(batch["response_mask"])}
+    found = [engine.update(part, WeightedLikelihood())["actor/lr"] for part in (batch, nothing, nothing, batch)]
+    assert found == [0.25 * STEP.lr, 0.5 * STEP.lr, 0.5 * STEP.lr, 0.5 * STEP.lr]
+    assert int(engine.state()["optimizer_steps"]) == 2
+
+
+@pytest.mark.parametrize("loss", [GSPO(), GMPO(), ClippedLoss(aggregation="seq-mean-token-sum")])
+def test_rows_that_are_masked_out_are_as_good_as_left_out(make: Any, tied: Path, loss: Any) -> None:
+    batch = batch_of(LENGTHS)
+    batch["old_log_probs"] = make(tied).scores(batch)
+    kept = torch.arange(len(LENGTHS)) < len(LENGTHS) // 2
+    masked, left = make(tied), make(tied)
+    found = masked.update({**batch, "response_mask": batch["response_mask"] & kept[:, None]}, loss)
+    alone = left.update({name: column[kept] for name, column in batch.items()}, loss)
+    assert found == pytest.approx(alone, rel=1e-5)
+    for name, weight in copies(masked).items():
+        torch.testing.assert_close(weight, copies(left)[name], atol=1e-7, rtol=0)
+
+
 @pytest.mark.parametrize("entropy", [0.0, 0.1])
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_an_update_is_the_step_of_plain_pytorch(make: Any, model: str, entropy: float, request: pytest.FixtureRequest) -> None:

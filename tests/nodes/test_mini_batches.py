@@ -4,10 +4,18 @@ from typing import Any
 
 import torch
 
+import rlgraph as rg
 from rlgraph.columns import Columns
+from rlgraph.nodes.base import Context, Fired
+from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import Walks
+from rlgraph.nodes.trained import Training
 
-BATCH = {"responses": torch.arange(8)[:, None], "texts": [str(i) for i in range(8)]}
+BATCH = {
+    "responses": torch.arange(8)[:, None],
+    "texts": [str(i) for i in range(8)],
+    "response_mask": torch.ones(8, 1, dtype=torch.bool),
+}
 
 
 class Recorder:
@@ -40,3 +48,20 @@ def test_parts_are_rows_side_by_side_and_each_walk_repeats_them() -> None:
 
 def test_a_metric_is_the_mean_over_the_optimizer_steps_that_have_it() -> None:
     assert Walks(epochs=2, mini_batches=2).update(Recorder(), BATCH, None) == {"step": 2.5, "first": 1.0}
+
+
+def test_a_mini_batch_in_which_every_row_is_masked_is_no_optimizer_step_and_is_counted() -> None:
+    walks, engine, guards = Walks(epochs=2, mini_batches=4), Recorder(), Guards(patience=2)
+    batch = {**BATCH, "response_mask": (torch.arange(8) >= 6)[:, None]}
+    training = Update(model=rg.Policy("m", pool=rg.Pool("p")), loss=rg.ClippedLoss(), walks=walks, guards=guards, name="update")
+    judge = Judge("update", guards)
+    metrics = training.learn(Context(engine=engine), judge, batch)
+    assert engine.rows == [[6, 7], [6, 7]]
+    assert metrics == {"step": 1.5, "first": 1.0}, "the mean over the optimizer steps that were taken"
+    assert judge.metrics()["guards/empty_mini_batches"] == 6
+    assert judge.metrics()["guards/skipped"] == 0, "a filter may empty several in a row without anything being wrong"
+
+
+class Update(Training):
+    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+        return {}, self.learn(context, judge, columns)
