@@ -2,7 +2,8 @@
 
     python benchmarks/peer_job.py [mode=one_step_off|colocated] [response_tokens=1024] [json=PATH] [costs=PATH] [write_costs=PATH] …
 
-Two GPUs of one host. `one_step_off` trains on one and generates on the other; `colocated` has both do both, in turns, on policy.
+Two GPUs of one host; a file of results holds the jobs that were run into it by their names. `one_step_off` trains on one and generates on
+the other; `colocated` has both do both, in turns, on policy.
 `peers/run_verl.py` runs the same job with verl.
 
 `write_costs` keeps what the nodes of this run cost; `costs` are those of an earlier one, from which the step is predicted before it runs
@@ -20,7 +21,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     mode: str = "one_step_off"
-    model: str = "smollm2"
+    model: str = "smollm2"  # or a folder, or a shape of shapes.py, as 4B
     prompts: int = 128  # a step
     group_size: int = 8
     response_tokens: int = 1024  # of every response: the end-of-text token does not end it
@@ -41,11 +42,20 @@ def length(responses: list[str]) -> list[float]:
 SUMS = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
 
 
+def model_path(name: str) -> str:
+    """Return the folder of a model: smollm2, a folder, or a shape of `shapes.py` with random weights."""
+    from shapes import SHAPES, random_model
+
+    if name in SHAPES:
+        return random_model(name, ".models")
+    return name if Path(name).is_dir() else str(rg.model_folder(name))
+
+
 def graph(cfg: Config) -> rg.Graph:
     colocated = cfg.mode == "colocated"
     rollout_pool = rg.Pool("gpus" if colocated else "rollout")
     train_pool = rollout_pool if colocated else rg.Pool("train")
-    model = rg.model_folder(cfg.model)
+    model = model_path(cfg.model)
     generator = rg.Generator(
         model,
         pool=rollout_pool,
@@ -93,7 +103,9 @@ def main() -> None:
     if cfg.json:
         from weights import machine
 
-        row = {
+        file = Path(cfg.json)
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        found[cfg.mode + ("" if cfg.response_tokens == 1024 else f"_{cfg.response_tokens}_tokens")] = {
             "settings": {key: value for key, value in vars(cfg).items() if key not in ("json", "costs", "write_costs")},
             "step_s": seconds,
             "spread_s": [min(s.seconds for s in timed), max(s.seconds for s in timed)],
@@ -102,8 +114,9 @@ def main() -> None:
             "predicted_from": plan.prediction.cost,
             "fitted_s": fitted,
             "response_tokens": tokens,
+            **machine(),
         }
-        Path(cfg.json).write_text(json.dumps(row | machine(), indent=1) + "\n")
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,9 @@ ACCURATE = [
         "rows", count("seed_tables.json", "rows", Each({"kind": "async"}), "ratio", reduce="count")),
     Row("period of the plan chosen by `rg.tune` over the best of all plans, 2 to 16 GPUs, at most",
         share("tune.json", "worst_apart", form="1 + {:.0e}"), "benchmarks/tune.py"),
+    Row("a step estimated where nothing was measured, over or under the one it took on H200s, {runs} runs held out: median factor",
+        share("a_priori_h200.json", "median_factor_held_out"), "benchmarks/a_priori.py",
+        "worst", share("a_priori_h200.json", "worst_factor_held_out"), {"runs": count("a_priori_h200.json", "held_out")}),
     Row("`rg.tune` of {plans} plans", seconds("tune.json", "tune_s", "median"), "benchmarks/tune.py",
         words={"plans": count("tune.json", "tune_s", "candidates")}),
     Row("`rg.compile` of 20 nodes", ms("tune.json", "compile_20_nodes_s", "median"), "benchmarks/tune.py"),
@@ -206,8 +209,9 @@ PEERS = [
     peer_job("1024 tokens, in turns on both", "colocated", "verl_colocated_h200.json", "benchmarks/peer_job.py mode=colocated"),
     peer_job("64 tokens, one step off", "one_step_off_64_tokens", "verl_one_step_off_64_tokens_h200.json",
              "benchmarks/peer_job.py response_tokens=64"),
-    Row("4B, 256 responses of 1024 tokens, one step off, two H200: a step", seconds("peer_job_4b_h200.json", "step_s", form="{:.1f} s"),
-        "benchmarks/peer_job.py", "verl 0.9.1", seconds("verl_4b_h200.json", "wall_s", form="{:.1f} s")),
+    Row("4B, 256 responses of 1024 tokens, one step off, two H200: a step",
+        seconds("peer_job_4b_h200.json", "one_step_off", "step_s", form="{:.1f} s"), "benchmarks/peer_job.py model=4B", "verl 0.9.1",
+        seconds("verl_4b_h200.json", "wall_s", form="{:.1f} s")),
 ]  # fmt: skip
 
 
@@ -293,7 +297,7 @@ TEN = [
     ACCURATE[0],
     kills("ray", "worker, driver and Ray's own processes"),
     STAGES[5],
-    ACCURATE[7],
+    ACCURATE[8],
 ]
 
 # Figures in running text, by the name in their comment.
@@ -302,6 +306,8 @@ FIGURES: Mapping[str, Figure] = {
     "tools-smollm2": share("tool_rollouts_smollm2_cpu.json", "ratio"),
     "tools-tiny": share("tool_rollouts_cpu.json", "ratio"),
     "interrupt-speed": share("rollout_cpu.json", "depth 1, update 0.0 of a step", "interrupt, recompute", "speed"),
+    "a-priori-median": times("a_priori_h200.json", "median_factor_held_out"),
+    "a-priori-worst": times("a_priori_h200.json", "worst_factor_held_out"),
     "prediction-median": percent(PREDICTED, "median_error"),
     "prediction-worst": percent(PREDICTED, "worst_error"),
     "prediction-h200-median": percent("prediction_h200.json", "fit_median_error"),

@@ -33,6 +33,13 @@ class Prompts:
     fields: tuple[str, ...]  # of an item, beside the prompt
     work: Work = "host"
 
+    @property
+    def prompt_characters(self) -> float | None:
+        """Mean characters of the first prompts, for an estimate of their tokens; None where they are no text."""
+        first = [self.data[index].get(self.prompt_field) for index in range(min(len(self.data), 8))]
+        texts = [text for text in first if isinstance(text, str)]
+        return sum(map(len, texts)) / len(texts) if texts and len(texts) == len(first) else None
+
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.batch(step, context.set_aside)
 

@@ -41,6 +41,9 @@ class Decode:
     Decoding is bound by memory traffic: reading the weights costs every step `step_s`, each sequence that is still active
     adds `sequence_s`. So the longest response sets the tail. `slots` is how many sequences an engine decodes at once.
     `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double.
+
+    `host_step_s` and `host_sequence_s` are the host's part of the same: more devices do not shorten it, and each doubling of the
+    engines that share a device lengthens it by `host_sharing`.
     """
 
     step_s: float = 0.0
@@ -49,6 +52,23 @@ class Decode:
     start_s: float = 0.0  # of a firing, whatever its rows
     slots: int | None = None
     doubling: float = DOUBLING
+    host_step_s: float = 0.0
+    host_sequence_s: float = 0.0
+    host_sharing: float = 1.0
+
+    def at_width(self, wider: float, width: float) -> "Decode":
+        """The law of an engine `wider` times as wide as the one these times are of, `width` devices, with the host's part in it."""
+        faster = wider * self.doubling ** np.log2(max(wider, 1e-9))
+        held_up = self.host_sharing ** max(np.log2(1 / max(width, 1e-9)), 0.0)
+        return replace(
+            self,
+            step_s=self.step_s / faster + self.host_step_s * held_up,
+            sequence_s=self.sequence_s / faster + self.host_sequence_s * held_up,
+            prefill_s=self.prefill_s / faster,
+            start_s=self.start_s / faster,
+            host_step_s=0.0,
+            host_sequence_s=0.0,
+        )
 
     def seconds(self, lengths: Array, prompt_tokens: float, engines: int) -> Array:
         """Return the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row takes none."""
@@ -173,7 +193,7 @@ class NodeCost:
         if self.decode is None or lengths is None or chunks == 1:
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
-        return self.decode.parts(batch, lengths.prompt_tokens, chunks)
+        return self._decode_at(self.decode, setting).parts(batch, lengths.prompt_tokens, chunks)
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
         floor = self.sharded_pass_s or self.pass_s if setting.engines > 1 else self.pass_s
@@ -188,10 +208,10 @@ class NodeCost:
         return setting.rows / self.measured.rows if self.measured else 1.0
 
     def _decode(self, decode: Decode, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
-        wider = setting.width / (self.measured.width if self.measured else 1.0)
-        kept = decode.doubling ** np.log2(max(wider, 1e-9))
-        found: Array = decode.seconds(batch, prompt_tokens, setting.engines) / (wider * kept)
-        return found
+        return self._decode_at(decode, setting).seconds(batch, prompt_tokens, setting.engines)
+
+    def _decode_at(self, decode: Decode, setting: Setting) -> Decode:
+        return decode.at_width(setting.width / (self.measured.width if self.measured else 1.0), setting.width)
 
 
 @dataclass(frozen=True)
@@ -242,6 +262,7 @@ def check_seconds(name: str, value: object) -> None:
         parts: list[object] = [value.serial_s, value.parallel_s, value.token_s, value.pass_s, value.sharded_pass_s, *value.spread]
         parts += [seconds for _, seconds in value.by_devices]
         if value.decode is not None:
+            parts += [value.decode.host_step_s, value.decode.host_sequence_s, value.decode.host_sharing]
             parts += [value.decode.step_s, value.decode.sequence_s, value.decode.prefill_s, value.decode.start_s]
     else:
         parts = [value]

@@ -1,9 +1,10 @@
-"""What nodes would cost by the roofline of the device, from model shapes alone: nothing is measured."""
+"""What nodes would cost by the roofline of the device and the host times of a table, from model shapes alone: no run is measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlgraph.graph import Graph, Model, Node
+from rlgraph.planning import host_times
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import NOMINAL, Costs, epochs_of
 from rlgraph.planning.events import readers
@@ -37,11 +38,13 @@ DEVICES: Mapping[str, Device] = {
 }
 # What well-kept engines reach of these peaks; assumptions, which a profile replaces.
 TRAINING, PREFILL, DECODING = 0.4, 0.5, 0.6
-COPYING = 0.8  # of the link to the host, by copies to and from memory that is pinned there: 50 GB/s of PCIe 5
 LINK = 25e9  # bytes a second of one version's way to a generator
 # Lengths nobody has seen: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
-PROMPT_TOKENS = 256.0
+PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
+CHARACTERS = 3.0  # of a token, cautiously: prose has 4, sums have 1
+FORWARD = 1 / 3  # of a pass forward and backward
+OPTIMIZER_BYTES = 36  # of traffic for each parameter of an update: gradients summed and cleared, weights and moments read and written
 
 
 def device_of(name: str) -> Device | None:
@@ -53,7 +56,8 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """Return costs of a graph whose models' shapes are all known.
 
     A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); a decode step reads
-    the weights once, and the keys and values of each sequence (Pope et al., 2022, section 2).
+    the weights once, and the keys and values of each sequence (Pope et al., 2022, section 2). The host's time for each decode step,
+    sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
@@ -90,14 +94,20 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
         each = itemsize_of(model, cluster)
     published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
-    seconds = each * count / (COPYING * (device.host_link if device else PCIE_4))
+    seconds = each * count / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, each * count if count else None, Setting(), estimated=True)
 
 
 def _lengths(graph: Graph) -> Lengths:
-    samplings = (getattr(node.model, "sampling", None) for node in graph.nodes if node.operation.work == "generate")
-    most = max((s.max_tokens for s in samplings if s is not None), default=1024)
-    return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), PROMPT_TOKENS)
+    """Lengths to assume: all of `max_tokens` where nothing ends a response sooner, else a long tail up to them."""
+    samplings = [getattr(node.model, "sampling", None) for node in graph.nodes if node.operation.work == "generate"]
+    longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
+    most = longest.max_tokens if longest else 1024
+    characters = [c for node in graph.nodes if (c := getattr(node.operation, "prompt_characters", None)) is not None]
+    prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
+    if longest is not None and longest.ignore_eos and not longest.stop_token_ids:
+        return Lengths((0.0, 1.0), (float(most), float(most)), prompt)
+    return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), prompt)
 
 
 def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float | NodeCost:
@@ -110,7 +120,17 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
             step_s=2 * shape.active_parameters / (device.bandwidth * DECODING),
             sequence_s=shape.kv_bytes_per_token() * context / (device.bandwidth * DECODING),
             prefill_s=2 * shape.active_parameters / (device.flops * PREFILL),
+            host_step_s=host_times.DECODE_STEP_S.value,
+            host_sequence_s=host_times.DECODE_SEQUENCE_S.value,
+            host_sharing=host_times.SHARING.value,
         )
         return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
-    passes = 6 * epochs_of(node) if node.operation.work == "train" else 2
-    return NodeCost(token_s=passes * shape.active_parameters / (device.flops * TRAINING))
+    trains = node.operation.work == "train"
+    walks = epochs_of(node) * (1.0 if trains else FORWARD)
+    logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
+    return NodeCost(
+        parallel_s=epochs_of(node) * OPTIMIZER_BYTES * shape.parameters / (device.bandwidth * DECODING) if trains else 0.0,
+        token_s=walks * (6 * shape.active_parameters / (device.flops * TRAINING) + logits),
+        pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
+        sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
+    )

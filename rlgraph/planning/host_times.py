@@ -1,0 +1,29 @@
+"""What a device's roofline leaves out, measured on H200s: the host's time for each decode step and pass, and what each logit costs.
+
+`benchmarks/a_priori.py --fit` derives the numbers again from the results named here, and prints how far those that were held out are.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """One number of the table, and the results in `benchmarks/results/` that it was fitted to."""
+
+    value: float
+    source: str
+
+
+# An engine schedules, samples and hands over between two steps, a part that no other work hides.
+DECODE_STEP_S = HostTime(1.18e-3, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
+# Of each sequence in a step: its logits, its log-prob, its place in the scheduler's lists.
+DECODE_SEQUENCE_S = HostTime(13.3e-6, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
+# Factor on both for each doubling of the engines that share a GPU.
+SHARING = HostTime(1.36, "peer_job_h200.json: one_step_off, four engines a GPU")
+# A pass forward and backward takes the host so long for each layer; more where ranks gather and scatter the layer's shards.
+PASS_LAYER_S = HostTime(7.75e-3, "prediction_h200.json: costs, pass_s of 1.7B and 4B over their layers")
+SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pass_s of 1.7B and 4B over their layers")
+# Bytes of memory traffic for each logit of a token that is trained: float32 softmax, its gradient, temperature, entropy.
+LOGIT_BYTES = HostTime(240.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")
+# Bytes a second between a GPU and pinned memory of its host, over the link's: 15 to 43 GB/s of 63.
+COPYING = HostTime(0.425, "prediction_h200.json: costs, sleep of 1.7B and 4B")
