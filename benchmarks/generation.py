@@ -129,15 +129,13 @@ def main() -> None:
         times = seconds(*way)
         found["seconds"][name], found["spread_s"][name] = statistics.median(times), [min(times), max(times)]
         print(f"{name}: {found['seconds'][name]:.2f} s, {given.sequences * given.tokens / found['seconds'][name]:.0f} tokens/s", flush=True)
-    best = min(value for name, value in found["seconds"].items() if name.startswith("rlgraph"))
-    found["ratio_with_log_probs"] = found["seconds"]["vllm, with log-probs"] / best
-    found["ratio_without_log_probs"] = found["seconds"]["vllm"] / best
-    print(f"tokens/s of rlgraph (with log-probs) over vLLM's with log-probs {found['ratio_with_log_probs']:.2f}, "
-          f"without {found['ratio_without_log_probs']:.2f}")  # fmt: skip
-    if given.json:
-        from weights import machine as measured_on
+        if given.json:  # after each way, so that a run that is stopped keeps what it has
+            from weights import machine as measured_on
 
-        given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
+            given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
+    best = min(value for name, value in found["seconds"].items() if name.startswith("rlgraph"))
+    for name in ("vllm, with log-probs", "vllm"):
+        print(f"tokens/s of rlgraph, which returns log-probs, over those of {name}: {found['seconds'][name] / best:.2f}")
 
 
 if __name__ == "__main__":

@@ -174,10 +174,10 @@ def main() -> None:
             f"{row['peak_bytes'] / 2**30:.0f} GiB",
             flush=True,
         )
-    if given.json:
-        from weights import machine
+        if given.json:
+            from weights import machine
 
-        given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+            given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

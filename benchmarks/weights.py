@@ -326,8 +326,8 @@ def main() -> None:
         if "vllm_decode_gap_s" in row:
             stalls = row["vllm_decode_gap_s"] * 1e3, row["vllm_trainer_stall_s"] * 1e3
             print(f"  vLLM's transfer: gap {stalls[0]:.1f} ms, trainer {stalls[1]:.1f} ms", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+        if given.json:
+            given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
