@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from rlgraph.columns import COLUMNS
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 
 if TYPE_CHECKING:
     from rlgraph.graph import Feedback, Graph, Node, Output
@@ -16,37 +16,25 @@ MAX_SLOTS = 64  # of a channel
 MAX_DEPTH = MAX_SLOTS - 2  # prompts are two batches ahead of that
 
 
+DEPTH_RULE = "how many weight versions a trained batch may be behind, a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
+BUFFERS_RULE = "1, the generator's one copy of the weights, or 2, so that it receives while it decodes"
+
+
 def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
-    if not isinstance(name, str) or not name:
-        raise GraphError(f"Pool({name!r}): the name of a pool is a non-empty string")
-    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf")):
-        raise GraphError(f"pool '{name}' has share={share!r}; a share is a positive number, or None to let the compiler choose")
-    for key, count in (("gpus", gpus), ("cpus", cpus)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise GraphError(f"pool '{name}' has {key}={count!r}; an exact count is a whole number of at least 1")
     if gpus is not None and cpus is not None:
         raise GraphError(f"pool '{name}' has both gpus={gpus} and cpus={cpus}; a pool is of one kind: make two pools")
     if share != 1 and (gpus is not None or cpus is not None):
         raise GraphError(f"pool '{name}' has a share and an exact count; give one of them")
 
 
-def check_feedback(name: str, depth: int, buffers: int, freshest: bool, bucket_bytes: int) -> None:
+def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
     where = f"feedback '{name}'"
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise GraphError(
-            f"{where} has depth={depth!r}; depth is how many weight versions a trained batch may be behind, "
-            "a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
-        )
     if depth > MAX_DEPTH:
         raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
-    if buffers not in (1, 2) or isinstance(buffers, bool):
-        raise GraphError(f"{where} has buffers={buffers!r}; a generator holds 1 copy of the weights, or 2 to receive while it decodes")
     if depth == 0 and buffers == 2:
         raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
     if depth == 0 and freshest:
         raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise GraphError(f"{where} has bucket_bytes={bucket_bytes!r}; weights are received in buckets of at least 1 byte: 1 << 29 is usual")
 
 
 def check_close(feedback: "Feedback", weights: Any) -> None:
@@ -254,11 +242,9 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
 
 
 def describe(value: Any) -> str:
-    """Return a short name for a value that is not what was asked for."""
+    """Print a value that is not what was asked for: an output by its node, anything else as `shown` does."""
     node = getattr(value, "node", None)
     if node is not None and hasattr(value, "kind"):
         return f"the {value.kind} of '{node.name}'"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    text = repr(value)
-    return f"{type(value).__name__} {text}" if len(text) <= 60 else f"a {type(value).__name__}"
+    text = shown(value)
+    return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"

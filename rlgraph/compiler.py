@@ -18,6 +18,7 @@ from rlgraph.planning.fit import costs_of
 from rlgraph.planning.period import simulate
 from rlgraph.planning.schedule import Event
 from rlgraph.planning.shapes import ModelShape
+from rlgraph.settings import Count, Natural, Seconds, checked
 from rlgraph.views import draw, timeline
 from rlgraph.views.mermaid import mermaid
 from rlgraph.views.text import text
@@ -42,6 +43,7 @@ class Plan(values.Plan):
     def __str__(self) -> str:
         return text(self)
 
+    @checked(PlanError)
     def draw(self, path: str | Path) -> None:
         """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
         writers: dict[str, Callable[[values.Plan], str]] = {".svg": draw.svg, ".mmd": mermaid}
@@ -52,7 +54,8 @@ class Plan(values.Plan):
     def _repr_svg_(self) -> str:
         return draw.svg(self)
 
-    def timeline(self, path: str | Path, steps: int = 6) -> None:
+    @checked(PlanError)
+    def timeline(self, path: str | Path, steps: Count = 6) -> None:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
         nodes = {worker.name: worker.nodes for worker in self.workers}
         due = self.due_events()
@@ -74,15 +77,16 @@ class Plan(values.Plan):
         """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
         return dressed(values.Plan.from_json(text), None)
 
+    @checked(PlanError)
     def launch(
         self,
         *,
         dispatch: Literal["compiled_graph", "calls"] | None = None,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: Seconds = DEADLINE_S,
         checkpoint: str | Path | None = None,
-        every: int = 10,
-        keep: int = 2,
-        restarts: int = 0,
+        every: Count = 10,
+        keep: Count = 2,
+        restarts: Natural = 0,
         fresh: bool = False,
     ) -> "Job":
         """Return the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
@@ -112,10 +116,6 @@ class Plan(values.Plan):
                 f"dispatch='compiled_graph' and {self.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
                 "launch with dispatch='calls'"
             )
-        if chosen not in ("compiled_graph", "calls"):
-            raise PlanError(f"dispatch={dispatch!r}: steps are sent by 'compiled_graph' or by 'calls'")
-        if not 0 < deadline_s < float("inf"):
-            raise PlanError(f"deadline_s={deadline_s!r}: a deadline is a number of seconds above 0")
         recovery = _recovery(checkpoint, every, keep, restarts, fresh)
         return Job(graph, self, dispatch_name=chosen, deadline_s=deadline_s, recovery=recovery)
 
@@ -137,9 +137,6 @@ class Plan(values.Plan):
 def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool) -> "Recovery | None":
     from rlgraph.runtime.checkpoint import Recovery
 
-    for name, count, least in (("every", every, 1), ("keep", keep, 1), ("restarts", restarts, 0)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise PlanError(f"launch({name}={count!r}): {name} is a whole number of at least {least}")
     if checkpoint is None:
         if (every, keep, restarts, fresh) != (10, 2, 0, False):
             raise PlanError("launch(every=, keep=, restarts=, fresh=) are about checkpoints; say where: launch(checkpoint='folder', ...)")
@@ -147,6 +144,7 @@ def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: in
     return Recovery(Path(checkpoint), every, keep, restarts, fresh)
 
 
+@checked(PlanError)
 def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Return the plan of a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
@@ -155,8 +153,6 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     plain number of seconds, which counts the same on any of them, a PlanWarning says so, and the plan's text.
     Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
-    if not isinstance(graph, Graph):
-        raise PlanError(f"compile was given {type(graph).__name__}; pass a Graph, as compile(rg.Graph('name', step.metrics), cluster)")
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
     for warning in plan.prediction.warnings:
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=2)
@@ -176,7 +172,8 @@ def _shape(path: str) -> ModelShape | None:
     return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
-def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: int = 3) -> Costs:
+@checked(PlanError)
+def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) -> Costs:
     """Run a few steps of a graph on Ray and return what its nodes cost, for `compile` and `tune`.
 
     One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
@@ -186,8 +183,6 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: int = 3) ->
 
     Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and whatever `launch` and the steps raise.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise PlanError(f"profile(steps={steps!r}): steps to measure are a whole number of at least 1")
     graphs = [graph] if isinstance(graph, Graph) else list(graph)
     plans = [compile(each, cluster) for each in graphs]
     if not plans or any([node.name for node in plan.nodes] != [node.name for node in plans[0].nodes] for plan in plans):

@@ -4,13 +4,16 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import networkx as nx
 
-from rlgraph import checks
+from rlgraph import checks, settings
 from rlgraph.errors import GraphError
+from rlgraph.kinds import Range
+from rlgraph.settings import Count, Name, Natural, checked
 
+Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole number of at least 1")]
 BUCKET_BYTES = 512 << 20  # of weights: few buckets, so that receiving them takes little of the interpreter that decodes
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
@@ -26,12 +29,13 @@ class Pool:
     Raises GraphError for a share, a count or a name that cannot be.
     """
 
-    name: str
-    share: float | None = 1
-    gpus: int | None = None
-    cpus: int | None = None
+    name: Name
+    share: Annotated[float, Range(above=0, rule="a positive number, or None to let the compiler choose")] | None = 1
+    gpus: Exact | None = None
+    cpus: Exact | None = None
 
     def __post_init__(self) -> None:
+        settings.check(self)
         checks.check_pool(self.name, self.share, self.gpus, self.cpus)
 
 
@@ -60,8 +64,11 @@ class Model:
     """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers."""
 
     role: ClassVar[str] = "model"
-    path: str = field(kw_only=False)
+    path: Name = field(kw_only=False)
     pool: Pool
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
     @property
     def group(self) -> int:
@@ -87,9 +94,12 @@ class Model:
 class Due:
     """The steps at which an evaluation happens: the last of every `every`, the last of `steps`, and at the start the first."""
 
-    every: int
-    steps: int | None = None
+    every: Count
+    steps: Count | None = None
     at_start: bool = False
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
     def __call__(self, step: int) -> bool:
         """Return whether it happens at this step."""
@@ -143,12 +153,16 @@ class Node:
         return next(output.node for output in self.inputs if column in output.columns)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Output:
     """What a node gives: a batch of columns, a new version of weights, or the metrics of a step."""
 
+    HOW: ClassVar[str] = "pass the output of another node"
     node: Node
     kind: Literal["batch", "weights", "metrics"] = "batch"
+
+    def __repr__(self) -> str:
+        return f"the {self.kind} of '{self.node.name}'"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -158,8 +172,10 @@ class Output:
 class Feedback:
     """The back edge of a graph: weights of a later step for an earlier stage. Made by `rlgraph.feedback`."""
 
+    HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
+
     def __init__(self, name: str, depth: int, buffers: int, freshest: bool, bucket_bytes: int, checksum: bool) -> None:
-        checks.check_feedback(name, depth, buffers, freshest, bucket_bytes)
+        checks.check_feedback(name, depth, buffers, freshest)
         self.name, self.depth, self.buffers, self.freshest = name, depth, buffers, freshest
         self.bucket_bytes, self.checksum = bucket_bytes, checksum
         self.source: Output | None = None
@@ -170,8 +186,15 @@ class Feedback:
         self.source = weights
 
 
+@checked(what="feedback")
 def feedback(
-    name: str, *, depth: int, buffers: int = 1, freshest: bool = False, bucket_bytes: int = BUCKET_BYTES, checksum: bool = False
+    name: Name,
+    *,
+    depth: Annotated[Natural, Range(least=0, rule=checks.DEPTH_RULE)],
+    buffers: Annotated[int, Range(least=1, most=2, rule=checks.BUFFERS_RULE)] = 1,
+    freshest: bool = False,
+    bucket_bytes: Annotated[int, Range(least=1, rule="a whole number of bytes, at least 1: 1 << 29 is usual")] = BUCKET_BYTES,
+    checksum: bool = False,
 ) -> Feedback:
     """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
 
@@ -233,7 +256,10 @@ class Graph:
     Raises GraphError naming the place, what was found, the rule and the fix.
     """
 
-    def __init__(self, name: str, *outputs: Output) -> None:
+    HOW: ClassVar[str] = "pass a graph, as rg.Graph('name', step.metrics)"
+
+    @checked(what="graph")
+    def __init__(self, name: Name, *outputs: Output) -> None:
         self.name = name
         checks.check_outputs(name, outputs)
         self.outputs = outputs

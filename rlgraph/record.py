@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlgraph.compiler import Plan
+from rlgraph.errors import PlanError
 from rlgraph.runtime.measure import Step
+from rlgraph.settings import Natural, checked
 from rlgraph.views import curve, draw, report, timeline
 from rlgraph.views.findings import findings
 from rlgraph.views.tracks import last_steps, predicted_steps
@@ -36,7 +38,8 @@ FILES = {
 }
 
 
-def record(job: "Job", steps: int, out: str | Path) -> Iterator[Step]:
+@checked(PlanError)
+def record(job: "Job", steps: Natural, out: str | Path) -> Iterator[Step]:
     """Run `steps` steps of a job and give each, as `job.steps` does, with a progress bar and a folder of records.
 
     The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, and at the end

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgraph.compiler import Plan, dressed, shapes_of
-from rlgraph.errors import PlanError, PlanWarning
+from rlgraph.errors import PlanError, PlanWarning, shown
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.replay import Replayed, Trace, replayed
 from rlgraph.planning.search import Objective, search
+from rlgraph.settings import Natural, Positive, checked
 from rlgraph.views.tuning import Row, table
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Tuning:
         return table(self.ranked[:SHOWN], self.looked_at, self.left_out, self.verdict, self.warnings)
 
 
-def replay(trace: "Job | str | Path", *, shares: Mapping[str, float] | None = None, depth: int | None = None) -> Replayed:
+@checked(PlanError)
+def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None = None, depth: Natural | None = None) -> Replayed:
     """Return what a recorded run would have taken with other shares of the devices or another depth; prints as a line.
 
     `trace` is a job, the folder that `rlgraph.record` left, or a trace file. The recorded firings are played again, one by
@@ -73,13 +75,14 @@ def replay(trace: "Job | str | Path", *, shares: Mapping[str, float] | None = No
     return replayed(record, shares, depth)
 
 
+@checked(PlanError)
 def tune(
     build: Callable[..., Graph],
     cluster: Cluster,
     costs: Costs | None = None,
     *,
     by: Objective = "tokens_per_s",
-    max_staleness: int | None = None,
+    max_staleness: Natural | None = None,
     **choices: Iterable[Any],
 ) -> Tuning:
     """Return plans of the graphs that `build` gives, ranked by predicted tokens a second, or device-seconds a response.
@@ -91,14 +94,12 @@ def tune(
 
     Raises PlanError for a setting without values, an unknown objective, or if no plan is left.
     """
-    if by not in ("tokens_per_s", "gpu_s_per_sample"):
-        raise PlanError(f"tune(by={by!r}): plans are ranked by 'tokens_per_s' or by 'gpu_s_per_sample'")
     tried = {
         name: list(values) if isinstance(values, Iterable) and not isinstance(values, str) else None for name, values in choices.items()
     }
     for name, values in tried.items():
         if not values:
-            raise PlanError(f"tune({name}={choices[name]!r}): give the values to try, as {name}=(1, 2)")
+            raise PlanError(f"tune({name}={shown(choices[name])}): give the values to try, as {name}=(1, 2)")
     found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness, shapes_of)
     ranked = tuple(
         Tuned(c.settings, dressed(c.plan, c.graph), c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness)

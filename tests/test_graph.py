@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; give each its own with name="),
     "two pools of a name": (two_pools_of_a_name, GraphError, "2 different pools called 'gpu'"),
     "ratios against a truncated distribution": (truncated, GraphError, "samples with top_p=0.9 and top_k=0"),
-    "a share of 0": (lambda: rg.Pool("p", share=0), GraphError, "share=0; a share is a positive number, or None"),
+    "a share of 0": (lambda: rg.Pool("p", share=0), GraphError, r"share=0\): share is a positive number, or None"),
     "a share of infinity": (lambda: rg.Pool("p", share=float("inf")), GraphError, "share=inf"),
     "half a GPU": (lambda: rg.Pool("p", gpus=0.5), GraphError, "gpus=0.5"),  # type: ignore[arg-type]
     "GPUs and cores": (lambda: rg.Pool("p", gpus=1, cpus=1), GraphError, "both gpus=1 and cpus=1"),
@@ -166,17 +166,17 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "group of none": (lambda: Parts().generator.rollout(Parts().prompts, group_size=0), GraphError, "group_size=0"),
     "turns without tools": (lambda: Parts().generator.rollout(Parts().prompts, max_turns=3), GraphError, "max_turns=3 but no tools"),
     "weights that are none": (lambda: Parts().generator.rollout(Parts().prompts, 3), GraphError, "pass what rlgraph.feedback"),  # type: ignore[arg-type]
-    "an unknown engine": (lambda: rg.Generator("m", pool=rg.Pool("p"), engine="llama"), GraphError, "'vllm' and 'transformers'"),  # type: ignore[arg-type]
+    "an unknown engine": (lambda: rg.Generator("m", pool=rg.Pool("p"), engine="llama"), GraphError, "'vllm', 'transformers'"),  # type: ignore[arg-type]
     "a negative KL": (
         lambda: rg.kl_shaped_rewards(Parts().rollout, Parts().rewards, coef=-1.0),
         GraphError,
-        "coef=-1.0; the coefficient of the KL is a number of at least 0",
+        "coef=-1.0; coef is a number of at least 0",
     ),
     "a reward without parameters": (lambda: rg.reward(lambda: [1.0]), GraphError, "name the columns it reads"),
     "tools on GPUs": (lambda: rg.Tools([rg.tools.python], pool=rg.Pool("p")), GraphError, "tools run on host cores"),
     "no tools": (lambda: rg.Tools([], pool=rg.Pool("p", cpus=2)), GraphError, "has no tool"),
     "an empty data set": (lambda: rg.prompts([], count=4), DataError, "the data set is empty"),
-    "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; a step takes a whole number of prompts"),
+    "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; count is how many prompts a step takes"),
     "a data set of strings": (lambda: rg.prompts(["a"], count=1), DataError, "each item is a mapping with text under 'prompt'"),  # type: ignore[list-item]
     "a field of another name": (lambda: rg.prompts([{"question": "?"}], count=1), DataError, "name its field with prompt="),
     "a field of lists": (

@@ -5,14 +5,17 @@ D ranks instead of summed, the trainer multiplies by D.
 """
 
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
 
 from rlgraph.algorithms.inputs import check_choice, check_mask, check_tokens, check_whole
 from rlgraph.algorithms.masks import count, lengths, masked_sum
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
+from rlgraph.kinds import OneOf
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+Aggregation: TypeAlias = Annotated[str, OneOf(AGGREGATIONS)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ def check_aggregation(where: str, mode: str, horizon: int | None) -> None:
     if mode == "seq-mean-token-sum-norm":
         check_whole(where, "horizon", horizon, 1)
     elif horizon is not None:
-        raise GraphError(f"{where}(horizon={horizon!r}): only 'seq-mean-token-sum-norm' divides by a horizon, not '{mode}'; leave it out")
+        raise GraphError(
+            f"{where}(horizon={shown(horizon)}): only 'seq-mean-token-sum-norm' divides by a horizon, not '{mode}'; leave it out"
+        )
 
 
 def aggregate(

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from rlgraph import settings
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.diagnostics import partial_diagnostics
 from rlgraph.algorithms.inputs import masked, tokenwise
@@ -33,8 +34,7 @@ class Bypass:
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, PolicyLoss) or not isinstance(self.correction, RolloutCorrection):
-            raise GraphError(f"Bypass({self.loss!r}, {self.correction!r}): give a policy loss and a RolloutCorrection")
+        settings.check(self)
         if self.loss.ratio and self.correction.weights is not None:
             raise GraphError(
                 f"Bypass: {type(self.loss).__name__} takes ratios against the rollout already, so importance weights would correct twice; "

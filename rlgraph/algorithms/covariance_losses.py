@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rlgraph.algorithms.inputs import check_clip, check_number, check_whole
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import count, keep, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 from rlgraph.errors import GraphError
+from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction
 
 
 def covariances(tokens: Tokens) -> torch.Tensor:
@@ -40,20 +40,15 @@ class ClipCov(PolicyLoss):
     micro-batch always loses the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    fraction: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
-    seed: int = 0
+    clip_low: Fraction = 0.2
+    clip_high: AtLeastZero = 0.2
+    fraction: PositiveFraction = 2e-4
+    low: Finite = 1.0
+    high: Finite = 5.0
+    seed: Natural = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clip("ClipCov", self.clip_low, self.clip_high)
-        check_number("ClipCov", "fraction", self.fraction, above=0, most=1)
-        check_number("ClipCov", "low", self.low)
-        check_number("ClipCov", "high", self.high)
-        check_whole("ClipCov", "seed", self.seed, 0)
         if self.low >= self.high:
             raise GraphError(f"ClipCov(low={self.low!r}, high={self.high!r}): no covariance is between them; swap them")
 
@@ -83,13 +78,8 @@ class KlCov(PolicyLoss):
     `fraction` of the micro-batch's tokens, and at least one, pay the penalty. Source: Cui et al., 2025, 2505.22617.
     """
 
-    fraction: float = 2e-4
-    coef: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("KlCov", "fraction", self.fraction, above=0, most=1)
-        check_number("KlCov", "coef", self.coef, above=0)
+    fraction: PositiveFraction = 2e-4
+    coef: Positive = 0.1
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         distance = tokens.log_ratio.clamp(-CLAMP, CLAMP)

@@ -1,12 +1,13 @@
 """DPPO: the policy gradient where the divergence from the old policy is within bounds, and nothing where it is not."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
-from rlgraph.algorithms.inputs import check_choice, check_number
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+from rlgraph.kinds import Range
+from rlgraph.settings import AtLeastZero
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,9 @@ class DPPO(PolicyLoss):
     """
 
     divergence: Literal["tv", "kl"] = "tv"
-    low: float = 0.2
-    high: float = 0.2
-    clip_c: float = 20.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("DPPO", "divergence", self.divergence, ("tv", "kl"))
-        check_number("DPPO", "low", self.low, least=0)
-        check_number("DPPO", "high", self.high, least=0)
-        check_number("DPPO", "clip_c", self.clip_c, above=1)
+    low: AtLeastZero = 0.2
+    high: AtLeastZero = 0.2
+    clip_c: Annotated[float, Range(above=1)] = 20.0
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         within = self.within(tokens)

@@ -10,11 +10,13 @@ from typing import ClassVar, Literal
 
 import torch
 
+from rlgraph import settings
 from rlgraph.algorithms.groups import Groups, groups_of
-from rlgraph.algorithms.inputs import check_choice, check_flag, check_number, masked, rowwise
+from rlgraph.algorithms.inputs import masked, rowwise
 from rlgraph.algorithms.masks import count, spread, whiten_rows
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
+from rlgraph.settings import Finite, Positive
 
 EPSILON = 1e-6
 
@@ -28,7 +30,7 @@ class GroupEstimator(ABC):
     singleton: Literal["reward", "zero"] = "reward"
 
     def __post_init__(self) -> None:
-        check_choice(type(self).__name__, "singleton", self.singleton, ("reward", "zero"))
+        settings.check(self)
 
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
@@ -64,10 +66,6 @@ class GRPO(GroupEstimator):
     """
 
     normalize_std: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("GRPO", "normalize_std", self.normalize_std)
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         return self.normalized(rewards, groups)
@@ -108,11 +106,7 @@ class GPG(GroupEstimator):
     a (R - mean) / f with a = B / max(#{R != 0}, 1). Source: Chu et al., 2025, 2504.02546.
     """
 
-    f_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("GPG", "f_norm", self.f_norm, above=0)
+    f_norm: Positive = 1.0
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         scale = len(rewards) / torch.count_nonzero(rewards).clamp(min=1)
@@ -130,7 +124,6 @@ class PassK(GroupEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag("PassK", "normalize_std", self.normalize_std)
         if self.singleton != "reward":
             raise GraphError("PassK(singleton='zero'): Pass@k refuses groups of one, so the option has no effect; leave it out")
 
@@ -164,16 +157,14 @@ class GDPO(GRPO):
     """
 
     keys: tuple[str, ...] = ("rewards",)
-    weights: tuple[float, ...] | None = None
+    weights: tuple[Finite, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.keys, tuple) or not self.keys or len(set(self.keys)) < len(self.keys):
+        if not self.keys or len(set(self.keys)) < len(self.keys):
             raise GraphError(f"GDPO(keys={self.keys!r}): keys name one column or more, each once, as in keys=('accuracy', 'format')")
-        if self.weights is not None and (not isinstance(self.weights, tuple) or len(self.weights) != len(self.keys)):
+        if self.weights is not None and len(self.weights) != len(self.keys):
             raise GraphError(f"GDPO(weights={self.weights!r}): there is one weight for each of the keys {self.keys}; give a tuple of them")
-        for weight in self.weights or ():
-            check_number("GDPO", "weights", weight)
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -1,16 +1,20 @@
 """How far two policies are apart: estimators of the KL divergence for each token, and its coefficient in the reward."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from rlgraph.algorithms.inputs import check_choice, check_number, check_tokens, check_whole
+from rlgraph import settings
+from rlgraph.algorithms.inputs import check_choice, check_number, check_tokens
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError
+from rlgraph.kinds import OneOf
+from rlgraph.settings import AtLeastZero, Count, Positive
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+KlEstimator: TypeAlias = Annotated[str, OneOf(KL_ESTIMATORS)]
 CLAMP = 20.0
 LARGEST = 10.0  # of k3
 
@@ -74,10 +78,10 @@ def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Ten
 class FixedKL:
     """A coefficient that stays what it is."""
 
-    coef: float = 0.001
+    coef: AtLeastZero = 0.001
 
     def __post_init__(self) -> None:
-        check_number("FixedKL", "coef", self.coef, least=0)
+        settings.check(self)
 
     def updated(self, kl: float, rows: int) -> "FixedKL":
         """Return the coefficient for the next batch: the same."""
@@ -91,14 +95,12 @@ class AdaptiveKL:
     Source: Ziegler et al., 2019, 1909.08593.
     """
 
-    coef: float = 0.001
-    target: float = 0.1
-    horizon: int = 10_000
+    coef: Positive = 0.001
+    target: Positive = 0.1
+    horizon: Count = 10_000
 
     def __post_init__(self) -> None:
-        check_number("AdaptiveKL", "coef", self.coef, above=0)
-        check_number("AdaptiveKL", "target", self.target, above=0)
-        check_whole("AdaptiveKL", "horizon", self.horizon, 1)
+        settings.check(self)
 
     def updated(self, kl: float, rows: int) -> "AdaptiveKL":
         """Return the coefficient for the next batch, after one of `rows` responses whose KL was `kl`."""

@@ -1,11 +1,13 @@
 """Policy losses of one token each: clipped ratios, and plain policy gradients. All are to be minimised."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from rlgraph.algorithms.inputs import check_clip, check_number
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
+from rlgraph.kinds import Range
+from rlgraph.settings import AtLeastZero, Fraction, Positive
 
 
 @dataclass(frozen=True)
@@ -18,15 +20,9 @@ class ClippedLoss(PolicyLoss):
     Source: Schulman et al., 2017, 1707.06347; dual clip: Ye et al., 2019, 1912.09729; clip-higher: Yu et al., 2025, 2503.14476.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_c: float | None = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip("ClippedLoss", self.clip_low, self.clip_high)
-        if self.clip_c is not None:
-            check_number("ClippedLoss", "clip_c", self.clip_c, above=1)
+    clip_low: Fraction = 0.2
+    clip_high: AtLeastZero = 0.2
+    clip_c: Annotated[float, Range(above=1)] | None = 3.0
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         ratio, positive, negative = tokens.ratio, tokens.advantages > 0, tokens.advantages < 0
@@ -50,12 +46,8 @@ class CISPO(PolicyLoss):
     Unlike in PPO, a clipped token still has a gradient. Source: MiniMax, 2025, 2506.13585.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip("CISPO", self.clip_low, self.clip_high)
+    clip_low: Fraction = 0.2
+    clip_high: AtLeastZero = 0.2
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         bounded = tokens.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
@@ -84,11 +76,7 @@ class DRO(PolicyLoss):
     Source: Richemond et al., 2024, 2405.19107.
     """
 
-    beta: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("DRO", "beta", self.beta, above=0)
+    beta: Positive
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         pull = self.beta * tokens.log_ratio

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation, row_weights
-from rlgraph.algorithms.inputs import check_choice, check_number, masked, tokenwise
-from rlgraph.algorithms.kl import CLAMP, KL_ESTIMATORS, kl_of_log_ratio
+from rlgraph import settings
+from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
+from rlgraph.algorithms.inputs import masked, tokenwise
+from rlgraph.algorithms.kl import CLAMP, KlEstimator, kl_of_log_ratio
 from rlgraph.algorithms.masks import count, keep
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
+from rlgraph.settings import AtLeastZero, Count, Finite
 
 Metrics = dict[str, torch.Tensor]
 
@@ -67,25 +69,24 @@ class PolicyLoss(ABC):
     mini-batch over all ranks; the losses and the metrics of all micro-batches add up to those of the mini-batch.
     """
 
+    HOW: ClassVar[str] = "give a loss object such as rg.ClippedLoss()"
     ratio: ClassVar[bool] = True
     optional_reads: ClassVar[tuple[str, ...]] = ("rollout_is_weights",)
     only_aggregation: ClassVar[str | None] = None
-    aggregation: str = "token-mean"
-    horizon: int | None = None
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
+    aggregation: Aggregation = "token-mean"
+    horizon: Count | None = None
+    entropy_coef: Finite = 0.0
+    kl_coef: AtLeastZero = 0.0
+    kl_estimator: KlEstimator = "k3"
 
     def __post_init__(self) -> None:
+        settings.check(self)
         where = type(self).__name__
         check_aggregation(where, self.aggregation, self.horizon)
         if self.only_aggregation is not None and self.aggregation != self.only_aggregation:
             raise GraphError(
                 f"{where}(aggregation={self.aggregation!r}): this loss is defined for '{self.only_aggregation}' alone; leave the option out"
             )
-        check_number(where, "entropy_coef", self.entropy_coef)
-        check_number(where, "kl_coef", self.kl_coef, least=0)
-        check_choice(where, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         if self.kl_coef == 0 and self.kl_estimator != "k3":
             raise GraphError(f"{where}(kl_estimator={self.kl_estimator!r}): without kl_coef there is no KL term; set it, or leave this out")
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlgraph import settings
 from rlgraph.algorithms.inputs import check_mask
 from rlgraph.algorithms.rejection import Rejection
 from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, TruncatedIS
@@ -23,10 +24,7 @@ class RolloutCorrection:
     rejections: tuple[Rejection, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.weights is not None and not isinstance(self.weights, ImportanceWeights):
-            raise GraphError(f"RolloutCorrection(weights={self.weights!r}): weights are an object such as TruncatedIS(), or None")
-        if not isinstance(self.rejections, tuple) or not all(isinstance(r, Rejection) for r in self.rejections):
-            raise GraphError(f"RolloutCorrection(rejections={self.rejections!r}): give a tuple of Rejection objects")
+        settings.check(self)
         if len(set(self.rejections)) < len(self.rejections):
             raise GraphError(f"RolloutCorrection(rejections={self.rejections!r}): a rejection is given twice; leave one out")
 

@@ -6,12 +6,13 @@ from typing import Literal
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.algorithms.inputs import check_choice, check_number, masked, tensor, tokenwise
+from rlgraph.algorithms.inputs import check_choice, masked, tensor, tokenwise
 from rlgraph.algorithms.losses import ClippedLoss
 from rlgraph.algorithms.masks import keep
 from rlgraph.algorithms.rollout_correction import TruncatedIS
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
+from rlgraph.settings import Positive
 
 
 @torch.no_grad()
@@ -57,12 +58,7 @@ class ProximalLoss(ClippedLoss):
 
     optional_reads = ()
     method: Literal["loglinear", "linear"] = "loglinear"
-    threshold: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("ProximalLoss", "method", self.method, ("loglinear", "linear"))
-        check_number("ProximalLoss", "threshold", self.threshold, above=0)
+    threshold: Positive = 5.0
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from rlgraph.algorithms.inputs import check_choice, check_number
+from rlgraph import settings
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.algorithms.rollout_correction import masked_log_ratio
 from rlgraph.errors import GraphError
+from rlgraph.kinds import OneOf
+from rlgraph.settings import Positive
 
 STATISTICS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -29,16 +32,14 @@ class Rejection:
     settings into these. Source: "When Speed Kills Stability", richardli.xyz/rl-collapse.
     """
 
-    statistic: str
-    high: float
-    low: float | None = None
+    statistic: Annotated[str, OneOf(STATISTICS)]
+    high: Positive
+    low: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_choice("Rejection", "statistic", self.statistic, STATISTICS)
-        check_number("Rejection", "high", self.high, above=0)
+        settings.check(self)
         if self.low is None:
             return
-        check_number("Rejection", "low", self.low, above=0)
         if not self.statistic.endswith("k1"):
             raise GraphError(f"Rejection({self.statistic!r}, low={self.low!r}): only k1 has a lower bound; leave it out")
         if self.low > self.high:

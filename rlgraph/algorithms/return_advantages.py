@@ -9,10 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from rlgraph.algorithms.inputs import check_flag, check_number, masked, reasons, rowwise, tokenwise
+from rlgraph import settings
+from rlgraph.algorithms.inputs import masked, reasons, rowwise, tokenwise
 from rlgraph.algorithms.masks import bits, blocks, count, keep_bits, whiten
 from rlgraph.algorithms.scans import Packing, discounted_sum
 from rlgraph.columns import Columns
+from rlgraph.settings import Fraction
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,12 @@ class GAE:
     """
 
     writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: Fraction = 1.0
+    lam: Fraction = 1.0
     bootstrap: bool = False
 
     def __post_init__(self) -> None:
-        check_number("GAE", "gamma", self.gamma, least=0, most=1)
-        check_number("GAE", "lam", self.lam, least=0, most=1)
-        check_flag("GAE", "bootstrap", self.bootstrap)
+        settings.check(self)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -76,10 +76,10 @@ class ReinforcePlusPlus:
 
     reads: ClassVar[tuple[str, ...]] = ("token_rewards", "response_mask")
     writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
 
     def __post_init__(self) -> None:
-        check_number("ReinforcePlusPlus", "gamma", self.gamma, least=0, most=1)
+        settings.check(self)
 
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
-from rlgraph.algorithms.inputs import check_choice, check_flag, check_mask, check_number
+from rlgraph import settings
+from rlgraph.algorithms.inputs import check_mask
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError, GraphError
+from rlgraph.settings import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,12 @@ class ImportanceWeights(ABC):
     Source: "When Speed Kills Stability", richardli.xyz/rl-collapse; Yao et al., 2025, fengyao.notion.site/off-policy-rl.
     """
 
+    HOW: ClassVar[str] = "give an object such as rg.TruncatedIS()"
     level: Literal["token", "sequence"] = "token"
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_choice(type(self).__name__, "level", self.level, ("token", "sequence"))
-        check_flag(type(self).__name__, "normalize", self.normalize)
+        settings.check(self)
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -66,11 +68,7 @@ class ImportanceWeights(ABC):
 class TruncatedIS(ImportanceWeights):
     """Importance weights of at most `threshold`: min(w, threshold). Source: Ionides, 2008; Yao et al., 2025."""
 
-    threshold: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("TruncatedIS", "threshold", self.threshold, above=0)
+    threshold: Positive = 2.0
 
     def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.clamp(max=self.threshold)
@@ -83,13 +81,11 @@ class TruncatedIS(ImportanceWeights):
 class IcePop(ImportanceWeights):
     """Importance weights within [`low`, `high`], and 0 for those outside; such tokens still count in means. Source: Ling team, 2025."""
 
-    low: float = 0.5
-    high: float = 5.0
+    low: Positive = 0.5
+    high: Positive = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("IcePop", "low", self.low, above=0)
-        check_number("IcePop", "high", self.high, above=0)
         if self.low > self.high:
             raise GraphError(f"IcePop(low={self.low!r}, high={self.high!r}): the lower bound is above the upper; swap them")
 

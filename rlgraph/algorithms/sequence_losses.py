@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rlgraph.algorithms.inputs import check_clip, check_number
+from rlgraph.algorithms.aggregation import Aggregation
 from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
+from rlgraph.settings import AtLeastZero, Fraction, Positive
 
 LARGEST_LOG_RATIO = 10.0
 
@@ -19,13 +20,9 @@ class GSPO(PolicyLoss):
     Source: Zheng et al., 2025, 2507.18071 (which clips at 3e-4 below and 4e-4 above).
     """
 
-    aggregation: str = "seq-mean-token-mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip("GSPO", self.clip_low, self.clip_high)
+    aggregation: Aggregation = "seq-mean-token-mean"
+    clip_low: Fraction = 0.2
+    clip_high: AtLeastZero = 0.2
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         counts = count(tokens.mask, -1)[:, None].clamp(min=1)
@@ -47,14 +44,9 @@ class SAPO(PolicyLoss):
     """
 
     only_aggregation = "seq-mean-token-mean"
-    aggregation: str = "seq-mean-token-mean"
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("SAPO", "tau_pos", self.tau_pos, above=0)
-        check_number("SAPO", "tau_neg", self.tau_neg, above=0)
+    aggregation: Aggregation = "seq-mean-token-mean"
+    tau_pos: Positive = 1.0
+    tau_neg: Positive = 1.05
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         positive, negative = (tokens.ratio.new_tensor(tau) for tau in (self.tau_pos, self.tau_neg))
@@ -74,14 +66,9 @@ class GMPO(PolicyLoss):
     """
 
     only_aggregation = "seq-mean-token-mean"
-    aggregation: str = "seq-mean-token-mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("GMPO", "clip_low", self.clip_low, least=0)
-        check_number("GMPO", "clip_high", self.clip_high, least=0)
+    aggregation: Aggregation = "seq-mean-token-mean"
+    clip_low: AtLeastZero = 0.2
+    clip_high: AtLeastZero = 0.2
 
     def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         with torch.no_grad():

@@ -5,11 +5,13 @@ from typing import ClassVar
 
 import torch
 
+from rlgraph import settings
 from rlgraph.algorithms.groups import Groups
-from rlgraph.algorithms.inputs import check_number, check_whole, masked, rowwise
+from rlgraph.algorithms.inputs import masked, rowwise
 from rlgraph.algorithms.masks import ends
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
+from rlgraph.settings import Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +24,12 @@ class OverlongPenalty:
 
     reads: ClassVar[tuple[str, ...]] = ("rewards", "response_mask")
     writes: ClassVar[tuple[str, ...]] = ("rewards",)
-    max_tokens: int
-    buffer_tokens: int
-    factor: float = 1.0
+    max_tokens: Count
+    buffer_tokens: Count
+    factor: Positive = 1.0
 
     def __post_init__(self) -> None:
-        check_whole("OverlongPenalty", "max_tokens", self.max_tokens, 1)
-        check_whole("OverlongPenalty", "buffer_tokens", self.buffer_tokens, 1)
-        check_number("OverlongPenalty", "factor", self.factor, above=0)
+        settings.check(self)
         if self.buffer_tokens > self.max_tokens:
             raise GraphError(
                 f"OverlongPenalty(buffer_tokens={self.buffer_tokens}): it is a part of max_tokens={self.max_tokens}; make it smaller"

@@ -5,8 +5,9 @@ from typing import Literal
 
 import torch
 
+from rlgraph import settings
 from rlgraph.algorithms.groups import Groups, groups_of
-from rlgraph.algorithms.inputs import check_choice, check_flag, masked, tokenwise
+from rlgraph.algorithms.inputs import masked, tokenwise
 from rlgraph.algorithms.masks import EPSILON, bits, blocks, ends, keep_bits
 from rlgraph.algorithms.scans import Packing, discounted_sum, running_sum_
 from rlgraph.columns import Columns
@@ -31,9 +32,7 @@ class OptimalTokenBaseline:
     weighted: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("OptimalTokenBaseline", "align", self.align, ("column", "token"))
-        check_flag("OptimalTokenBaseline", "zero_tail", self.zero_tail)
-        check_flag("OptimalTokenBaseline", "weighted", self.weighted)
+        settings.check(self)
 
     @property
     def reads(self) -> tuple[str, ...]:

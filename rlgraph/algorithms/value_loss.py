@@ -5,11 +5,13 @@ from typing import ClassVar
 
 import torch
 
-from rlgraph.algorithms.aggregation import Totals, aggregate, check_aggregation, row_weights
-from rlgraph.algorithms.inputs import check_number, masked, tokenwise
+from rlgraph import settings
+from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
+from rlgraph.algorithms.inputs import masked, tokenwise
 from rlgraph.algorithms.masks import count, keep
 from rlgraph.algorithms.policy_loss import to_floats, with_gradient
 from rlgraph.columns import Columns
+from rlgraph.settings import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,15 @@ class ValueLoss:
     Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
     """
 
-    clip: float | None = 0.5
-    aggregation: str = "token-mean"
-    horizon: int | None = None
+    clip: Positive | None = 0.5
+    aggregation: Aggregation = "token-mean"
+    horizon: Count | None = None
     needs_entropy: ClassVar[bool] = False
     optional_reads: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        settings.check(self)
         check_aggregation("ValueLoss", self.aggregation, self.horizon)
-        if self.clip is not None:
-            check_number("ValueLoss", "clip", self.clip, above=0)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -3,13 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Literal, Protocol, TypeAlias
 
 import torch
 
+from rlgraph import settings
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
-from rlgraph.errors import DataError, GraphError
+from rlgraph.errors import DataError
+from rlgraph.kinds import Range
+from rlgraph.settings import Count, Natural
 
 Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `columns.FINISH_REASONS`
 Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
@@ -24,23 +27,15 @@ class Sampling:
     Raises GraphError for a value out of its range.
     """
 
-    max_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Count = 1024
+    temperature: Annotated[float, Range(least=0, rule="a number of at least 0, and 0 is greedy")] = 1.0
+    top_p: Annotated[float, Range(above=0, most=1, rule="a probability above 0 and at most 1, and 1 keeps all tokens")] = 1.0
+    top_k: Natural = 0
+    stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        check_count("Sampling", "max_tokens", self.max_tokens, 1)
-        check_real("Sampling", "temperature", self.temperature, self.temperature >= 0, "a number of at least 0, and 0 is greedy")
-        check_real("Sampling", "top_p", self.top_p, 0 < self.top_p <= 1, "a probability above 0 and at most 1, and 1 keeps all tokens")
-        check_count("Sampling", "top_k", self.top_k, 0)
-        if not isinstance(self.stop_token_ids, tuple):
-            raise GraphError(f"Sampling(stop_token_ids={self.stop_token_ids!r}): give token ids as a tuple, like (2,)")
-        for token in self.stop_token_ids:
-            if type(token) is not int or token < 0:  # checked at every turn, so that the rule is only spelled out where it is broken
-                check_count("Sampling", "stop_token_ids", token, 0)
+        settings.check(self)
 
 
 @dataclass(frozen=True)
@@ -263,18 +258,6 @@ class TrainEngine(Protocol):
 
     def close(self) -> None:
         """Free the model."""
-
-
-def check_count(where: str, name: str, value: Any, least: int) -> None:
-    """Raise GraphError unless the value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise GraphError(f"{where}({name}={value!r}): {name} is a whole number of at least {least}")
-
-
-def check_real(where: str, name: str, value: Any, in_range: bool, rule: str) -> None:
-    """Raise GraphError unless the value is a finite number in its range; `rule` says what it may be."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range or value == float("inf"):
-        raise GraphError(f"{where}({name}={value!r}): {name} is {rule}")
 
 
 def check_request(request: Request, held: Container[str], context: int, vocab: int) -> None:

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.inputs import check_whole
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import fused_norms, packed_attention
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Judge, Loss, check_count, check_weights
+from rlgraph.engines.base import Judge, Loss, check_weights
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
@@ -46,7 +47,7 @@ class FsdpEngine:
         flat: bool | None = None,
         passed: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        check_count("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
+        check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         self._made_group = join(rank, world)
         self._rank, self._world, self._device = rank, world, torch.device(device)
         self._micro_batch_tokens = micro_batch_tokens

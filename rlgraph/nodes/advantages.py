@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Output, declare
 from rlgraph.nodes.base import FunctionOperation, carried, tensor_of
+from rlgraph.settings import checked
 
 
 class Estimator(Protocol):
@@ -24,6 +25,7 @@ class Estimator(Protocol):
     def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
 
 
+@checked()
 def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") -> Output:
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
@@ -34,7 +36,7 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
     Raises GraphError for a column that the estimator reads and no input carries.
     """
     if not callable(estimator) or isinstance(estimator, type) or not hasattr(estimator, "reads"):
-        raise GraphError(f"node '{name}' has estimator={estimator!r}; pass an estimator object, as estimator=rg.GRPO()")
+        raise GraphError(f"node '{name}' has estimator={shown(estimator)}; pass an estimator object, as estimator=rg.GRPO()")
     given = carried(inputs)
     reads = list(estimator.reads)
     if "loss_mask" in given and "response_mask" in reads:

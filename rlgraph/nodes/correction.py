@@ -7,20 +7,21 @@ from typing import Any, Literal
 import torch
 
 from rlgraph.algorithms.diagnostics import diagnostics
-from rlgraph.algorithms.inputs import check_choice
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.rejection import Rejection
 from rlgraph.algorithms.rollout_correction import ImportanceWeights
 from rlgraph.algorithms.shaping import constant_groups
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Output, declare
 from rlgraph.nodes.base import Fired, FunctionOperation, carried, tensor_of
 from rlgraph.nodes.responses import truncated
+from rlgraph.settings import Name, checked
 
 Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@checked()
 def rollout_correction(
     *inputs: Output,
     weights: ImportanceWeights | RolloutCorrection | Weigh | None = None,
@@ -40,7 +41,6 @@ def rollout_correction(
     Raises GraphError for a missing column, settings without effect, or values of the wrong kind.
     """
     correction = _correction(name, weights, rejections)
-    check_choice(f"node '{name}'", "denominator", denominator, ("kept", "all"))
     rejects = isinstance(correction, RolloutCorrection) and bool(correction.rejections)
     if denominator == "all" and not rejects:
         raise GraphError(f"node '{name}' has denominator='all', but rejects nothing; give rejections, or leave it out")
@@ -54,13 +54,15 @@ def rollout_correction(
 def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> RolloutCorrection | Weigh:
     """Return weights and rejections as one object; a function of the user's own stays what it is."""
     if isinstance(weights, type) or not (weights is None or callable(weights)):
-        raise GraphError(f"node '{name}' has weights={weights!r}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
+        raise GraphError(f"node '{name}' has weights={shown(weights)}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
     if weights is None and not rejections:
         raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; give one of them")
     if weights is None or isinstance(weights, ImportanceWeights):
         return RolloutCorrection(weights, tuple(rejections))
     if rejections:
-        raise GraphError(f"node '{name}' has rejections beside weights={weights!r}; put both into one rg.algorithms.RolloutCorrection(...)")
+        raise GraphError(
+            f"node '{name}' has weights={shown(weights)} and rejections; put both into one rg.algorithms.RolloutCorrection(...)"
+        )
     correction: RolloutCorrection | Weigh = weights
     return correction
 
@@ -85,7 +87,8 @@ class _Correct:
         return written, diagnostics(*policies, self.correction)
 
 
-def filter_groups(*inputs: Output, metric: str = "rewards", name: str = "filter") -> Output:
+@checked()
+def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter") -> Output:
     """Declare `loss_mask` [B, T] without the groups whose responses all have one `metric`: they teach nothing.
 
     The update neither computes nor counts them, so that a mean over tokens is one over those that teach. A group of one stays.
@@ -110,6 +113,7 @@ class _Filter:
         return {"loss_mask": mask & ~constant[:, None]}, {"filter/groups_fraction": fraction}
 
 
+@checked()
 def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
     """Declare `loss_mask` [B, T] without the responses that were cut off: their reward judges an answer that they could not finish.
 

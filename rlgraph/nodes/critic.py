@@ -9,9 +9,10 @@ from rlgraph.columns import Columns
 from rlgraph.engines.base import ValueLoss
 from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
-from rlgraph.nodes.guards import Guards, Judge, checked_guards
+from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import checked_walks
 from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
+from rlgraph.settings import Count, checked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,16 +29,18 @@ class Critic(TrainedModel):
 
         return load.critic_engine(self, context)
 
+    @checked()
     def values(self, *inputs: Output, name: str = "values") -> Output:
         """Declare `values` [B, T]: the return that the critic expects before each response token, under its weights before the update."""
         return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
 
+    @checked()
     def update(
         self,
         *inputs: Output,
         loss: ValueLoss,
-        epochs: int = 1,
-        mini_batches: int = 1,
+        epochs: Count = 1,
+        mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,
         name: str = "critic_update",
     ) -> Update:
@@ -52,7 +55,7 @@ class Critic(TrainedModel):
         given = carried(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
         walks = checked_walks(name, inputs, epochs, mini_batches)
-        training = CriticUpdate(model=self, loss=loss, walks=walks, guards=checked_guards(name, guards), name=name)
+        training = CriticUpdate(model=self, loss=loss, walks=walks, guards=guards, name=name)
         return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
 
 

@@ -44,12 +44,6 @@ class Joining:
 
 def joining(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> Joining:
     """Return the checked rule. Raises GraphError for what has no effect, or cannot keep the bound."""
-    if interrupt not in (None, "keep", "recompute"):
-        raise GraphError(
-            f"node '{node}' has interrupt={interrupt!r}; running responses 'keep' their keys and values at new weights or 'recompute' them"
-        )
-    if not isinstance(continuous, bool):
-        raise GraphError(f"node '{node}' has continuous={continuous!r}; it is True or False")
     if interrupt is not None and weights is None:
         raise GraphError(f"node '{node}' has interrupt={interrupt!r} but no weights that change; pass a feedback edge, or leave it out")
     if interrupt is not None and weights is not None and weights.depth == 0:

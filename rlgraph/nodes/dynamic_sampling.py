@@ -4,22 +4,25 @@ A batch is the first groups of the data order whose rewards differ, however long
 to the next prompt at once, and no prompt is begun that is not needed. So none is lost, and none is trained twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from rlgraph import settings
 from rlgraph.columns import Column, Columns, share
 from rlgraph.engines.base import Request, Response, Running, Sampling
 from rlgraph.errors import GraphError
 from rlgraph.graph import Feedback, Node, Output, Work, declare
+from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.responses import WRITES, columns_of, seed_of
-from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, check_column
+from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rollout import Rollout
 from rlgraph.nodes.scoring import Scoring, scoring
+from rlgraph.settings import Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +38,14 @@ class Refill:
     reward of all that was sampled beside that of what is trained on. Source: Yu et al., 2025, 2503.14476.
     """
 
-    reward: Callable[..., Any]
-    writes: str = "rewards"
-    rounds: int = 10
-    at_once: int = AT_ONCE
-    deadline_s: float = DEADLINE_S
+    reward: RewardFunction
+    writes: RewardColumn = "rewards"
+    rounds: Annotated[int, Range(least=2, rule="how many times its prompts a step draws at most, a whole number of at least 2")] = 10
+    at_once: AtOnce = AT_ONCE
+    deadline_s: Seconds = DEADLINE_S
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
     def declare(self, name: str, rollout: Rollout, prompts: Output, weights: Feedback | None) -> Output:
         """Return the output of the rollout that draws its prompts itself.
@@ -74,8 +80,6 @@ class Refill:
             raise GraphError(
                 f"{where} has refill= and continuous=True, but which prompts the next batch has is known when this one is full: choose one"
             )
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 2:
-            raise GraphError(f"{where} has Refill(rounds={self.rounds!r}); a step draws up to so many times its prompts, at least 2")
         check_column(name, self.writes)
 
 

@@ -1,6 +1,6 @@
 """Evaluation: a generator answers a data set of its own every so many steps, and the answers are scored beside the training."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,36 +8,38 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns, share
-from rlgraph.engines.base import Sampling, check_count
+from rlgraph.engines.base import Sampling
 from rlgraph.errors import GraphError
 from rlgraph.graph import Due, Feedback, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.pass_at import summary
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
 from rlgraph.nodes.responses import columns_of, truncated
-from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S
+from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardFunction
 from rlgraph.nodes.rollout import Generator, check_prompts
 from rlgraph.nodes.scoring import Scoring, scoring
+from rlgraph.settings import Count, Finite, Name, Seconds, checked
 
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
 
 
+@checked()
 def evaluate(
     generator: Generator,
     data: Dataset,
     weights: Feedback,
     *,
-    reward: Callable[..., Any],
-    every: int,
-    samples: int = 1,
+    reward: RewardFunction,
+    every: Count,
+    samples: Count = 1,
     sampling: Sampling | None = None,
-    steps: int | None = None,
+    steps: Count | None = None,
     at_start: bool = False,
-    passes: float = 1.0,
-    prompt: str = "prompt",
-    source: str = "data_source",
-    at_once: int = AT_ONCE,
-    deadline_s: float = DEADLINE_S,
+    passes: Finite = 1.0,
+    prompt: Name = "prompt",
+    source: Name = "data_source",
+    at_once: AtOnce = AT_ONCE,
+    deadline_s: Seconds = DEADLINE_S,
     name: str = "evaluate",
 ) -> Output:
     """Declare an evaluation of every `every`-th step: `samples` responses to each item of `data`, scored by `reward`.
@@ -56,12 +58,6 @@ def evaluate(
 
     Raises GraphError for counts that are none, and where the evaluation would delay others; DataError as `rg.prompts` does.
     """
-    if not isinstance(generator, Generator):
-        raise GraphError(f"node '{name}' was given {generator!r}; pass the generator that writes the responses")
-    if not isinstance(weights, Feedback):
-        raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
-    for key, count in (("every", every), ("samples", samples), *((("steps", steps),) if steps is not None else ())):
-        check_count(f"node '{name}': evaluate", key, count, 1)
     questions = prompts(data, len(data) if hasattr(data, "__len__") and len(data) else 1, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)
     due = Due(every, steps, at_start)

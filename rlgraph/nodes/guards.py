@@ -4,13 +4,16 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
+from rlgraph import settings
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError, GuardError
+from rlgraph.errors import GuardError
+from rlgraph.kinds import Range
 
+Limit: TypeAlias = Annotated[float, Range(above=0, rule="a number above 0, or None for no limit")]
 log = logging.getLogger("rlgraph.guards")
 
 
@@ -32,29 +35,14 @@ class Guards:
 
     nonfinite: Literal["skip", "stop"] = "skip"
     empty: Literal["skip", "stop"] = "skip"
-    patience: int = 5
-    warn_kl: float | None = 1.0
-    stop_kl: float | None = None
-    warn_mismatch: float | None = 0.5
-    stop_mismatch: float | None = None
+    patience: Annotated[int, Range(least=1, rule="a whole number of skipped steps, at least 1")] = 5
+    warn_kl: Limit | None = 1.0
+    stop_kl: Limit | None = None
+    warn_mismatch: Limit | None = 0.5
+    stop_mismatch: Limit | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nonfinite", "empty"):
-            if getattr(self, name) not in ("skip", "stop"):
-                raise GraphError(f"Guards({name}={getattr(self, name)!r}): what is found is met by 'skip' or by 'stop'")
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise GraphError(f"Guards(patience={self.patience!r}): patience is a whole number of skipped steps, at least 1")
-        for name in ("warn_kl", "stop_kl", "warn_mismatch", "stop_mismatch"):
-            limit = getattr(self, name)
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-                raise GraphError(f"Guards({name}={limit!r}): a limit is a number above 0, or None for none")
-
-
-def checked_guards(node: str, guards: object) -> Guards:
-    """Return the guards. Raises GraphError for what is none."""
-    if not isinstance(guards, Guards):
-        raise GraphError(f"node '{node}' has guards={guards!r}; pass a value, as guards=rg.Guards(nonfinite='stop')")
-    return guards
+        settings.check(self)
 
 
 @dataclass

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from rlgraph import settings
 from rlgraph.columns import Columns, rows_of
-from rlgraph.engines.base import check_count
 from rlgraph.errors import GraphError
+from rlgraph.settings import Count
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,11 @@ class Walks:
     row is masked is passed over: no optimizer step is taken for it, no warm-up goes on, and no metric counts it.
     """
 
-    epochs: int = 1
-    mini_batches: int = 1
+    epochs: Count = 1
+    mini_batches: Count = 1
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
     def parts(self, batch: Columns) -> Iterator[Columns]:
         """Yield the batch of each optimizer step."""
@@ -55,8 +59,6 @@ def _has_tokens(part: Columns) -> bool:
 def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:
     """Return the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
     where = f"node '{node}'"
-    check_count(where, "epochs", epochs, 1)
-    check_count(where, "mini_batches", mini_batches, 1)
     rows = max((output.node.rows for output in inputs if hasattr(output, "node")), default=0)
     if rows % mini_batches:
         raise GraphError(

@@ -7,15 +7,16 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.engines.base import PolicyLoss, Sampling, check_count
+from rlgraph.engines.base import PolicyLoss, Sampling
 from rlgraph.engines.packing import response_lengths
 from rlgraph.errors import GraphError
 from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
-from rlgraph.nodes.guards import Guards, Judge, checked_guards
+from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import checked_walks
 from rlgraph.nodes.responses import truncated
 from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
+from rlgraph.settings import Count, Natural, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class Policy(TrainedModel):
 
     role: ClassVar[str] = "policy"
 
+    @checked()
     def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update.
 
@@ -57,13 +59,14 @@ class Policy(TrainedModel):
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
 
+    @checked()
     def update(
         self,
         *inputs: Output,
         loss: PolicyLoss,
-        epochs: int = 1,
-        mini_batches: int = 1,
-        critic_warmup: int = 0,
+        epochs: Count = 1,
+        mini_batches: Count = 1,
+        critic_warmup: Natural = 0,
         guards: Guards = DEFAULT_GUARDS,
         name: str = "update",
     ) -> Update:
@@ -93,7 +96,7 @@ class Policy(TrainedModel):
         if behaviour == "rollout_log_probs":
             check_untruncated(name, inputs)
         wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons") if c in given]
-        if checked_guards(name, guards).stop_mismatch is not None:
+        if guards.stop_mismatch is not None:
             wanted += ["rollout_log_probs", "old_log_probs"]
         training = PolicyUpdate(
             model=self,
@@ -170,7 +173,6 @@ def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
 
 def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
     """Raise GraphError for a warm-up that is no count, or that waits for a critic whose values do not lead to the update."""
-    check_count(f"node '{name}'", "critic_warmup", critic_warmup, 0)
     nodes = [output.node for output in inputs if hasattr(output, "node")]
     for node in nodes:
         nodes += [output.node for output in node.inputs if output.node not in nodes]

@@ -4,14 +4,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 
 from rlgraph.columns import Column
 from rlgraph.errors import DataError
 from rlgraph.graph import Output, Work, declare
+from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.settings import Name, Natural, checked
+
+PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
 
 
 class Dataset(Protocol):
@@ -101,7 +105,8 @@ def _order(seed: int, epoch: int, size: int) -> list[int]:
     return order
 
 
-def prompts(data: Dataset, count: int, *, seed: int = 0, prompt: str = "prompt", name: str = "prompts") -> Output:
+@checked(DataError)
+def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = "prompt", name: Name = "prompts") -> Output:
     """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
 
     Each item is a mapping with the prompt as text under `prompt`; every other field becomes a column named in the plural,
@@ -112,8 +117,6 @@ def prompts(data: Dataset, count: int, *, seed: int = 0, prompt: str = "prompt",
     """
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(f"{name}: the data set is a {type(data).__name__}; it needs __len__ and __getitem__, as a list of dicts has")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise DataError(f"{name}: count={count!r}; a step takes a whole number of prompts, at least 1")
     if len(data) == 0:
         raise DataError(f"{name}: the data set is empty; it needs at least one item")
     first = data[0]

@@ -8,6 +8,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph import Feedback, Node, Output, declare
 from rlgraph.nodes.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.trained import TOKENS, TrainedModel
+from rlgraph.settings import checked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -21,11 +22,13 @@ class Reference(TrainedModel):
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # where nothing is trained these have no effect, so they cannot be given
     recompute: bool = field(default=False, init=False)
 
+    @checked()
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: what the reference gives the responses, its weights as they are in the folder."""
         operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
 
+    @checked()
     def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
 
@@ -36,8 +39,6 @@ class Reference(TrainedModel):
         Raises GraphError for what is no feedback edge, for one that takes the newest version, and for the own edge of a rollout
         whose responses run through several versions.
         """
-        if not isinstance(weights, Feedback):
-            raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
         if weights.freshest:
             raise GraphError(
                 f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "

@@ -2,20 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
 from rlgraph.columns import COLUMNS, Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Output, Work, declare
+from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Outliers
 from rlgraph.nodes.scoring import Scoring, scoring, tokenizer_of
+from rlgraph.settings import Name, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the response is named and not only the node
 AT_ONCE = 16
 OUTLIERS = 20.0
+OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
+RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number a response")]
+RewardColumn: TypeAlias = Annotated[str, Range(least=1, rule="the name of the column that the rewards go to, as writes='baseline_rewards'")]
+AtOnce: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are scored at a time, at least 1")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +54,16 @@ def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
     return {f"critic/{column}/{name}": value.item() for name, value in found.items()}
 
 
+@checked()
 def reward(
-    function: Callable[..., Any],
+    function: RewardFunction,
     *inputs: Output,
-    writes: str = "rewards",
-    at_once: int = AT_ONCE,
-    deadline_s: float = DEADLINE_S,
+    writes: RewardColumn = "rewards",
+    at_once: AtOnce = AT_ONCE,
+    deadline_s: Seconds = DEADLINE_S,
     by_group: bool = True,
-    outliers: float | None = OUTLIERS,
-    name: str = "reward",
+    outliers: Annotated[float, Range(above=0, rule=OUTLIERS_RULE)] | None = OUTLIERS,
+    name: Name = "reward",
 ) -> Output:
     """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
 
@@ -80,8 +87,6 @@ def reward(
     column of another kind.
     """
     check_column(name, writes)
-    if outliers is not None and not (isinstance(outliers, int | float) and outliers > 0):
-        raise GraphError(f"node '{name}' has outliers={outliers!r}; give a number of standard deviations above 0, or None to look for none")
     where = f"node '{name}'"
     operation = Reward(
         scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group, outliers, name
@@ -89,10 +94,8 @@ def reward(
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 
 
-def check_column(name: str, writes: object) -> None:
+def check_column(name: str, writes: str) -> None:
     """Raise GraphError unless rewards can go to a column of that name."""
-    if not isinstance(writes, str) or not writes:
-        raise GraphError(f"node '{name}' has writes={writes!r}; name the column that the rewards go to, as writes='baseline_rewards'")
     spec = COLUMNS.get(writes)
     if spec is not None and (spec.dtype, spec.dims) != (torch.float32, ("B",)):
         raise GraphError(

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlgraph.columns import Columns
-from rlgraph.engines.base import check_count
 from rlgraph.errors import GraphError
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.reward import check_column, spread
 from rlgraph.nodes.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
 from rlgraph.nodes.trained import check_folder
+from rlgraph.settings import Count, Dtype, Natural, checked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,14 +24,9 @@ class RewardModel(Model):
     """
 
     role: ClassVar[str] = "reward_model"
-    dtype: str = "auto"
-    batch_tokens: int = 16384
-    label: int | None = None
-
-    def __post_init__(self) -> None:
-        check_count("RewardModel", "batch_tokens", self.batch_tokens, 1)
-        if self.label is not None:
-            check_count("RewardModel", "label", self.label, 0)
+    dtype: Dtype = "auto"
+    batch_tokens: Count = 16384
+    label: Natural | None = None
 
     @property
     def ranks(self) -> int | None:
@@ -42,6 +37,7 @@ class RewardModel(Model):
 
         return load.score_engine(self, context)
 
+    @checked()
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
         """Declare `rewards` [B]: what the model gives each response to its prompt; of a rollout with `chunks`, part by part.
 

@@ -3,20 +3,22 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, share
-from rlgraph.engines.base import Request, Running, Sampling, check_count, check_real
-from rlgraph.errors import DataError, GraphError
+from rlgraph.engines.base import Request, Running, Sampling
+from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
+from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import Conversations
 from rlgraph.nodes.decoding import Decoding, Joining, joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.tools import Tools
+from rlgraph.settings import Count, Dtype, Natural, checked
 
 if TYPE_CHECKING:
     from rlgraph.nodes.dynamic_sampling import Refill
@@ -39,28 +41,21 @@ class Generator(Model):
     role: ClassVar[str] = "generator"
     sampling: Sampling = field(default_factory=Sampling)
     engine: Literal["vllm", "transformers"] = "vllm"
-    tensor_parallel: int = 1
-    max_context: int | None = None
-    dtype: str = "auto"
-    seed: int = 0
-    memory: float | None = None
-    max_sequences: int | None = None
-    engines_per_gpu: int = 1
+    tensor_parallel: Count = 1
+    max_context: Annotated[int, Range(least=2, rule="a whole number of tokens, at least 2")] | None = None
+    dtype: Dtype = "auto"
+    seed: Natural = 0
+    memory: Annotated[float, Range(above=0, below=1, rule="a share of the GPU's memory, above 0 and below 1")] | None = None
+    max_sequences: Count | None = None
+    engines_per_gpu: Count = 1
 
     def __post_init__(self) -> None:
-        if self.memory is not None:
-            check_real("Generator", "memory", self.memory, 0 < self.memory < 1, "a share of the GPU's memory, above 0 and below 1")
-        if self.max_sequences is not None:
-            check_count("Generator", "max_sequences", self.max_sequences, 1)
-        check_count("Generator", "tensor_parallel", self.tensor_parallel, 1)
-        check_count("Generator", "engines_per_gpu", self.engines_per_gpu, 1)
+        super().__post_init__()
         if self.engines_per_gpu > 1 and self.tensor_parallel > 1:
             raise GraphError(
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
                 "share none; give one of the two"
             )
-        if self.engine not in ("vllm", "transformers"):
-            raise GraphError(f"Generator(engine={self.engine!r}): the engines are 'vllm' and 'transformers'")
         if self.engine == "transformers" and self.tensor_parallel > 1:
             raise GraphError(
                 f"Generator(engine='transformers', tensor_parallel={self.tensor_parallel}): only vLLM's engine spans GPUs; leave one out"
@@ -79,16 +74,17 @@ class Generator(Model):
 
         return load.generate_engine(self, context)
 
+    @checked()
     def rollout(
         self,
         prompts: Output,
         weights: Feedback | None = None,
         *,
-        group_size: int = 1,
+        group_size: Annotated[int, Range(least=1, rule="a whole number of responses to a prompt, at least 1")] = 1,
         sampling: Sampling | None = None,
         tools: Tools | None = None,
-        max_turns: int | None = None,
-        chunks: int = 1,
+        max_turns: Annotated[int, Range(least=1, rule="a whole number of turns, at least 1")] | None = None,
+        chunks: Annotated[int, Range(least=1, rule="a whole number of parts that a batch leaves in, at least 1")] = 1,
         interrupt: Running | None = None,
         continuous: bool = False,
         refill: "Refill | None" = None,
@@ -120,8 +116,7 @@ class Generator(Model):
         Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge,
         chunks that do not divide the prompts of a step, `interrupt` or `continuous` at depth 0, or `refill` with what it cannot go with.
         """
-        options = {"group_size": group_size, "chunks": chunks, "weights": weights, "sampling": sampling, "refill": refill}
-        _check_options(name, {**options, "tools": tools, "max_turns": max_turns, "continuous": continuous})
+        _check_options(name, {"chunks": chunks, "refill": refill, "tools": tools, "max_turns": max_turns, "continuous": continuous})
         source = getattr(getattr(prompts, "node", None), "operation", None)
         rule = joining(name, weights, interrupt, continuous, source)
         operation = Rollout(
@@ -146,33 +141,19 @@ class Generator(Model):
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise GraphError for what no rollout can have."""
-    group_size, chunks = options["group_size"], options["chunks"]
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise GraphError(f"node '{name}' has group_size={group_size!r}; a prompt gets a whole number of responses, at least 1")
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise GraphError(f"node '{name}' has chunks={chunks!r}; a batch leaves in a whole number of parts, at least 1")
-    weights, sampling, refill = options["weights"], options["sampling"], options["refill"]
-    if weights is not None and not isinstance(weights, Feedback):
-        raise GraphError(f"node '{name}' got {weights!r} as weights; pass what rlgraph.feedback(...) returned")
+    refill = options["refill"]
     if options["max_turns"] is not None and options["tools"] is None:
         raise GraphError(
             f"node '{name}' has max_turns={options['max_turns']} but no tools, so there is one turn; pass tools= or leave max_turns out"
         )
     if options["tools"] is not None:
         _check_turns(name, options)
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise GraphError(f"node '{name}' has sampling={sampling!r}; pass a sampling object, as sampling=rg.Sampling(temperature=0)")
     if refill is not None and not hasattr(refill, "declare"):
-        raise GraphError(f"node '{name}' has refill={refill!r}; pass what to refill by, as refill=rg.Refill(reward=right)")
+        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")
 
 
 def _check_turns(name: str, options: Mapping[str, Any]) -> None:
     """Raise GraphError for what a rollout of several turns cannot be combined with."""
-    tools, turns = options["tools"], options["max_turns"]
-    if not isinstance(tools, Tools):
-        raise GraphError(f"node '{name}' has tools={tools!r}; pass rg.Tools([rg.tools.python], pool=...)")
-    if turns is not None and (isinstance(turns, bool) or not isinstance(turns, int) or turns < 1):
-        raise GraphError(f"node '{name}' has max_turns={turns!r}; a response has a whole number of turns, at least 1")
     for option, off in (("chunks", 1), ("continuous", False)):
         if options[option] != off:
             raise GraphError(

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rlgraph.errors import GraphError
+from rlgraph import settings
+from rlgraph.errors import GraphError, shown
+from rlgraph.settings import Count, Seconds
 
 LAYERS = ("namespaces", "landlock", "seccomp")  # docs/security.md says what each of them holds
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
@@ -26,15 +28,13 @@ class Limits:
     Raises GraphError for a limit that is not above 0.
     """
 
-    seconds: float = 10.0
-    memory_bytes: int = 1 << 30
-    output_bytes: int = 8192
-    file_bytes: int = 16 << 20
+    seconds: Seconds = 10.0
+    memory_bytes: Count = 1 << 30
+    output_bytes: Count = 8192
+    file_bytes: Count = 16 << 20
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise GraphError(f"Limits({name}={value!r}): a limit is a number above 0")
+        settings.check(self)
 
 
 class ToolError(Exception):
@@ -86,7 +86,7 @@ def check(limits: Limits, accept_missing: Collection[str] = ()) -> None:
 def check_layers(names: Collection[str]) -> None:
     """Raise GraphError for names that are no layers."""
     if isinstance(names, str) or not set(names) <= set(LAYERS):
-        raise GraphError(f"accept_missing={names!r}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
+        raise GraphError(f"accept_missing={shown(names)}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
 
 
 def _folder(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import GraphError, RlgraphError
+from rlgraph.errors import GraphError, RlgraphError, shown
 from rlgraph.graph import Model
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.calls import CallFailed, Calls
@@ -94,17 +94,13 @@ def scoring(
     Raises GraphError for what is no function, for parameters that name no columns, and for limits that are none.
     """
     if not callable(function):
-        raise GraphError(f"{where} was given {function!r}; a reward is a function that returns one number a response")
+        raise GraphError(f"{where} was given {shown(function)}; a reward is a function that returns one number a response")
     parameters = inspect.signature(function).parameters
     if not parameters or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters.values()):
         raise GraphError(
             f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
             "as in (responses, answers)"
         )
-    if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
-        raise GraphError(f"{where} has at_once={at_once!r}; it is how many responses are scored at a time, at least 1")
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < float("inf"):
-        raise GraphError(f"{where} has deadline_s={deadline_s!r}; a deadline is a number of seconds above 0")
     single = any(p not in carried and (plural(p) in carried or plural(p) in TOKEN_COLUMNS) for p in parameters)
     columns = tuple((p, plural(p) if single and (p not in carried) else p) for p in parameters)
     as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
@@ -176,7 +172,7 @@ def checked_rewards(
         try:
             value = float(reward)
         except (TypeError, ValueError) as error:
-            raise RlgraphError(f"{where} returned {reward!r} {sample(row)}; it returns one number a response") from error
+            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response") from error
         if not math.isfinite(value):
             raise RlgraphError(f"{where} returned {value} {sample(row)}; a reward is a finite number")
         values.append(value)

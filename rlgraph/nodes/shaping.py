@@ -2,21 +2,27 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import torch
 
-from rlgraph.algorithms.inputs import check_choice
-from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, penalize_rewards
+from rlgraph.algorithms.kl import AdaptiveKL, FixedKL, KlEstimator, penalize_rewards
 from rlgraph.algorithms.shaping import OverlongPenalty
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Output, Work, declare
+from rlgraph.kinds import Range
 from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, tensor_of
+from rlgraph.settings import checked
+
+Coefficient: TypeAlias = Annotated[float, Range(least=0, rule="a number of at least 0, or AdaptiveKL(...)")]
 
 
-def kl_shaped_rewards(*inputs: Output, coef: float | FixedKL | AdaptiveKL, estimator: str = "k1", name: str = "shaped") -> Output:
+@checked()
+def kl_shaped_rewards(
+    *inputs: Output, coef: Coefficient | FixedKL | AdaptiveKL, estimator: KlEstimator = "k1", name: str = "shaped"
+) -> Output:
     """Declare token rewards [B, T]: the reward on the last token, less `coef` times the KL of each token to the reference.
 
     `coef` is a number, or a controller: `rg.algorithms.AdaptiveKL(coef, target, horizon)` follows the KL from step to step; a batch is
@@ -27,10 +33,7 @@ def kl_shaped_rewards(*inputs: Output, coef: float | FixedKL | AdaptiveKL, estim
     Raises GraphError for a negative coefficient, an unknown estimator or a missing column.
     """
     if not isinstance(coef, FixedKL | AdaptiveKL):
-        if isinstance(coef, bool) or not isinstance(coef, int | float) or not 0 <= coef < float("inf"):
-            raise GraphError(f"node '{name}' has coef={coef!r}; the coefficient of the KL is a number of at least 0, or AdaptiveKL(...)")
         coef = FixedKL(coef)
-    check_choice(f"node '{name}'", "estimator", estimator, KL_ESTIMATORS)
     reads = ("rewards", "response_mask", "old_log_probs", "ref_log_probs")
     return Output(declare(name, KLShaping(coef, estimator), inputs, reads=reads, writes=("token_rewards",)))
 
@@ -78,6 +81,7 @@ class Shaping(Protocol):
     def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
 
 
+@checked()
 def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str = "shaped") -> Output:
     """Declare `rewards` [B] that are changed, such as by `rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)`.
 
@@ -89,7 +93,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str 
     """
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
-            f"node '{name}' has by={by!r}; pass an object that reads and gives rewards, as by=rg.algorithms.OverlongPenalty(...)"
+            f"node '{name}' has by={shown(by)}; pass an object that reads and gives rewards, as by=rg.algorithms.OverlongPenalty(...)"
         )
     if isinstance(by, OverlongPenalty):
         _check_reached(name, inputs, by)

@@ -3,17 +3,18 @@
 import ast
 import inspect
 import json
-import math
 import operator
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from rlgraph import settings
 from rlgraph.errors import GraphError
 from rlgraph.graph import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.sandbox import Limits, ToolError
+from rlgraph.settings import Count, Name, Seconds
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 CALL_EXAMPLE = '<tool_call>{"name": "python", "arguments": {"code": "print(2 ** 10)"}}</tool_call>'
@@ -34,8 +35,11 @@ class Environment(Protocol):
 class Tool:
     """Something a model may call by name: an async function of keyword arguments that returns text, or anything that prints well."""
 
-    name: str
+    name: Name
     function: Callable[..., Awaitable[object]]
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
 
 async def _python(code: str, limits: Limits, accept_missing: tuple[str, ...]) -> str:
@@ -53,14 +57,14 @@ class Python(Tool):
     Raises GraphError for a name that is no layer.
     """
 
-    name: str = "python"
+    name: Name = "python"
     function: Callable[..., Awaitable[object]] = _python
     limits: Limits = field(default_factory=Limits)
     accept_missing: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sandbox.check_layers(self.accept_missing)
-        object.__setattr__(self, "accept_missing", tuple(self.accept_missing))
 
     def __call__(self, *, limits: Limits | None = None, accept_missing: tuple[str, ...] | None = None) -> "Python":
         """Make a tool like this one with other limits, or that accepts other layers to be missing."""
@@ -96,10 +100,11 @@ class Tools:
     tools: Sequence[Tool | Callable[..., Awaitable[object]]] = ()
     pool: Pool = field(default_factory=lambda: Pool("tools", cpus=2))
     environment: Callable[..., Environment] | None = None
-    deadline_s: float = 30.0
-    output_characters: int = 4096
+    deadline_s: Seconds = 30.0
+    output_characters: Count = 4096
 
     def __post_init__(self) -> None:
+        settings.check(self)
         if not self.tools and self.environment is None:
             raise GraphError("Tools([]) has no tool; pass at least one, as Tools([rg.tools.python], pool=...)")
         if self.tools and self.environment is not None:
@@ -120,9 +125,6 @@ class Tools:
             raise GraphError(
                 f"tools are on pool '{self.pool.name}', which is of GPUs; tools run on host cores: Pool('{self.pool.name}', cpus=n)"
             )
-        for name in ("deadline_s", "output_characters"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise GraphError(f"Tools({name}={getattr(self, name)!r}): {name} is a number above 0")
 
     def by_name(self) -> dict[str, Tool]:
         """Return the tools, a function as a tool of its name."""

@@ -7,12 +7,13 @@ from typing import Any
 
 from rlgraph.columns import Columns
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Loss, check_count
-from rlgraph.errors import GraphError
+from rlgraph.engines.base import Loss
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Model, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import Walks
+from rlgraph.settings import Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 DEFAULT_GUARDS = Guards()
@@ -31,16 +32,11 @@ class TrainedModel(Model):
     """
 
     optimizer: AdamW = field(default_factory=AdamW)
-    data_parallel: int | None = None
-    micro_batch_tokens: int = 16384
-    dtype: str = "auto"
+    data_parallel: Count | None = None
+    micro_batch_tokens: Count = 16384
+    dtype: Dtype = "auto"
     recompute: bool = False
     compiled: bool = False
-
-    def __post_init__(self) -> None:
-        check_count(type(self).__name__, "micro_batch_tokens", self.micro_batch_tokens, 1)
-        if self.data_parallel is not None:
-            check_count(type(self).__name__, "data_parallel", self.data_parallel, 1)
 
     @property
     def ranks(self) -> int | None:
@@ -111,4 +107,4 @@ def check_folder(path: str) -> None:
 def check_loss(name: str, loss: object) -> None:
     """Raise GraphError for what is no loss object."""
     if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
-        raise GraphError(f"node '{name}' has loss={loss!r}; pass a loss object, as loss=rg.ClippedLoss()")
+        raise GraphError(f"node '{name}' has loss={shown(loss)}; pass a loss object, as loss=rg.ClippedLoss()")

@@ -1,16 +1,25 @@
 """The cluster a graph is compiled for: counts only, nothing is looked up on a machine."""
 
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
+from rlgraph import settings
 from rlgraph.errors import PlanError
+from rlgraph.kinds import OneOf, Range
+from rlgraph.settings import Count, Natural
+
+Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes above 0, or None where it is not known")]
 
 
 @dataclass(frozen=True)
 class Precision:
     """What a device computes models in: "bfloat16" or "float32", and `why` in words."""
 
-    dtype: str
+    dtype: Annotated[str, OneOf(("bfloat16", "float32"))]
     why: str
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
 
 
 @dataclass(frozen=True)
@@ -25,28 +34,18 @@ class Cluster:
     part of the cores. Raises PlanError for counts below zero, or more hosts than cores.
     """
 
-    gpus: int = 0
-    cpus: int = 2
-    gpus_per_node: int = 8
+    gpus: Natural = 0
+    cpus: Count = 2
+    gpus_per_node: Count = 8
     gpu: str | None = None
-    gpu_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    hosts: int = 1
+    gpu_memory_bytes: Bytes | None = None
+    host_memory_bytes: Bytes | None = None
+    hosts: Count = 1
     gpu_precision: Precision | None = None
     cpu_precision: Precision | None = None
 
     def __post_init__(self) -> None:
-        for name, count, least in (
-            ("gpus", self.gpus, 0),
-            ("cpus", self.cpus, 1),
-            ("gpus_per_node", self.gpus_per_node, 1),
-            ("hosts", self.hosts, 1),
-        ):
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise PlanError(f"Cluster({name}={count!r}): {name} is a whole number of at least {least}")
-        for name, size in (("gpu_memory_bytes", self.gpu_memory_bytes), ("host_memory_bytes", self.host_memory_bytes)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise PlanError(f"Cluster({name}={size!r}): {name} is a whole number of bytes above 0, or None where it is not known")
+        settings.check(self, PlanError)
         if self.gpus:
             object.__setattr__(self, "hosts", max(self.hosts, -(-self.gpus // self.gpus_per_node)))
         if self.hosts > max(self.cpus, self.gpus):

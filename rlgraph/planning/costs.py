@@ -6,16 +6,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlgraph import settings
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Node, Work
-from rlgraph.planning.laws import NodeCost, Setting, SleepCost, check_seconds, refuse_seconds
+from rlgraph.kinds import Range, Real, Wrong
+from rlgraph.planning.laws import NodeCost, Setting, SleepCost, refuse_seconds
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.placement import model_names
 from rlgraph.planning.plan import CostSource
+from rlgraph.settings import AtLeastZero, Natural
 
 DRAWN_STEPS = 400  # of a prediction that follows lengths and spreads
 DRAWN_ROWS = 1 << 20  # at most, over all steps
 LEAST_STEPS = 64
+SECONDS = Real(Range(least=0))
 
 
 @dataclass(frozen=True)
@@ -38,20 +42,20 @@ class Costs:
     """
 
     nodes: Mapping[str, float | NodeCost | Mapping[int, float]]
-    publish_s: float = 0.0
-    receive_s: float = 0.0
-    swap_s: float = 0.0
+    publish_s: AtLeastZero = 0.0
+    receive_s: AtLeastZero = 0.0
+    swap_s: AtLeastZero = 0.0
     source: CostSource = field(default="given")
     lengths: Lengths | None = None
-    publish_bytes: int | None = None
+    publish_bytes: Natural | None = None
     on: str = ""
     sleep: Mapping[str, SleepCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", {name: _law_or_number(name, cost) for name, cost in self.nodes.items()})
-        moving = {"publish_s": self.publish_s, "receive_s": self.receive_s, "swap_s": self.swap_s}
-        for name, cost in {**self.nodes, **moving}.items():
-            check_seconds(name, cost)
+        if isinstance(self.nodes, Mapping):
+            object.__setattr__(self, "nodes", {name: law_or_number(name, cost) for name, cost in self.nodes.items()})
+        settings.check(self, PlanError)
+        for name, cost in self.nodes.items():
             if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
                 raise PlanError(
                     f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
@@ -126,13 +130,16 @@ class Costs:
         return read(path)
 
 
-def _law_or_number(name: str, cost: object) -> Any:
-    """Turn seconds by device count into a law; leave all else as it is."""
-    if not isinstance(cost, Mapping):
+def law_or_number(name: str, cost: object) -> Any:
+    """Turn seconds by device count into a law. Raises PlanError for what is neither a law nor a number of seconds."""
+    if isinstance(cost, NodeCost):
         return cost
-    if not cost or not all(isinstance(count, int) for count in cost):
+    try:
+        if isinstance(cost, Mapping) and cost:
+            return NodeCost.on(cost)
+        return SECONDS.take(name, cost)
+    except (Wrong, PlanError, TypeError):
         refuse_seconds(name, cost)
-    return NodeCost.on(cost)
 
 
 @lru_cache(maxsize=4096)

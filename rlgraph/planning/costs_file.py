@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from rlgraph.errors import PlanError
-from rlgraph.planning.costs import Costs
+from rlgraph.planning.costs import Costs, law_or_number
 from rlgraph.planning.laws import NodeCost
 
 HEAD = """\
@@ -53,6 +53,7 @@ def read(path: str | Path) -> Costs:
         raw = msgspec.yaml.decode(file.read_text(encoding="utf-8"))
         for name, cost in _nodes(raw).items():
             if isinstance(cost, dict) and cost and all(isinstance(key, int) for key in cost):
+                law_or_number(name, cost)
                 raw["nodes"][name] = {"by_devices": [list(pair) for pair in sorted(cost.items())]}
         costs = msgspec.convert(raw, _Written)
         _check_keys("costs", raw, costs)

@@ -9,9 +9,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from rlgraph.errors import PlanError
+from rlgraph import settings
+from rlgraph.errors import PlanError, shown
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.passes import Passes
+from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction
 
 # The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
 # step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
@@ -23,10 +25,13 @@ class Setting:
     """Where a node runs: devices of its pool, engines (ranks of its model) on them, rows of a batch, and the passes it is cut into,
     where that is known."""
 
-    devices: int = 1
-    engines: int = 1
-    rows: int = 1
+    devices: Count = 1
+    engines: Count = 1
+    rows: Natural = 1
     passes: Passes | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
 
     @property
     def width(self) -> float:
@@ -46,15 +51,18 @@ class Decode:
     engines that share a device lengthens it by `host_sharing`.
     """
 
-    step_s: float = 0.0
-    sequence_s: float = 0.0
-    prefill_s: float = 0.0
-    start_s: float = 0.0  # of a firing, whatever its rows
-    slots: int | None = None
-    doubling: float = DOUBLING
-    host_step_s: float = 0.0
-    host_sequence_s: float = 0.0
-    host_sharing: float = 1.0
+    step_s: AtLeastZero = 0.0
+    sequence_s: AtLeastZero = 0.0
+    prefill_s: AtLeastZero = 0.0
+    start_s: AtLeastZero = 0.0  # of a firing, whatever its rows
+    slots: Count | None = None
+    doubling: PositiveFraction = DOUBLING
+    host_step_s: AtLeastZero = 0.0
+    host_sequence_s: AtLeastZero = 0.0
+    host_sharing: AtLeastZero = 1.0
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
 
     def at_width(self, wider: float, width: float) -> "Decode":
         """The law of an engine `wider` times as wide as the one these times are of, `width` devices, with the host's part in it."""
@@ -129,15 +137,18 @@ class NodeCost:
     16.0
     """
 
-    serial_s: float = 0.0
-    parallel_s: float = 0.0
-    token_s: float = 0.0
-    pass_s: float = 0.0
-    sharded_pass_s: float = 0.0
+    serial_s: AtLeastZero = 0.0
+    parallel_s: AtLeastZero = 0.0
+    token_s: AtLeastZero = 0.0
+    pass_s: AtLeastZero = 0.0
+    sharded_pass_s: AtLeastZero = 0.0
     decode: Decode | None = None
-    spread: tuple[float, ...] = ()
+    spread: tuple[AtLeastZero, ...] = ()
     measured: Setting | None = None
-    by_devices: tuple[tuple[int, float], ...] = ()
+    by_devices: tuple[tuple[Count, AtLeastZero], ...] = ()
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
 
     @classmethod
     def on(cls, seconds: Mapping[int, float]) -> "NodeCost":
@@ -224,15 +235,14 @@ class SleepCost:
     Raises PlanError for a number that is negative or none.
     """
 
-    sleep_s: float = 0.0
-    wake_s: float = 0.0
-    bytes: int | None = None
+    sleep_s: AtLeastZero = 0.0
+    wake_s: AtLeastZero = 0.0
+    bytes: Natural | None = None
     measured: Setting | None = None
     estimated: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("sleep_s", self.sleep_s), ("wake_s", self.wake_s), ("bytes", self.bytes or 0)):
-            check_seconds(name, value)
+        settings.check(self, PlanError)
 
     def at(self, setting: Setting, *, sharded: bool) -> "SleepCost":
         """Return the cost at another setting, in proportion to what a device holds: `sharded` over the ranks, or a whole copy
@@ -254,27 +264,9 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
     return even
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raise PlanError for what is no number of seconds, nor a law made of such."""
-    counts: list[object] = []
-    if isinstance(value, NodeCost):
-        counts = [count for count, _ in value.by_devices]
-        parts: list[object] = [value.serial_s, value.parallel_s, value.token_s, value.pass_s, value.sharded_pass_s, *value.spread]
-        parts += [seconds for _, seconds in value.by_devices]
-        if value.decode is not None:
-            parts += [value.decode.host_step_s, value.decode.host_sequence_s, value.decode.host_sharing]
-            parts += [value.decode.step_s, value.decode.sequence_s, value.decode.prefill_s, value.decode.start_s]
-    else:
-        parts = [value]
-    wrong = [part for part in parts if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < float("inf")]
-    wrong += [count for count in counts if isinstance(count, bool) or not isinstance(count, int) or count < 1]
-    if wrong:
-        refuse_seconds(name, value)
-
-
 def refuse_seconds(name: str, value: object) -> NoReturn:
     """Raise PlanError for the cost of `name`, saying what a cost is."""
     raise PlanError(
-        f"the cost of '{name}' is {value!r}; a cost is a number of seconds of at least 0, or one for each count of devices, "
+        f"the cost of '{name}' is {shown(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
         "as {1: 38.2, 2: 19.0}"
     )

@@ -7,7 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rlgraph.errors import PlanError
+from rlgraph import settings
+from rlgraph.errors import PlanError, shown
+from rlgraph.settings import AtLeastZero, Fraction
 
 Array: TypeAlias = np.ndarray
 # Closer together towards 1: the longest of a batch sets the time of a rollout.
@@ -21,20 +23,19 @@ class Lengths:
     `prompt_tokens` is the mean length of a prompt. Raises PlanError for quantiles that do not rise from 0 to 1.
     """
 
-    at: tuple[float, ...]
-    tokens: tuple[float, ...]
-    prompt_tokens: float = 0.0
+    at: tuple[Fraction, ...]
+    tokens: tuple[AtLeastZero, ...]
+    prompt_tokens: AtLeastZero = 0.0
 
     def __post_init__(self) -> None:
+        settings.check(self, PlanError)
         rising = all(a < b for a, b in zip(self.at, self.at[1:], strict=False))
         growing = all(a <= b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.at) != len(self.tokens) or len(self.at) < 2 or self.at[0] != 0 or self.at[-1] != 1 or not rising or not growing:
             raise PlanError(
-                f"lengths have at={self.at} and tokens={self.tokens}; give as many probabilities, rising from 0 to 1, as tokens, "
-                "which never fall: at=(0, 0.5, 1), tokens=(10, 200, 4096)"
+                f"lengths have at={shown(self.at)} and tokens={shown(self.tokens)}; give as many probabilities, rising from 0 to 1, "
+                "as tokens, which never fall: at=(0, 0.5, 1), tokens=(10, 200, 4096)"
             )
-        if self.tokens[0] < 0 or self.prompt_tokens < 0:
-            raise PlanError(f"lengths have tokens={self.tokens} and prompt_tokens={self.prompt_tokens}; a length is at least 0")
 
     @classmethod
     def measured(cls, responses: Sequence[int], prompt_tokens: float) -> "Lengths":

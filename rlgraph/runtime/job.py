@@ -10,7 +10,7 @@ from types import TracebackType
 import ray
 from rich.console import Console
 
-from rlgraph.errors import CheckpointError, RlgraphError
+from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
@@ -28,6 +28,7 @@ from rlgraph.runtime.restarts import Restarts
 from rlgraph.runtime.signals import Signals
 from rlgraph.runtime.suspects import Suspects
 from rlgraph.runtime.tasks import Start
+from rlgraph.settings import Natural, checked
 from rlgraph.views import report
 from rlgraph.views.bubbles import Bubbles
 from rlgraph.views.findings import findings
@@ -105,7 +106,8 @@ class Job:
         if kind is None and self._signals.asked is not None:
             Signals.stop(self._signals.asked)
 
-    def steps(self, count: int) -> Iterator[Step]:
+    @checked(PlanError)
+    def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps of the run and give each as it finishes; the steps after it are already at work.
 
         In a job that went on from a checkpoint, the steps that it holds count but are not given again: the same program run

@@ -20,6 +20,7 @@ from rlgraph.runtime.measure import Step, bits, timings
 from rlgraph.runtime.progress import Progress
 from rlgraph.runtime.tasks import Post, WorkerSetup, setups
 from rlgraph.runtime.worker import Loop, Worker
+from rlgraph.settings import Natural, checked
 
 
 class LocalJob:
@@ -91,7 +92,8 @@ class LocalJob:
     def _reader(self, post: Post, worker: str) -> Reader:
         return self._channel(post)[1][worker]
 
-    def steps(self, count: int) -> Iterator[Step]:
+    @checked(PlanError)
+    def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps and give each as it finishes; those that a checkpoint holds are not given again."""
         self._asked += count
         while self._finished < self._asked:

@@ -20,7 +20,7 @@ from rlgraph.errors import DataError, GraphError
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_k": -1},
-        {"stop_token_ids": [2]},
+        {"stop_token_ids": "2"},
         {"stop_token_ids": (-1,)},
     ],
 )

@@ -96,7 +96,7 @@ WRONG = {
     "both in two places": ({"weights": RolloutCorrection(TruncatedIS()), "rejections": [K3]}, "put both into one"),
     "a denominator without rejections": ({"weights": TruncatedIS(), "denominator": "all"}, "but rejects nothing"),
     "an unknown denominator": ({"rejections": [K3], "denominator": "some"}, "denominator is one of"),
-    "no rejection": ({"rejections": ["token_k3"]}, "give a tuple of Rejection objects"),
+    "no rejection": ({"rejections": ["token_k3"]}, "each a Rejection; item 0 is"),
 }
 
 

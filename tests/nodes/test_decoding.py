@@ -214,7 +214,7 @@ def shouted(batch: rg.Columns) -> rg.Columns:
 
 
 WRONG = {
-    "an unknown mode": (1, {"interrupt": "drop"}, "interrupt='drop'; running responses 'keep' their keys and values"),
+    "an unknown mode": (1, {"interrupt": "drop"}, "interrupt='drop'; interrupt is one of \\['keep', 'recompute'\\]"),
     "no interrupt": (1, {"interrupt": True}, "interrupt=True"),
     "interrupt on-policy": (
         0,
@@ -222,7 +222,7 @@ WRONG = {
         "interrupt='keep', but at depth=0 of feedback 'weights' no version is published while responses decode",
     ),
     "continuous on-policy": (0, {"continuous": True}, "continuous=True at depth=0 .* may only start on weights trained on this one"),
-    "a number": (1, {"continuous": 2}, "continuous=2; it is True or False"),
+    "a number": (1, {"continuous": 2}, "continuous=2; continuous is True or False"),
     "nothing that changes": (None, {"interrupt": "keep"}, "interrupt='keep' but no weights that change"),
 }
 

@@ -199,7 +199,7 @@ WRONG = {
     "tools": ({"tools": rg.Tools([rg.tools.python], pool=rg.Pool("s", cpus=1))}, {}, "a refill is for single turns"),
     "a batch ahead": ({"continuous": True, "weights": rg.feedback("w", depth=1)}, {}, "refill= and continuous=True"),
     "parts": ({"chunks": 2}, {}, "refill= and chunks=2"),
-    "one round": ({}, {"rounds": 1}, "has Refill\\(rounds=1\\)"),
+    "one round": ({}, {"rounds": 1}, "Refill\\(rounds=1\\)"),
     "a column that there is": ({}, {"writes": "answers"}, "a column that it has already"),
     "a column of another kind": ({}, {"writes": "returns"}, "which holds regression target"),
     "a reward of what there is not": (
@@ -207,7 +207,7 @@ WRONG = {
         {"reward": lambda solutions: []},
         "reads column 'solutions', which neither",
     ),
-    "no function": ({}, {"reward": 3}, "a reward is a function"),
+    "no function": ({}, {"reward": 3}, "reward is a function"),
 }
 
 

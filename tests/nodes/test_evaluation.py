@@ -86,8 +86,12 @@ def test_what_does_not_happen_at_each_step_is_the_evaluation_and_its_weights_but
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
-    "no generator": (lambda: rg.evaluate("m", ITEMS, rg.feedback("w", depth=0), reward=right, every=1), GraphError, "pass the generator"),  # type: ignore[arg-type]
-    "no weights": (lambda: rg.evaluate(Parts().generator, ITEMS, None, reward=right, every=1), GraphError, "got None as weights"),  # type: ignore[arg-type]
+    "no generator": (
+        lambda: rg.evaluate("m", ITEMS, rg.feedback("w", depth=0), reward=right, every=1),
+        GraphError,
+        "generator is a Generator",
+    ),  # type: ignore[arg-type]
+    "no weights": (lambda: rg.evaluate(Parts().generator, ITEMS, None, reward=right, every=1), GraphError, "pass what rlgraph.feedback"),  # type: ignore[arg-type]
     "never": (lambda: Parts().apart(every=0), GraphError, "every=0"),
     "no data": (
         lambda: rg.evaluate(Parts().generator, [], rg.feedback("w", depth=0), reward=right, every=1),

@@ -117,7 +117,7 @@ def test_a_limit_on_the_mismatch_asks_for_the_columns_it_needs() -> None:
     advantages = rg.advantages(rollout, rg.reward(lambda responses: [0.0] * len(responses), rollout), estimator=rg.GRPO())
     with pytest.raises(GraphError, match="old_log_probs"):
         policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards=Guards(stop_mismatch=0.5))
-    with pytest.raises(GraphError, match=r"'update' has guards='stop'; pass a value, as guards=rg\.Guards"):
+    with pytest.raises(GraphError, match=r"'update' has guards='stop'; guards is a Guards; write guards=rg\.Guards"):
         policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards="stop")
     with pytest.raises(GraphError, match="outliers=0"):
         rg.reward(lambda responses: [0.0], rollout, outliers=0)

@@ -108,7 +108,7 @@ def test_a_bad_costs_file_is_refused_with_the_place(name: str, tmp_path: Path) -
         rg.Costs.from_file(path)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), True, "1", NodeCost(token_s=-1.0), NodeCost(decode=Decode(-0.1))])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), True, "1", {}, {"1": 2.0}, {0: 2.0}, {1: -2.0}])
 def test_a_cost_that_is_no_time_is_refused(wrong: object) -> None:
     with pytest.raises(PlanError, match="the cost of 'node'"):
         rg.Costs({"node": wrong}, lengths=FIXED)  # type: ignore[dict-item]

@@ -76,7 +76,7 @@ def test_the_plan_says_how_many_parts_there_are() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no whole number": (lambda: Parts(0), "chunks=0; a batch leaves in a whole number of parts"),
+    "no whole number": (lambda: Parts(0), "chunks=0; chunks is a whole number of parts"),
     "true": (lambda: Parts(True), "chunks=True"),
     "no divisor of the prompts": (
         lambda: Parts(3),

@@ -69,7 +69,7 @@ def test_a_record_comes_back_from_its_folder(trace: Trace, tmp_path: Path) -> No
 
 WRONG = {
     "a pool that is not there": ({"shares": {"score": 1}}, "the plan has no pool 'score'; its pools are"),
-    "a share of nothing": ({"shares": {"rollout": 0}}, "a share is a number above 0"),
+    "a share of nothing": ({"shares": {"rollout": 0}}, "'rollout' is 0"),
     "a depth below 0": ({"depth": -1}, "whole number of at least 0"),
 }
 

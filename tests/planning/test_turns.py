@@ -162,7 +162,7 @@ def test_turns_come_back_from_a_costs_file_and_a_file_without_them_leaves_them_t
     ("text", "message"),
     [
         ("nodes: {a: 1}\nsleep: {policy: {sleep: 1}}", r"sleep.policy has no 'sleep'; it has .*'sleep_s'"),
-        ("nodes: {a: 1}\nsleep: {policy: {wake_s: -1.0}}", "the cost of 'wake_s' is -1.0"),
+        ("nodes: {a: 1}\nsleep: {policy: {wake_s: -1.0}}", "wake_s is a finite number of at least 0"),
     ],
 )
 def test_turns_of_a_bad_costs_file_are_refused_with_the_place(text: str, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""Settings: what a user gives is checked where it is declared, and brought into its type.
+
+A field or a parameter says in its annotation what it takes, as `group_size: Count`, and `check` (of a dataclass) or `checked` (of a
+function) hold every value against it. What means the same is taken: numpy's numbers, a list for a tuple, a path for text.
+"""
+
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin
+
+from rlgraph.errors import GraphError, RlgraphError, shown
+from rlgraph.kinds import AnyOf, Choice, Flag, Function, Instance, Kind, OneOf, Range, Real, Table, Text, Tuple, Whole, Wrong
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ANY = Range()
+
+Count: TypeAlias = Annotated[int, Range(least=1)]
+Natural: TypeAlias = Annotated[int, Range(least=0)]
+Finite: TypeAlias = Annotated[float, Range()]
+Positive: TypeAlias = Annotated[float, Range(above=0)]
+AtLeastZero: TypeAlias = Annotated[float, Range(least=0)]
+Fraction: TypeAlias = Annotated[float, Range(least=0, most=1)]
+PositiveFraction: TypeAlias = Annotated[float, Range(above=0, most=1)]
+Seconds: TypeAlias = Annotated[float, Range(above=0, rule="a number of seconds above 0")]
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float32"]  # that passes compute in
+Name: TypeAlias = Annotated[str, Range(least=1, rule="a non-empty text")]
+
+
+def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
+    """Check every field of a dataclass, and bring each into its type; called in `__post_init__`.
+
+    Raises `error` naming class, field, value, rule and fix.
+    """
+    cls: Any = type(setting)
+    for name, kind in kinds_of(cls).items():
+        value = getattr(setting, name)
+        try:
+            taken = value if kind is None else kind.take(name, value)
+        except Wrong as wrong:
+            default = _default(cls, name) if value is None else ""
+            raise error(f"{cls.__name__}({name}={shown(value)}): {name} is {kind.rule}{_fix(wrong, default)}") from None  # type: ignore[union-attr]
+        if taken is not value:
+            object.__setattr__(setting, name, taken)
+
+
+def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check every argument of a function that declares something, and bring each into its type.
+
+    Errors begin with `what` and its `name`, where the function has such a parameter. Parameters whose annotation says nothing, and
+    those of `*inputs`, are the function's own to check.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # which raises one that names the function
+            for key, kind in parameters_of(call).items():
+                if kind is None or key not in bound.arguments:
+                    continue
+                value = bound.arguments[key]
+                try:
+                    bound.arguments[key] = kind.take(key, value)
+                except Wrong as wrong:
+                    named = bound.arguments.get("name", getattr(signature.parameters.get("name"), "default", None))
+                    where = f"{what} '{named}' has {key}={shown(value)}; " if isinstance(named, str) else ""
+                    where = where or f"{_called(function)}({key}={shown(value)}): "
+                    default = signature.parameters[key].default
+                    left = f"leave it out for {shown(default)}" if value is None and default is not inspect.Parameter.empty else ""
+                    raise error(f"{where}{key} is {kind.rule}{_fix(wrong, left)}") from None
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return wrap
+
+
+@functools.cache
+def kinds_of(cls: Any) -> Mapping[str, Kind | None]:
+    """The kind of each field of a dataclass, and None where its annotation says nothing."""
+    found: dict[str, Any] = {}
+    for owner in reversed(cls.__mro__):
+        for name, annotation in inspect.get_annotations(owner).items():
+            found[name] = (annotation, owner.__module__)
+    return {f.name: _kind(_resolved(*found[f.name])) for f in dataclasses.fields(cls)}
+
+
+@functools.cache
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, Kind | None]:
+    """The kind of each parameter of a function, and None where its annotation says nothing; `self` and `*inputs` are left out."""
+    skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = {p.name: p.annotation for p in inspect.signature(function).parameters.values() if p.kind not in skipped and p.name != "self"}
+    return {name: _kind(_resolved(annotation, function.__module__)) for name, annotation in given.items()}
+
+
+def _resolved(annotation: Any, module: str) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[module]))
+    except NameError:  # imported for the type checker alone
+        return Any
+
+
+def _kind(annotation: Any, range: Range = ANY) -> Kind | None:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        rules = [rule for rule in arguments[1:] if isinstance(rule, Range | OneOf)]
+        if rules and isinstance(rules[-1], OneOf):
+            return Choice(rules[-1].choices)
+        return _kind(arguments[0], rules[-1] if rules else Range())  # type: ignore[arg-type]
+    if origin in (Union, types.UnionType):
+        kinds = [_kind(argument, range) for argument in arguments if argument is not type(None)]
+        known = tuple(kind for kind in kinds if kind is not None)
+        return AnyOf(known, type(None) in arguments) if len(known) == len(kinds) else None
+    if origin is Literal:
+        return Choice(arguments)
+    if origin in (ClassVar, Final):
+        return None
+    if origin in (tuple, list, set, frozenset, Sequence):
+        endless = origin is not tuple or (len(arguments) == 2 and arguments[1] is Ellipsis)
+        return Tuple(tuple(_kind(argument) for argument in arguments[: 1 if endless else None]), endless, range)
+    if origin in (dict, Mapping):
+        return Table(*(_kind(argument) for argument in arguments))
+    if origin is Callable or annotation is Callable:
+        return Function(range)
+    return _plain(annotation, range)
+
+
+def _plain(annotation: Any, range: Range) -> Kind | None:
+    simple: dict[Any, Kind] = {int: Whole(range), float: Real(range), str: Text(range), bool: Flag()}
+    if annotation in simple:
+        return simple[annotation]
+    plain = isinstance(annotation, type) and annotation not in (object, Any) and not getattr(annotation, "_is_protocol", False)
+    return Instance(annotation) if plain else None
+
+
+def _called(function: Callable[..., Any]) -> str:
+    """How a user writes the call: the class, for its `__init__`."""
+    return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+
+def _default(cls: type, name: str) -> str:
+    default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
+    return "" if default is dataclasses.MISSING else f"leave it out for {shown(default)}"
+
+
+def _fix(wrong: Wrong, otherwise: str) -> str:
+    fix = str(wrong) or otherwise
+    return f"; {fix}" if fix else ""

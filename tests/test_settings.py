@@ -1,0 +1,189 @@
+"""Every value that a user gives is checked where it is declared: each field of each public dataclass, each plain parameter."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph import algorithms, settings
+from rlgraph.compiler import Plan
+from rlgraph.errors import GraphError, PlanError, RlgraphError, shown
+from rlgraph.graph import Due, Output
+from rlgraph.nodes.mini_batches import Walks
+from rlgraph.nodes.sandbox import Limits
+from rlgraph.nodes.tools import Python, Tool
+from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
+from rlgraph.planning.lengths import Lengths
+from rlgraph.runtime.local import LocalJob
+
+POOL = rg.Pool("p")
+QUESTIONS = [{"prompt": "1 + 1 =", "answer": "2"}]
+
+
+async def search(query: str) -> str:
+    return query
+
+
+def right(responses: list[str]) -> list[float]:
+    return [0.0] * len(responses)
+
+
+NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
+    rg.Pool: {"name": "p"},
+    rg.Generator: {"path": "m", "pool": POOL},
+    rg.Policy: {"path": "m", "pool": POOL},
+    rg.Critic: {"path": "m", "pool": POOL},
+    rg.Reference: {"path": "m", "pool": POOL},
+    rg.RewardModel: {"path": "m", "pool": POOL},
+    rg.Refill: {"reward": right},
+    rg.Tools: {"tools": (search,)},
+    rg.Costs: {"nodes": {"rollout": 1.0}},
+    algorithms.DRO: {"beta": 0.1},
+    algorithms.OverlongPenalty: {"max_tokens": 8, "buffer_tokens": 2},
+    algorithms.Rejection: {"statistic": "token_k1", "high": 2.0},
+    rg.Precision: {"dtype": "float32", "why": ""},
+    Due: {"every": 1},
+    Tool: {"name": "search", "function": search},
+    Lengths: {"at": (0, 1), "tokens": (1, 2)},
+}
+BEHIND = (Due, Walks, Limits, Python, Tool, Decode, NodeCost, Setting, SleepCost, Lengths)  # what public ones are made of
+RESULTS = (Plan, algorithms.Totals)  # made by the library
+
+
+def public_dataclasses() -> list[type]:
+    exported = [vars(module)[name] for module in (rg, algorithms) for name in module.__all__]
+    found = [value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in RESULTS]
+    return sorted({*found, *BEHIND} - {cls for cls in found if inspect.isabstract(cls)}, key=lambda cls: cls.__name__)
+
+
+FIELDS = [(cls, f.name) for cls in public_dataclasses() for f in dataclasses.fields(cls) if f.init]
+
+
+@pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])
+def test_every_field_of_every_public_dataclass_refuses_what_it_cannot_be(cls: type, name: str) -> None:
+    where = re.escape(f"{cls.__name__}({name}=")
+    if cls is rg.Costs and name == "nodes":
+        where = r"the cost of 'nodes'|Costs\(nodes="
+    with pytest.raises(RlgraphError, match=where):
+        cls(**{**NEEDED.get(cls, {}), name: object()})
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: value for name, value in vars(rg).items() if name in rg.__all__ and inspect.isfunction(value)},
+    "Graph": rg.Graph.__init__,
+    "Generator.rollout": rg.Generator.rollout,
+    "Policy.update": rg.Policy.update,
+    "Policy.log_probs": rg.Policy.log_probs,
+    "Critic.update": rg.Critic.update,
+    "Critic.values": rg.Critic.values,
+    "Reference.log_probs": rg.Reference.log_probs,
+    "Reference.old_log_probs": rg.Reference.old_log_probs,
+    "RewardModel.rewards": rg.RewardModel.rewards,
+    "Plan.launch": Plan.launch,
+    "LocalJob.steps": LocalJob.steps,
+}
+OWN = {  # parameters that the function checks by itself, since their annotation names no class: protocols, and any object
+    *(("prompts", "data"), ("evaluate", "data"), ("advantages", "estimator"), ("shaped_rewards", "by"), ("record", "job")),
+    *(("Policy.update", "loss"), ("Critic.update", "loss"), ("Generator.rollout", "refill"), ("rollout_correction", "weights")),
+    *(("config", "cls"), ("config", "arguments"), ("node", "reads"), ("node", "writes"), ("node", "by_group"), ("replay", "trace")),
+    *(("local_cluster", name) for name in inspect.signature(rg.local_cluster).parameters),
+    *(("model_folder", name) for name in inspect.signature(rg.model_folder).parameters),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_parameter_of_every_public_function_is_checked(name: str) -> None:
+    function = FUNCTIONS[name]
+    unchecked = {key for key, kind in settings.parameters_of(function).items() if kind is None or not hasattr(function, "__wrapped__")}
+    assert {key for key in unchecked if (name, key) not in OWN} == set()
+
+
+def made(**given: Any) -> rg.Generator:
+    return rg.Generator("m", **{"pool": POOL, **given})
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "a pool by name": (lambda: made(pool="rollout"), r"pool is a Pool; write pool=rg.Pool('rollout')"),
+    "sampling as a dict": (lambda: made(sampling={"max_tokens": 8}), "write sampling=rg.Sampling(max_tokens=…)"),
+    "a number as text": (lambda: made(max_context="64"), "Generator(max_context='64')"),
+    "how to write it": (lambda: made(max_context="64"), "write max_context=64, without quotes"),
+    "no context": (lambda: made(max_context=0), "a whole number of tokens, at least 2"),
+    "an optimizer's name": (lambda: rg.Policy("m", pool=POOL, optimizer="adamw"), "write optimizer=rg.AdamW(…)"),  # type: ignore[arg-type]
+    "an optimizer's class": (
+        lambda: rg.Policy("m", pool=POOL, optimizer=rg.AdamW),  # type: ignore[arg-type]
+        "that is the class: write optimizer=rg.AdamW()",
+    ),
+    "a dtype of torch": (lambda: made(dtype=torch.float32), "write dtype='float32'"),
+    "a dtype's other name": (lambda: made(dtype="fp32"), "write dtype='float32'"),
+    "no seed": (lambda: made(seed=None), "leave it out for 0"),
+    "a fraction as a count": (lambda: rg.Sampling(max_tokens=8.5), "max_tokens is a whole number of at least 1"),  # type: ignore[arg-type]
+    "a whole float as a count": (lambda: rg.Sampling(max_tokens=8.0), "write max_tokens=8"),  # type: ignore[arg-type]
+    "a flag as a count": (lambda: rg.Sampling(max_tokens=True), "max_tokens is a whole number"),
+    "a flag as text": (lambda: rg.Sampling(ignore_eos="true"), "write ignore_eos=True"),  # type: ignore[arg-type]
+    "one token for several": (lambda: rg.Sampling(stop_token_ids=2), "write stop_token_ids=(2,)"),  # type: ignore[arg-type]
+    "a wrong token": (lambda: rg.Sampling(stop_token_ids=(2, "x")), "item 1 is 'x'"),  # type: ignore[arg-type]
+    "NaN": (lambda: rg.AdamW(lr=float("nan")), "lr is a learning rate above 0"),
+    "an edge that is none": (lambda: made().rollout(rg.prompts(QUESTIONS, 1), "weights"), "pass what rlgraph.feedback(...) returned"),  # type: ignore[arg-type]
+    "prompts that are a list": (lambda: made().rollout(QUESTIONS), "pass the output of another node"),  # type: ignore[arg-type]
+    "a graph of outputs alone": (lambda: rg.Graph(rg.prompts(QUESTIONS, 1)), "Graph(name=the batch of 'prompts')"),  # type: ignore[arg-type]
+    "a cluster by count": (lambda: rg.compile("g", 2), "pass a graph, as rg.Graph"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_says_the_rule_and_what_to_write(name: str) -> None:
+    declare, words = WRONG[name]
+    with pytest.raises((GraphError, PlanError), match=re.escape(words)):
+        declare()
+
+
+def test_what_means_the_same_is_taken_and_turned_into_the_type() -> None:
+    sampling = rg.Sampling(max_tokens=np.int64(8), temperature=np.float32(0.5), stop_token_ids=[np.int32(2), torch.tensor(3)])  # type: ignore[arg-type]
+    assert sampling == rg.Sampling(max_tokens=8, temperature=0.5, stop_token_ids=(2, 3))
+    assert type(sampling.max_tokens) is int
+    assert type(sampling.temperature) is float
+    assert rg.AdamW(betas=[0.9, 0.95]).betas == (0.9, 0.95)  # type: ignore[arg-type]
+    assert rg.feedback("w", depth=np.int64(1)).depth == 1
+    assert rg.prompts(QUESTIONS, np.int64(4)).node.rows == 4
+    assert rg.Cluster(gpus=np.int64(2)).gpus == 2
+    assert algorithms.GRPO(normalize_std=np.bool_(False)).normalize_std is False
+
+
+def test_an_unknown_argument_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match=r"rollout\(\) got an unexpected keyword argument 'groups'"):
+        made().rollout(rg.prompts(QUESTIONS, 1), groups=2)
+
+
+HUGE: dict[str, tuple[Any, str]] = {
+    "text": ("x" * 10**7, "10000000 characters"),
+    "a list": ([{"prompt": "x" * 1000}] * 10**5, "… 100000 items"),
+    "a mapping": (dict.fromkeys(range(1000), "x" * 1000), "… 1000 items"),
+    "a tensor": (torch.zeros(1000, 1000), "a Tensor [1000, 1000] of torch.float32"),
+    "bytes": (b"x" * 10**6, "1000000 bytes"),
+    "nested": ([[["x" * 1000] * 1000] * 1000] * 1000, "… 1000 items"),
+    "a dataclass": (rg.Sampling(stop_token_ids=tuple(range(10**5))), "Sampling(stop_token_ids=(0, 1, 2, … 100000 items))"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_value_in_a_message_is_short_on_one_line(name: str) -> None:
+    value, words = HUGE[name]
+    assert words in shown(value)
+    assert len(shown(value)) < 160
+    assert "\n" not in shown(value)
+
+
+def test_a_value_whose_class_cannot_print_itself_is_named_by_its_class() -> None:
+    class Shy:
+        def __repr__(self) -> str:
+            raise ValueError("no")
+
+    assert shown(Shy()) == "a Shy that cannot be printed (ValueError)"
+    assert shown(object()) == "an object"
+    assert shown(Output) == "the class Output"
