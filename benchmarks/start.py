@@ -4,8 +4,9 @@
     python benchmarks/start.py --smoke                    # a tiny model
 
 Each run is a process of its own, as a user's: one-step-off GRPO, one step. It is timed from the process's start by the kernel's clock.
-The driver's stages follow one another and add up to the whole. Each worker's, which overlap, are what its status file says, looked
-at every 20 ms: the time until it opens its channels is its process's start and its imports.
+The driver's stages follow one another and add up to the whole. Each worker's, which overlap, are what its status file says, looked at
+every 20 ms; the time until it opens its channels is its process's start and its imports. CPU seconds up to the end of the first step
+hardly depend on what else the machine does.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ def begun_s() -> float:
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     now_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.monotonic() - (now_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float]:
+    """CPU seconds so far of the driver, of each worker and of all other processes below the driver, which are Ray's."""
+    used, parents = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        used[int(folder.name)] = sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")  # its ended children's too
+        parents[int(folder.name)] = int(fields[1])
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    found = {"driver": used.pop(os.getpid()), **{worker: used.pop(pid, 0.0) for worker, pid in pids.items()}}
+    return {**found, "Ray's own processes": sum(seconds for pid, seconds in used.items() if pid in below)}
 
 
 class Marks:
@@ -106,10 +124,23 @@ def child(model: str, tokens: int) -> None:
         step = next(iter(job.steps(1)))
         marks.end("the first step")
         seen = looks.stop()
+        cpu = {who: round(seconds, 2) for who, seconds in cpu_seconds(job.pids).items()}
         computes = {m.name: m.dtype for m in plan.models}
         timings = {name.removeprefix("timing_s/"): value for name, value in step.metrics.items() if name.startswith("timing_s/")}
         whole = time.monotonic() - begun_s()
-    print(json.dumps({"seconds": whole, "stages": marks.stages, "workers": seen, "first_step": timings, "dtypes": computes}))
+    print(
+        json.dumps(
+            {
+                "seconds": whole,
+                "stages": marks.stages,
+                "workers": seen,
+                "cpu_seconds": cpu,
+                "load": os.getloadavg()[0],
+                "first_step": timings,
+                "dtypes": computes,
+            }
+        )
+    )
 
 
 def one(model: str, tokens: int) -> dict[str, Any]:
@@ -169,7 +200,7 @@ def main() -> None:
             print(f"{seconds:6.1f}   {stage}")
         for worker, doing in runs[-1]["workers"].items():
             print(f"         {worker}: " + ", ".join(f"{what} {seconds:.1f}" for what, seconds in doing.items()))
-        sys.stdout.flush()
+        print("         CPU seconds: " + ", ".join(f"{who} {seconds:.1f}" for who, seconds in runs[-1]["cpu_seconds"].items()), flush=True)
     result = {
         "script": "benchmarks/start.py",
         "model": given.shape or ("tiny" if given.smoke else given.model),

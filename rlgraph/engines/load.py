@@ -37,6 +37,9 @@ class Place(Protocol):
     def copies(self) -> int: ...
 
     @property
+    def sequences(self) -> int: ...
+
+    @property
     def counted(self) -> Callable[[int, int, str], None]: ...
 
 
@@ -50,6 +53,7 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
         return TransformersEngine(
             model.path, device=place.device, dtype=getattr(torch, dtype_of(model, place)), max_context=model.max_context
         )
+    from rlgraph.engines import vllm_arguments
     from rlgraph.engines.vllm import VllmEngine
 
     return VllmEngine(
@@ -59,7 +63,7 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
         seed=model.seed,
         threads=place.threads,
         tensor_parallel=model.tensor_parallel,
-        max_sequences=model.max_sequences,
+        max_sequences=model.max_sequences or vllm_arguments.most_sequences(place.device == "cpu", place.sequences),
         memory=model.memory,
         engines=model.engines_per_gpu,
         shared=place.shared and place.device == "cuda",

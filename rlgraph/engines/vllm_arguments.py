@@ -22,6 +22,12 @@ STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
 MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
 
 
+def most_sequences(on_cpu: bool, needed: int = 0) -> int:
+    """How many responses an engine decodes at once: no more than are `needed` (0: not known), as each size of a decode step is recorded."""
+    most = 256 if on_cpu else 1024
+    return min(needed, most) if needed else most
+
+
 def environment(gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set before vLLM is imported, where they are not `given`."""
     variables = ENVIRONMENT | (GPU_ENVIRONMENT if gpu else {})
@@ -36,7 +42,7 @@ def arguments(
     if on_cpu:
         return {
             "kv_cache_memory_bytes": kv_cache_bytes or KV_CACHE_BYTES,
-            "max_num_seqs": max_sequences or 256,
+            "max_num_seqs": max_sequences or most_sequences(on_cpu),
             "block_size": 32,  # the smallest that the CPU build takes; prompts share prefixes in whole blocks
             "enforce_eager": True,
             # In a split prompt vLLM rewinds the request's random generator, which one of a CPU cannot do.
@@ -44,7 +50,7 @@ def arguments(
             "max_num_batched_tokens": max(4096, context),
             "async_scheduling": False,
         }
-    most = max_sequences or 1024
+    most = max_sequences or most_sequences(on_cpu)
     return {
         "worker_cls": "rlgraph.engines.gpu_worker.GpuWorker",
         "kv_cache_memory_bytes": kv_cache_bytes,

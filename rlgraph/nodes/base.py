@@ -35,7 +35,8 @@ class Context:
     trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes,
     `shared` whether other models compute there in turns, `copies` how many versions of its weights lie there.
     `arrivals` are new versions for the node that runs, where it is at the reading end of a feedback edge. `set_aside` are places of
-    the data order that are passed over, since their prompt killed a worker. A node that takes long says how far it is by
+    the data order that are passed over, since their prompt killed a worker.
+    `sequences` is how many responses its engine decodes at once, at most. A node that takes long says how far it is by
     `counted(done, total, unit)`, as `counted(34, 128, "responses")`: progress bars and reports of stalls show it.
     """
 
@@ -51,15 +52,16 @@ class Context:
     copies: int = 1
     arrivals: Arrivals | None = None
     set_aside: tuple[int, ...] = ()
+    sequences: int = 0
     counted: Callable[[int, int, str], None] = lambda done, total, unit: None
     cache: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self, path: str) -> Any:
         """Return the tokenizer of a model folder, loaded once."""
         if path not in self.cache:
-            from transformers import AutoTokenizer
+            from rlgraph.engines.tokenizer import load_tokenizer
 
-            self.cache[path] = AutoTokenizer.from_pretrained(path)
+            self.cache[path] = load_tokenizer(path)
         return self.cache[path]
 
 

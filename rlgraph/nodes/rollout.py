@@ -32,10 +32,10 @@ class Generator(Model):
 
     `max_context` bounds prompt and response together, in tokens (None: as the model's configuration says).
     `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines. `max_sequences` is how many
-    responses an engine decodes at once (None: 1024 on a GPU, 256 on a CPU), `memory` the share of a GPU's memory that they take
-    (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines share each GPU and that memory: it pays
-    for small models, whose decode steps are shorter than the engine's own work between two of them. `dtype` "auto" is bfloat16
-    where the device computes in it, else float32.
+    responses an engine decodes at once (None: as many as the graph asks for, at most 1024 on a GPU and 256 on a CPU), `memory`
+    the share of a GPU's memory that they take (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines
+    share each GPU and that memory: it pays for small models, whose decode steps are shorter than the engine's own work between
+    two of them. `dtype` "auto" is bfloat16 where the device computes in it, else float32.
     """
 
     role: ClassVar[str] = "generator"
@@ -257,9 +257,8 @@ def _chained(parts: list[list[Request]]) -> list[Request]:
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
     """Raise DataError for a folder that is no model, or a prompt of `source` that leaves no room for a response."""
-    from transformers import AutoTokenizer
-
     from rlgraph.engines.pretrained import check_model
+    from rlgraph.engines.tokenizer import load_tokenizer
 
     context = generator.max_context or check_model(generator.path).context_length
     room = context - sampling.max_tokens
@@ -267,7 +266,7 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
         raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
     if not isinstance(source, Prompts):
         return
-    tokenizer = AutoTokenizer.from_pretrained(generator.path)
+    tokenizer = load_tokenizer(generator.path)
     texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
     for index, tokens in enumerate(tokenizer(texts)["input_ids"]):
         if not 0 < len(tokens) <= room:

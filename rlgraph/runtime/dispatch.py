@@ -261,7 +261,8 @@ def start_ray(hosts: int = 1) -> bool:
         object_store_memory=100 * 2**20,
         log_to_driver=True,
         logging_level=logging.ERROR,
-        _system_config={"worker_niceness": 0},
+        # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
+        _system_config={"worker_niceness": 0, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
     )
     return True
 

@@ -77,7 +77,12 @@ class LocalJob:
             if any(task.name in plan.readers for task in setup.tasks):
                 loop.reader = WeightsReader([self._reader(posts[0], name)], buffers=1)
             loops.append(loop)
-        worker = Worker(setup, mailbox, loops, Context(threads=setup.worker.threads, shared=setup.shared, set_aside=setup.set_aside))
+        worker = Worker(
+            setup,
+            mailbox,
+            loops,
+            Context(threads=setup.worker.threads, shared=setup.shared, set_aside=setup.set_aside, sequences=setup.sequences),
+        )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 
     def _channel(self, post: Post) -> tuple[Writer, dict[str, Reader]]:

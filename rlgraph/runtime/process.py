@@ -1,10 +1,11 @@
 """A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
 
 import contextlib
+import gc
 import os
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rlgraph.channels.address import dial, free_port
 from rlgraph.channels.link import Link
@@ -22,6 +23,17 @@ from rlgraph.runtime.stacks import offer_stacks
 from rlgraph.runtime.status import BETWEEN, StatusWriter, status_path
 from rlgraph.runtime.tasks import Post, WorkerSetup
 from rlgraph.runtime.worker import Loop, Worker
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Keep Python's garbage collector out of imports and loading, a fifth of which it would take; what is there then, it leaves aside."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 class Process:
@@ -96,11 +108,13 @@ class Process:
             shared=self.setup.shared,
             copies=self.setup.copies,
             set_aside=self.setup.set_aside,
+            sequences=self.setup.sequences,
             counted=self.status.count,
         )
         self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
         self.status.enter(-1, "loading its engine")
-        self.progress.load()
+        with no_collector():
+            self.progress.load()
 
     def _loop(self, plan: PlannedLoop, posts: tuple[Post, ...], dtype: str) -> Loop:
         import torch

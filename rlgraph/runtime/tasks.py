@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlgraph.columns import Column
-from rlgraph.graph import Due, Graph, Model, Operation
+from rlgraph.graph import Due, Graph, Model, Node, Operation
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.planning.cut import leads, open_nodes
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker, Transport
@@ -119,6 +119,7 @@ class WorkerSetup:
     set_aside: tuple[int, ...] = ()
     probe: tuple[str, int] | None = None
     prompts: int = 0  # of a step
+    sequences: int = 0  # responses that its engine decodes at once, at most
 
     @property
     def first(self) -> int:
@@ -173,9 +174,20 @@ def setups(
             set_aside=start.set_aside,
             probe=start.probe if start.probe and start.probe[0] in worker.nodes else None,
             prompts=next((node.rows for node in graph.nodes if isinstance(node.operation, Prompts)), 0),
+            sequences=sum(_sequences(graph.node(name), worker.world) for name in worker.nodes),
         )
         for worker in plan.workers
     )
+
+
+def _sequences(node: Node, world: int) -> int:
+    """Return how many responses of a rollout one of `world` engines decodes at once, at most."""
+    if node.operation.work != "generate":
+        return 0
+    rollout = getattr(node.operation, "rollout", node.operation)
+    group, rule = getattr(rollout, "group_size", 1), getattr(rollout, "joining", None)
+    prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each part is dealt to the engines
+    return prompts * group * (1 + (rule.ahead() if rule is not None else 0))
 
 
 def _copies(loop: PlannedLoop) -> int:
