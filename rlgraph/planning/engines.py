@@ -1,34 +1,64 @@
-"""A schedule with the engines of a generator apart: one that is done goes on to the next step while another still decodes."""
+"""The engines of a generator apart: one that is done goes on to the next step while another still decodes."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from rlgraph.planning.schedule import Dependency, Event, Schedule
+import numpy as np
+
+from rlgraph.planning.lengths import Array
+from rlgraph.planning.schedule import Dependency
+
+Wait: TypeAlias = tuple[Dependency, Sequence[Any], int]  # its times, one or `[engines]` a step, and of how many steps before
+Waited: TypeAlias = list[tuple[Dependency, float]]  # for what, and how long
+NOTHING = -1  # was waited for
 
 
-def engine_event(event: str, engine: int) -> str:
-    """Return the name of one engine's part of an event."""
-    return f"{event}[{engine}]"
+@dataclass
+class Engines:
+    """One event of a node whose engines have it each for itself; `seconds` `[engines]` of each step, as all times here."""
 
+    seconds: Sequence[Array]
+    starts: list[Array] = field(default_factory=list)
+    worked: list[Array] = field(default_factory=list)
+    ends: list[Array] = field(default_factory=list)
+    puts: dict[int, list[Array]] = field(default_factory=dict)
+    causes: list[Array] = field(default_factory=list)  # the number of what each start waited for last
+    held: list[Waited] = field(default_factory=list)
+    waits: dict[int, Sequence[Wait]] = field(default_factory=dict)  # of the start (0) and of each put
 
-def by_engine(schedule: Schedule, engines: Mapping[str, int]) -> tuple[Schedule, Mapping[str, int]]:
-    """Return the schedule in which each engine of a node has events of its own, and the engine of each event.
+    @property
+    def count(self) -> int:
+        return len(self.seconds[0])
 
-    Engines of one node wait only for their own earlier events, and for all engines of any other node. Nodes that are not
-    among `engines`, or have one, stay as they are.
-    """
+    def fire(self, step: int) -> None:
+        """Play the event of one step, all that it waits for having been played."""
+        at, cause = self._latest(0, step, np.zeros(self.count))
+        self.starts.append(at)
+        self.causes.append(cause)
+        at = at + self.seconds[step]
+        self.worked.append(at)
+        held: Waited = []
+        for put, done in self.puts.items():
+            before = at
+            at, cause = self._latest(put, step, before)
+            held += self._waited(put, cause, at - before)
+            done.append(at)
+        self.held.append(held)
+        self.ends.append(at)
 
-    def parts(event: Event) -> list[str]:
-        count = engines.get(event.node, 1)
-        return [engine_event(event.name, engine) for engine in range(count)] if count > 1 else [event.name]
+    def late(self, step: int, seconds: Array) -> Waited:
+        """Return what the starts of a step waited for last, with the sum of their `seconds` `[engines]`."""
+        return self._waited(0, self.causes[step], seconds)
 
-    events = {event.name: event for event in schedule.events}
-    apart = [replace(event, name=name) for event in schedule.events for name in parts(event)]
-    engine_of = {name: engine for event in schedule.events for engine, name in enumerate(parts(event))}
-    dependencies: list[Dependency] = []
-    for d in schedule.dependencies:
-        before, after = parts(events[d.before]), parts(events[d.after])
-        same = events[d.before].node == events[d.after].node
-        pairs = zip(before, after, strict=True) if same else ((a, b) for a in before for b in after)
-        dependencies += [replace(d, before=a, after=b) for a, b in pairs]
-    return Schedule(tuple(apart), tuple(dependencies)), engine_of
+    def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
+        """Return when all that a put waits for has come to each engine, not before `at`, and the number of the last if it came later."""
+        cause = np.full(self.count, NOTHING)
+        for number, (_, done, tokens) in enumerate(self.waits.get(put, ())):
+            if step >= tokens and (later := done[step - tokens] > at).any():
+                at, cause = np.where(later, done[step - tokens], at), np.where(later, number, cause)
+        return at, cause
+
+    def _waited(self, put: int, causes: Array, seconds: Array) -> Waited:
+        numbers = set(causes.tolist()) - {NOTHING}
+        return [(self.waits[put][number][0], float(seconds[causes == number].sum())) for number in sorted(numbers)]

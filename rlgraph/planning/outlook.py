@@ -1,16 +1,16 @@
 """What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning.costs import Costs
-from rlgraph.planning.engines import by_engine, engine_event
+from rlgraph.planning.engines import Engines
 from rlgraph.planning.events import load_event, publish_event, readers
 from rlgraph.planning.laws import Setting
+from rlgraph.planning.lengths import Array
 from rlgraph.planning.period import WARM_UP_STEPS, Played, play
 from rlgraph.planning.plan import PlannedWait
 from rlgraph.planning.schedule import Dependency, Event, Reason, Schedule
@@ -26,7 +26,6 @@ class Outlook:
     played: Played
     steps: int
     warm_up: int
-    engine_of: Mapping[str, int] = field(default_factory=dict)  # of events that each engine has for itself
 
     @property
     def step_s(self) -> float:
@@ -40,44 +39,38 @@ class Outlook:
     def waits(self) -> tuple[PlannedWait, ...]:
         """Return how long each pool, and each worker on the host, stands still for what; the longest first."""
         total: dict[tuple[str, str, Reason], float] = {}
-
-        def add(event: Event, cause: Dependency | None, seconds: float) -> None:
-            if cause is not None and cause.reason not in ("order", "self"):
-                key = (event.pool or event.worker, cause.via, cause.reason)
-                total[key] = total.get(key, 0.0) + seconds
-
-        played, turns = self.played, self._turns()
-        for event in (e for e in self.schedule.events if e.kind != "receive"):
-            for step in range(self.warm_up, self.steps):
-                free = max([ends[step - tokens] for ends, tokens in turns[event.name] if step >= tokens], default=0.0)
-                add(event, played.causes[event.name][step], max(played.starts[event.name][step] - free, 0.0))
-                add(event, played.held[event.name][step], played.ends[event.name][step] - played.worked[event.name][step])
-        engines: dict[str, int] = {}
-        for event in self.schedule.events:
-            who = event.pool or event.worker
-            engines[who] = max(engines.get(who, 1), self.engine_of.get(event.name, 0) + 1)
-        counted = self.steps - self.warm_up
-        found = [PlannedWait(who, on, reason, idle / counted / engines[who]) for (who, on, reason), idle in total.items() if idle > 0]
+        events = {event.name: event for event in self.schedule.events}
+        counted = range(self.warm_up, self.steps)
+        for before, after, back in self._turns():
+            who = events[after].pool or events[after].worker
+            for cause, seconds in self._idle(before, after, back, events[before].node == events[after].node, counted):
+                if cause.reason not in ("order", "self"):
+                    key = (who, cause.via, cause.reason)
+                    total[key] = total.get(key, 0.0) + seconds / len(counted)
+        found = [PlannedWait(who, on, reason, idle) for (who, on, reason), idle in total.items() if idle > 0]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
-    def _turns(self) -> Mapping[str, Sequence[tuple[Sequence[float], int]]]:
-        """Return for each event when the one before it was done in the same pool, or worker of the host, and how many steps before.
-
-        An engine waits for itself, and for all engines of any other node.
-        """
-        found: dict[str, list[tuple[Sequence[float], int]]] = {event.name: [] for event in self.schedule.events}
-        chains: dict[str, dict[str, list[Event]]] = {}
+    def _turns(self) -> Iterator[tuple[str, str, int]]:
+        """Yield each event, after the one before it in the same pool or worker of the host, and how many steps before that was."""
+        chains: dict[str, list[str]] = {}
         for event in (e for e in self.schedule.events if e.kind != "receive"):
-            whole = event.name.removesuffix(f"[{self.engine_of.get(event.name, 0)}]")
-            chains.setdefault(event.pool or event.worker, {}).setdefault(whole, []).append(event)
+            chains.setdefault(event.pool or event.worker, []).append(event.name)
         for chain in chains.values():
-            groups = list(chain.values())
-            for index, group in enumerate(groups):
-                for event, before in product(group, groups[index - 1]):
-                    same = event.node == before.node
-                    if not same or self.engine_of.get(event.name, 0) == self.engine_of.get(before.name, 0):
-                        found[event.name].append((self.played.ends[before.name], int(index == 0)))
-        return found
+            yield from ((chain[index - 1], name, int(index == 0)) for index, name in enumerate(chain))
+
+    def _idle(self, before: str, after: str, back: int, own: bool, steps: Iterable[int]) -> Iterator[tuple[Dependency, float]]:
+        """Yield what an event waited for, and how long it stood still meanwhile; the mean of its engines."""
+        played = self.played
+        done, each = played.ends[before], played.engines.get(after)
+        for step in steps:
+            if each is None:
+                starting = played.causes[after][step], max(played.starts[after][step] - done[step - back], 0.0)
+                ending = played.held[after][step], played.ends[after][step] - played.worked[after][step]
+                yield from ((cause, seconds) for cause, seconds in (starting, ending) if cause is not None)
+                continue
+            free = played.engines[before].ends[step - back] if own else done[step - back]
+            waited = each.late(step, np.maximum(each.starts[step] - free, 0.0)) + each.held[step]
+            yield from ((cause, seconds / each.count) for cause, seconds in waited)
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
         """Return the mean gap between the version a rollout takes and the one it is trained at."""
@@ -85,7 +78,8 @@ class Outlook:
             return float(feedback.depth)
         published = sorted(self.played.ends[publish_event(feedback.name)])
         load = load_event(feedback.name, readers(graph, feedback)[0].name)
-        starts = self.played.starts[load if load in self.played.starts else engine_event(load, 0)]
+        each = self.played.engines.get(load)
+        starts = [float(at[0]) for at in each.starts] if each is not None else self.played.starts[load]
         gaps = [step - min(sum(end <= starts[step] for end in published), step) for step in range(self.warm_up, self.steps)]
         return sum(gaps) / len(gaps)
 
@@ -96,24 +90,28 @@ def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs
     if not varying:
         return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
-    chunks = {node.name: node.chunks for node in nodes}
     steps = costs.steps_drawn(rows)
-    relative: dict[tuple[str, int], list[float]] = {}
-    parts: dict[str, list[list[float]]] = {}
-    engines: dict[str, int] = {}
-    for name in varying:
-        drawn = costs.law(name).each(settings[name], costs.lengths, steps, rows)
-        mean = max(float(drawn.max(axis=1).mean()), 1e-12)
-        engines[name] = drawn.shape[1]
-        shares = costs.law(name).parts(settings[name], costs.lengths, steps, rows, chunks[name])
-        parts[name] = (shares / np.maximum(shares.mean(axis=0), 1e-12)).tolist()
-        relative |= {(name, engine): (drawn[:, engine] / mean).tolist() for engine in range(drawn.shape[1])}
-    apart, engine_of = by_engine(schedule, engines)
+    relative: dict[str, Array] = {}  # of each firing `[steps, engines]`, to the mean one of the last engine
+    parts: dict[str, Array] = {}
+    for node in (node for node in nodes if node.name in varying):
+        law = costs.law(node.name)
+        drawn = law.each(settings[node.name], costs.lengths, steps, rows)
+        relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
+        shares = law.parts(settings[node.name], costs.lengths, steps, rows, node.chunks)
+        parts[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
+
+    def times(event: Event) -> Array:
+        engines = relative[event.node].shape[1]
+        if event.kind != "fire":
+            return np.full((steps, engines), event.seconds)
+        found: Array = event.seconds * relative[event.node] * parts[event.node][:, event.part, None]
+        return found
+
+    drawn_times = {event.name: times(event) for event in schedule.events if event.node in relative}
+    apart = {name: Engines(list(each)) for name, each in drawn_times.items() if each.shape[1] > 1}
+    alone = {name: each[:, 0].tolist() for name, each in drawn_times.items() if each.shape[1] == 1}
 
     def seconds(event: Event, step: int) -> float:
-        key = event.node, engine_of[event.name]
-        if event.kind != "fire" or key not in relative:
-            return event.seconds
-        return event.seconds * relative[key][step] * parts[event.node][step][event.part]
+        return alone[event.name][step] if event.name in alone else event.seconds
 
-    return Outlook(apart, play(apart, steps, seconds), steps, steps // 8, engine_of)
+    return Outlook(schedule, play(schedule, steps, seconds, apart), steps, steps // 8)

@@ -1,15 +1,17 @@
 """How long a step takes in the steady state: by the critical cycle, and by playing the schedule forward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import networkx as nx
 
+from rlgraph.planning.engines import Engines, Wait
 from rlgraph.planning.schedule import Dependency, Event, Schedule, Span
 
 Point: TypeAlias = tuple[str, int]  # an event and which of its puts is done; 0 is its start
+TOGETHER: Mapping[str, Engines] = {}
 WARM_UP_STEPS = 60  # divisible by 1 to 6, the token counts of common loops, so that the average covers whole rounds
 
 
@@ -56,7 +58,7 @@ class _Link(NamedTuple):
 
 def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
     """Return the points of all events, their starts and puts, and what each comes after."""
-    puts = sorted({(d.before if d.left_at else d.after, d.put) for d in schedule.dependencies if d.put})
+    puts = _puts(schedule)
     points: list[Point] = [*((event.name, 0) for event in schedule.events), *puts]
     number = {point: index for index, point in enumerate(points)}
     seconds, last = schedule.seconds(), {name: (name, 0) for name, _ in points}
@@ -72,6 +74,11 @@ def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
         return seconds[point[0]] if point[1] == 0 else 0.0
 
     return points, [_Link(before, after, spent(points[before]), tokens) for (before, after), tokens in tightest.items()]
+
+
+def _puts(schedule: Schedule) -> list[Point]:
+    """Return the puts that somebody waits for, or that wait, in order."""
+    return sorted({(d.before if d.left_at else d.after, d.put) for d in schedule.dependencies if d.put})
 
 
 def _cycle_above(period_s: float, points: int, links: Sequence[_Link], tolerance: float) -> list[_Link]:
@@ -109,15 +116,19 @@ def _rotated(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Played:
-    """When each event's firings start, have worked, and end, by event name; and which dependency the start and the end waited
-    for last. They end after their work only where a put waited for room."""
+    """When each event's firings start, have worked, and end, by event name; and what the start and the end waited for last.
+
+    They end after their work only where a put waited for room. Where the engines of a node have an event each for itself, its times
+    are those of the last engine, and `engines` has those of each.
+    """
 
     order: tuple[Event, ...]
-    starts: Mapping[str, list[float]]
-    worked: Mapping[str, list[float]]
-    ends: Mapping[str, list[float]]
-    causes: Mapping[str, list[Dependency | None]]
-    held: Mapping[str, list[Dependency | None]]
+    starts: dict[str, list[float]]
+    worked: dict[str, list[float]]
+    ends: dict[str, list[float]]
+    causes: dict[str, list[Dependency | None]]
+    held: dict[str, list[Dependency | None]]
+    engines: Mapping[str, Engines]
 
     def step_ends(self) -> list[float]:
         """Return when each step is finished: all its firings and those of the steps before."""
@@ -125,40 +136,76 @@ class Played:
         return list(accumulate(last, max))
 
 
-Wait: TypeAlias = tuple[Dependency, Sequence[float], int]  # with the times that it waits for, and how many steps before
+def play(
+    schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None, engines: Mapping[str, Engines] = TOGETHER
+) -> Played:
+    """Play `steps` steps in which each firing starts as soon as it may; `seconds(event, step)` may vary.
 
-
-def play(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> Played:
-    """Return the firings of `steps` steps if each starts as soon as it may; `seconds(event, step)` may vary."""
+    `engines` are the events that each engine of a node has for itself. An engine waits for its own earlier events, and for all
+    engines of any other node.
+    """
     order = firing_order(schedule)
-    found = Played(tuple(order), *({event.name: [] for event in order} for _ in range(5)))
-    puts: dict[tuple[str, int], list[float]] = {}  # when each put was done that somebody waits for
-    for d in schedule.dependencies:
-        if d.put:
-            puts.setdefault((d.before if d.left_at else d.after, d.put), [])
-    done = {**puts, **{(name, 0): ends for name, ends in found.ends.items()}}
-    waits: dict[tuple[str, int], list[Wait]] = {}
-    for d in schedule.dependencies:
-        waits.setdefault((d.after, d.holds), []).append((d, done[d.before, d.left_at], d.tokens))
-    for key in puts:
-        waits.setdefault(key, [])
-    by_event = {event.name: sorted(put for name, put in puts if name == event.name) for event in order}
+    found = Played(tuple(order), {}, {}, {}, {}, {}, engines)
+    for event in order:
+        for times in (found.starts, found.worked, found.ends, found.causes, found.held):
+            times[event.name] = []
+    lines = [(event, engines.get(event.name), puts) for event, puts in _lines(schedule, found)]
     for step in range(steps):
-        for event in order:
-            name = event.name
-            at, cause = _latest(waits.get((name, 0), ()), step, 0.0)
-            found.starts[name].append(at)
-            found.causes[name].append(cause)
+        for event, each, puts in lines:
+            if each is not None:
+                each.fire(step)
+                _note_last(found, event.name, each, puts)
+                continue
+            starting, *putting = puts
+            at, cause = _latest(starting.waits, step, 0.0)
+            found.starts[event.name].append(at)
+            found.causes[event.name].append(cause)
             at += event.seconds if seconds is None else seconds(event, step)
-            found.worked[name].append(at)
+            found.worked[event.name].append(at)
             held: Dependency | None = None
-            for put in by_event[name]:
-                at, cause = _latest(waits[name, put], step, at)
+            for put in putting:
+                at, cause = _latest(put.waits, step, at)
                 held = cause or held
-                puts[name, put].append(at)
-            found.ends[name].append(at)
-            found.held[name].append(held)
+                put.done.append(at)
+            found.ends[event.name].append(at)
+            found.held[event.name].append(held)
     return found
+
+
+@dataclass(frozen=True)
+class _Put:
+    """What the start (`number` 0) or a put of an event waits for, and when each put was done."""
+
+    number: int
+    waits: list[Wait] = field(default_factory=list)
+    done: list[float] = field(default_factory=list)
+
+
+def _lines(schedule: Schedule, found: Played) -> list[tuple[Event, list[_Put]]]:
+    """Return the events in order with their start and puts, each with the times that it waits for."""
+    puts = {event.name: {0: _Put(0)} for event in found.order}
+    for name, number in _puts(schedule):
+        puts[name][number] = _Put(number)
+    for name, each in found.engines.items():
+        each.puts = {number: [] for number in puts[name] if number}
+        each.waits = {number: put.waits for number, put in puts[name].items()}
+    nodes = {event.name: event.node for event in found.order}
+    for d in schedule.dependencies:
+        times: Sequence[Any] = puts[d.before][d.left_at].done if d.left_at else found.ends[d.before]
+        if d.before in found.engines and nodes[d.before] == nodes[d.after]:
+            each = found.engines[d.before]
+            times = each.puts[d.left_at] if d.left_at else each.ends
+        puts[d.after][d.holds].waits.append((d, times, d.tokens))
+    return [(event, list(puts[event.name].values())) for event in found.order]
+
+
+def _note_last(found: Played, name: str, each: Engines, puts: Sequence[_Put]) -> None:
+    """Note when the last engine was done with an event: others wait for all of them."""
+    for put in puts[1:]:
+        put.done.append(float(each.puts[put.number][-1].max()))
+    found.starts[name].append(float(each.starts[-1].max()))
+    found.worked[name].append(float(each.worked[-1].max()))
+    found.ends[name].append(float(each.ends[-1].max()))
 
 
 def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Dependency | None]:

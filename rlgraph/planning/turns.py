@@ -31,16 +31,21 @@ def sleep_event(firing: str) -> str:
     return f"sleep after {firing}"
 
 
-def shared(worker: PlannedWorker, crew: Iterable[PlannedWorker]) -> bool:
-    """Return whether workers of other models have the GPUs of a worker in turns with it."""
-    return any(set(worker.gpus) & set(other.gpus) for other in crew if other.model != worker.model)
+def shared(crew: Iterable[PlannedWorker]) -> frozenset[int]:
+    """Return the GPUs that workers of several models have in turns."""
+    models: dict[int, set[str | None]] = {}
+    for worker in crew:
+        for gpu in worker.gpus:
+            models.setdefault(gpu, set()).add(worker.model)
+    return frozenset(gpu for gpu, found in models.items() if len(found) > 1)
 
 
 def sleeping(graph: Graph, crew: Sequence[PlannedWorker], settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> Sleeps:
     """Return what the model of each node that shares its devices takes in its setting; nothing where no cost is known."""
     found: dict[str, SleepCost] = {}
+    in_turns = shared(crew)
     for worker in crew:
-        if worker.model is not None and shared(worker, crew):
+        if worker.model is not None and worker.nodes[0] not in found and not in_turns.isdisjoint(worker.gpus):
             sharded = all(graph.node(name).operation.work != "generate" for name in worker.nodes)
             cost = costs.get(worker.model, SleepCost()).at(settings[worker.nodes[0]], sharded=sharded)
             found |= dict.fromkeys(worker.nodes, cost)
