@@ -1,16 +1,19 @@
 """What a job makes of faults: over a hundred of them, each kind in each stage, with the time until the error or the recovery.
 
-    python benchmarks/injected_faults.py [--json PATH] [--only KIND]
+    python benchmarks/injected_faults.py forked [--json PATH] [--only KIND]
+    python benchmarks/injected_faults.py ray [--json PATH] [--only KIND] [--part 1/4]
 
-Workers are forked processes without Ray, which start in milliseconds; driver, channels, watchdog and weights are a job's own. Every
-fault must end in an error that names the node or its worker, and a channel, or (a slow node) in a warning and a finished run. Seconds
-are from the fault in the worker to the error in the driver's hands, its workers ended.
+`forked` workers are processes without Ray, which start in milliseconds; driver, channels, watchdog and weights are a job's own, and every
+fault happens at the first step and in the middle. On `ray`, each happens at one of the two. The first line of the error must name the node
+with the fault or its worker, all of it a channel; a slow node gives a warning and a finished run. Seconds are from the fault in the
+worker to the error in the driver's hands, its workers ended. `--part` does some of the faults, and adds them to those in the file.
 """
 
 import argparse
 import json
 import logging
 import os
+import platform
 import re
 import statistics
 import sys
@@ -25,12 +28,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import fakes
 import faults
 import forked
+import ray
+import torch
 from rich.progress import track
 
 from rlgraph.errors import RlgraphError
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.dispatch import start_ray
+from rlgraph.runtime.job import Job
 
 DEADLINE_S = 3.0
 STEPS = 8
+LATE_S = {"forked": 2.0, "ray": 5.0}  # that the error of a stall may come after the deadline
 
 
 class Warnings(logging.Handler):
@@ -44,11 +54,13 @@ class Warnings(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def run(fault: faults.Fault, warnings: Warnings) -> dict[str, Any]:
+def run(fault: faults.Fault, warnings: Warnings, on: str) -> dict[str, Any]:
     """Return how a job with the fault ended, and whether that is how it should."""
     warnings.said.clear()
     ended, pids = "finished", []
-    job = forked.job(faults.graph(fault), DEADLINE_S)
+    graph = faults.graph(fault)
+    dispatch = {"forked": "forked", "ray": "compiled_graph"}[on]
+    job = Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=DEADLINE_S)
     try:
         with job:
             pids = list(job.pids.values())
@@ -60,18 +72,19 @@ def run(fault: faults.Fault, warnings: Warnings) -> dict[str, Any]:
     seconds = now - float(clock.read_text()) if clock.exists() else None
     for path in re.findall(r"stacks of all workers are in (\S+\.txt)", ended):
         os.unlink(path)
-    names = any(f"'{name}'" in ended for name in (fault.node, fault.worker))
+    first = ended.splitlines()[0]
+    names = any(f"'{name}'" in first for name in (fault.node, fault.worker))
     right = (
         f"in worker '{fault.worker}'" in str(warnings.said)
         if fault.kind == "slow" and ended == "finished"
         else names and "channel" in ended
     )
-    limit = DEADLINE_S + 1 if fault.kind in faults.HANGS or fault.kind == "full channel" else 5.0
+    limit = DEADLINE_S + LATE_S[on] if fault.kind in faults.HANGS or fault.kind == "full channel" else 5.0
     return {
         "kind": fault.kind,
         "stage": fault.stage,
         "step": fault.step,
-        "ended": ended.splitlines()[0][:160],
+        "first line": first[:240],
         "named": bool(right),
         "seconds": seconds,
         "in time": ended == "finished" or (seconds is not None and seconds <= limit),
@@ -79,18 +92,40 @@ def run(fault: faults.Fault, warnings: Warnings) -> dict[str, Any]:
     }
 
 
+def chosen(on: str, only: str | None, part: str, folder: str) -> list[faults.Fault]:
+    """Return the faults to inject: on Ray, where a job takes seconds to start, each kind in each stage at one of the steps."""
+    cases = [fault for fault in faults.cases(folder) if only in (None, fault.kind)]
+    if on == "ray":
+        half = len(cases) // 2
+        cases = [pair[i % 2] for i, pair in enumerate(zip(cases[:half], cases[half:], strict=True))]
+    number, parts = (int(n) for n in part.split("/"))
+    return cases[number - 1 :: parts]
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the faults in one place where workers run."""
+    right = [row for row in found if row["named"] and row["in time"] and not row["left"]]
+    named = sum(row["named"] for row in found)
+    return {"faults": len(found), "first line names the culprit": named, "as they should be": len(right), "cases": found}
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("on", choices=["forked", "ray"])
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
     arguments.add_argument("--only", help="faults of this kind alone")
+    arguments.add_argument("--part", default="1/1", help="the faults of one part, 2/4 say, added to those in the file")
     given = arguments.parse_args()
     warnings = Warnings()
     logging.getLogger("rlgraph.watchdog").addHandler(warnings)
-    with forked.job(fakes.vector_loop(1)) as warm:  # the server that workers are forked from imports torch once
-        list(warm.steps(2))
+    if given.on == "ray":
+        start_ray()
+    else:
+        with forked.job(fakes.vector_loop(1)) as warm:  # the server that workers are forked from imports torch once
+            list(warm.steps(2))
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [fault for fault in faults.cases(folder) if given.only in (None, fault.kind)]
-        found = [run(fault, warnings) for fault in track(chosen, "injecting faults")]
+        cases = chosen(given.on, given.only, given.part, folder)
+        found = [run(fault, warnings, given.on) for fault in track(cases, "injecting faults")]
     by_kind: dict[str, list[float]] = defaultdict(list)
     for row in found:
         by_kind[row["kind"]].append(row["seconds"] if row["seconds"] is not None else float("nan"))
@@ -101,8 +136,12 @@ def main() -> None:
     for row in wrong:
         print(row)
     if given.json:
-        summary = {"deadline_s": DEADLINE_S, "faults": len(found), "as they should be": len(found) - len(wrong), "load": os.getloadavg()}
-        given.json.write_text(json.dumps({**summary, "cases": found}, indent=1) + "\n")
+        figures = json.loads(given.json.read_text()) if given.json.exists() else {}
+        before = figures.get(given.on, {}).get("cases", []) if given.part[0] != "1" else []
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "ray": ray.__version__}
+        machine = {"cpus": len(os.sched_getaffinity(0)), "load average": os.getloadavg(), **versions}
+        figures |= {"deadline_s": DEADLINE_S, given.on: {"machine": machine, **summary([*before, *found])}}
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from rlgraph.runtime.local import LocalJob
 ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
 PROMPTS, GROUP, EVERY, SEED = 4, 4, 3, 3
 MARK = "RLGRAPH_FAULTS_RUN"
+VICTIMS = ("driver", "raylet", "worker")
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> float:
@@ -216,7 +217,7 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
     while True:
         if driver is None:
             driver = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        patience_s = draw.uniform(1.0, 25.0) if found.kills.total() < budget else 600
+        patience_s = draw.uniform(1.0, 12.0) if found.kills.total() < budget else 600
         try:
             status = driver.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -231,7 +232,7 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             found.wrong.append("the run hung")
             driver.kill()
             break
-        name, victim = draw.choice(sorted(processes(folder)))
+        name, victim = chosen(processes(folder), draw)
         before, killed_s = _beat(folder), time.time()
         _kill(victim)
         found.kills[name] += 1
@@ -243,6 +244,14 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             found.back_s.append(float(_beat(folder)) - killed_s)
     if not _until(lambda: not processes(folder), 60):  # helpers of a Ray whose driver was killed end by themselves, in half a minute
         found.wrong.append(f"processes were left: {processes(folder)}")
+
+
+def chosen(there: Sequence[tuple[str, int]], draw: random.Random) -> tuple[str, int]:
+    """Draw whom to kill: a worker, the driver or the raylet as often as one another, now and then another of Ray's processes."""
+    kinds = sorted({name for name, _ in there})
+    wanted = [kind for kind in kinds if kind in VICTIMS] if draw.random() < 0.9 else kinds
+    kind = draw.choice(wanted or kinds)
+    return draw.choice(sorted(victim for victim in there if victim[0] == kind))
 
 
 def _kill(victim: int) -> None:
@@ -313,7 +322,7 @@ def measure(mode: str, kills: int, seed: int, minutes: float) -> dict[str, Any]:
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     root = Path(tempfile.mkdtemp(prefix="rlgraph-faults-"))
     tiny_model(root / "model")
-    steps, total, runs, equal = {"here": 24, "ray": 60}[mode], Found(), 0, Counter[str]()
+    steps, total, runs, equal = {"here": 24, "ray": 120}[mode], Found(), 0, Counter[str]()
     try:
         while total.kills.total() < kills and time.monotonic() < end:
             depth = runs % 3

@@ -127,13 +127,17 @@ def carried(inputs: Iterable[Any]) -> list[str]:
     return [column for output in inputs for column in getattr(output, "columns", ())]
 
 
-def checked_columns(node: str, writes: Sequence[str], columns: Columns) -> None:
-    """Raise GraphError unless `columns` are those that the node said it writes, with equally many rows."""
+def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: int | None = None) -> None:
+    """Raise GraphError unless `columns` are those that the node said it writes, with `count` rows each, or equally many."""
     if set(columns) != set(writes):
         raise GraphError(f"node '{node}' returned columns {sorted(columns)}; it declares {list(writes)}: return exactly those")
     rows = {name: len(column) for name, column in columns.items()}
     if len(set(rows.values())) > 1:
         raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry a row")
+    if count is not None and any(found != count for found in rows.values()):
+        raise GraphError(
+            f"node '{node}' returned {min(rows.values())} rows where {count} are due: return one entry for each row of the batch"
+        )
 
 
 def tensor_of(columns: Columns, name: str) -> torch.Tensor:

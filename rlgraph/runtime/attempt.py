@@ -15,12 +15,14 @@ from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.muster import muster
+from rlgraph.runtime.signals import held
 from rlgraph.runtime.status import Doing, under_way
 from rlgraph.runtime.tasks import Start, setups
 from rlgraph.runtime.watchdog import FIRST_S
 
 T = TypeVar("T")
 GOODBYE_S = 5.0  # for workers that have nothing left to do
+KILLED_S = 1.0  # for what Ray kills to be gone
 ABANDON_S = 0.25  # for workers of an attempt that failed
 
 
@@ -69,6 +71,13 @@ class Attempt:
     def ready(self) -> bool:
         """Whether every worker has loaded what it needs."""
         return self._dispatching
+
+    def check_runs(self) -> None:
+        """Raise RlgraphError unless its workers have been started and have not ended."""
+        if self.ended:
+            raise RlgraphError("the job is closed; launch the plan again")
+        if not self._dispatching:
+            raise RlgraphError("the job has not been started: take its steps inside of `with plan.launch() as job:`")
 
     def start(self) -> None:
         """Start the workers and wait until each is ready. Raises what keeps one from it, when the others have ended."""
@@ -150,14 +159,18 @@ class Attempt:
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""
-        if self.ended:
-            return
-        self.ended = True
+        if not self.ended:
+            self.ended = True
+            with held("ending the workers"):
+                self._end()
+
+    def _end(self) -> None:
         self._crew.tell(messages.Stop())
         gone = self._crew.until_gone(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:
                 self._dispatch.kill(actor)
+            self._crew.kill(KILLED_S)
         if self._dispatching:
             self._dispatch.stop()
         for actor in self._actors:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from rlgraph.channels.link import Link
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
+from rlgraph.runtime.blame import cut
 from rlgraph.runtime.hosts import Hosts
 from rlgraph.runtime.status import Doing
 from rlgraph.runtime.watchdog import LOOK_S, Watchdog
@@ -124,6 +126,14 @@ class Crew:
             self._hear(left)
         return not self.connections
 
+    def kill(self, patience_s: float) -> None:
+        """End the workers' processes of this host that Ray has not ended in time: one that is stopped does not hear it."""
+        end = time.monotonic() + patience_s
+        for process in self._processes:
+            if not select.select([process], [], [], max(end - time.monotonic(), 0.0))[0]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+
     def until_ended(self, timeout_s: float) -> None:
         """Wait until every worker's process of this host has ended, at most `timeout_s` for each, and let go of all of them."""
         for process in self._processes:
@@ -229,11 +239,17 @@ class Crew:
     def _consequence(self) -> RlgraphError:
         timeouts = [f for f in self._failures if f.error == "ChannelTimeout"]
         first = (timeouts or self._failures)[0]
-        kind = ChannelTimeout if timeouts else ChannelBroken
         told = f"node '{first.node}' of worker '{first.worker}', step {first.step}: {first.message}"
-        busy = max(((d.for_s, w) for w, d in self.states().items() if w != first.worker and not (d.waiting or d.idle)), default=None)
         trace = f"\n  worker '{first.worker}' waited here:\n{first.traceback.rstrip()}"
-        return kind(f"{told}{trace}{self.watchdog.account([busy[1]] if busy else [])}")
+        states = self.states()
+        if timeouts and first.worker in states:
+            return self.watchdog.timeout(first.worker, states, f"\n  {told}{trace}")
+        lost = cut(self._failures, self.pids)
+        if lost is not None:
+            whose = " and ".join(f"'{name}' (process {self.pids[name]})" for name in lost.workers)
+            of = "lost its connections" if len(lost.workers) == 1 else "lost the connection between them"
+            told = f"worker{'s' * (len(lost.workers) > 1)} {whose} {of}, of channels {list(lost.channels)}, but did not die\n  {told}"
+        return (ChannelTimeout if timeouts else ChannelBroken)(f"{told}{trace}{self.watchdog.account([])}")
 
     def _channels_of(self, worker: str) -> str:
         nodes = next((planned.nodes for planned in self.plan.workers if planned.name == worker), ())

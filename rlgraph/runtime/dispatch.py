@@ -12,15 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlgraph.errors import PlanError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelTimeout, PlanError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime.hosts import Distant, Host, Keeper
+from rlgraph.runtime.leftovers import began
 from rlgraph.runtime.process import Process
+from rlgraph.runtime.signals import held
 from rlgraph.runtime.tasks import WorkerSetup
 
 log = logging.getLogger("rlgraph.dispatch")
@@ -28,7 +30,10 @@ log = logging.getLogger("rlgraph.dispatch")
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 REHEARSAL = -1  # a tick before the first step, at which no node fires
 ANSWER_S = 30  # of a host, which may have to start a process for it
+KILL_S = 5  # for Ray to take note that an actor is to end
 RAY_S = 60  # for what Ray does at once, unless it hangs
+
+T = TypeVar("T")
 
 
 class Dispatch(Protocol):
@@ -78,8 +83,9 @@ class Actors:
         self._owns_ray = self._started_ray = False
 
     def begin(self, hosts: int) -> None:
-        self._owns_ray = start_ray(hosts)
-        self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
+        with held("waiting until Ray has started, to end all of it"):
+            self._owns_ray = start_ray(hosts)
+            self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
         if plan.cluster.hosts == 1:
@@ -100,8 +106,13 @@ class Actors:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment(setup)}}
         if host:
             options["scheduling_strategy"] = _on(host)
-        actor = ray.remote(Process).options(**options).remote(setup, driver)
-        self._preparing[actor.prepare.remote()] = setup.worker.name
+
+        def make() -> tuple[Any, Any]:
+            actor = ray.remote(Process).options(**options).remote(setup, driver)
+            return actor, actor.prepare.remote()
+
+        actor, preparing = within(f"Ray made no actor for worker '{setup.worker.name}'", make)
+        self._preparing[preparing] = setup.worker.name
         return actor
 
     def check(self) -> None:
@@ -113,7 +124,7 @@ class Actors:
                 raise WorkerDied(f"worker '{self._preparing[call]}' could not be started: {error}") from error
 
     def kill(self, actor: Any) -> None:
-        ray.kill(actor)
+        bounded("the end of a worker", lambda: ray.kill(actor), KILL_S)
 
 
 class CompiledGraph(Actors):
@@ -129,7 +140,10 @@ class CompiledGraph(Actors):
             graph = MultiOutputNode([actor.step.bind(tick) for actor in actors])
         self.refs: dict[int, Any] = {}
         # A worker returns from step k once step k + 1 is ticked, so one execution more than the window can be open.
-        self.graph = graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1)
+        self.graph = within(
+            "the Compiled Graph did not come up",
+            lambda: graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1),
+        )
         # A driver that has not yet read from an actor aborts in Ray's own teardown when that actor dies, so read once now.
         ray.get(self.graph.execute(REHEARSAL), timeout=RAY_S)
 
@@ -140,7 +154,7 @@ class CompiledGraph(Actors):
         ray.get(self.refs.pop(step), timeout=RAY_S)
 
     def stop(self) -> None:
-        bounded("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True))
+        bounded("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True), RAY_S)
         self.refs.clear()  # only now: a reference dropped before would still try to read its result
 
 
@@ -224,13 +238,34 @@ def _on(host: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=host, soft=False)
 
 
-def bounded(what: str, work: Callable[[], None]) -> None:
+def bounded(what: str, work: Callable[[], None], seconds: float) -> None:
     """Do what Ray has no deadline for, and go on without it where it hangs: whoever is left is killed next."""
     thread = threading.Thread(target=work, name=what, daemon=True)
     thread.start()
-    thread.join(RAY_S)
+    thread.join(seconds)
     if thread.is_alive():
-        log.error("%s did not come within %d s; the job goes on without it", what, RAY_S)
+        log.error("%s did not come within %g s; the job goes on without it", what, seconds)
+
+
+def within(otherwise: str, work: Callable[[], T]) -> T:
+    """Do what Ray has no deadline for and the job cannot go on without. Raises what it raises, ChannelTimeout where it hangs."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+            failed.append(error)
+
+    thread = threading.Thread(target=do, name=otherwise, daemon=True)
+    thread.start()
+    thread.join(RAY_S)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise ChannelTimeout(f"{otherwise} within {RAY_S:g} s: Ray hangs; look at its logs, or start it anew")
+    return done[0]
 
 
 def start_ray(hosts: int = 1) -> bool:
@@ -275,10 +310,10 @@ def session_folder() -> str:
 
 def stop_ray() -> None:
     """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
-    bounded("the end of Ray", ray.shutdown)
+    bounded("the end of Ray", ray.shutdown, RAY_S)
     for path in Path("/dev/shm").glob("sem.*"):
         made_by = RAY_SEMAPHORE.fullmatch(path.name)
-        if made_by and not Path(f"/proc/{made_by[1]}").exists():  # of a living process it is in use, perhaps another job's
+        if made_by and began(int(made_by[1])) < 0:  # of a living process it is in use, perhaps another job's
             path.unlink(missing_ok=True)
 
 

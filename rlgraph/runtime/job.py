@@ -25,7 +25,7 @@ from rlgraph.runtime.history import Metrics, Spans
 from rlgraph.runtime.measure import Step, averaged, bits, timings
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.restarts import Restarts
-from rlgraph.runtime.signals import Signals
+from rlgraph.runtime.signals import Signals, held
 from rlgraph.runtime.suspects import Suspects
 from rlgraph.runtime.tasks import Start
 from rlgraph.settings import Natural, checked
@@ -83,6 +83,12 @@ class Job:
         return self._attempt.under_way()
 
     def __enter__(self) -> "Job":
+        if self._launch_s:
+            raise RlgraphError(
+                "the job is closed; launch the plan again"
+                if self._attempt.ended
+                else "the job is already running: enter it once, and launch the plan again for a second one"
+            )
         sys.stdout.flush()  # what the program has printed is seen before a start that takes long, where the output is no terminal
         self._launch_s = time.monotonic()
         self._signals.install()
@@ -119,8 +125,7 @@ class Job:
         """
         self._asked += count
         while self._finished < (last := self._last()):
-            if self._attempt.ended:
-                raise RlgraphError("the job is closed; launch the plan again")
+            self._attempt.check_runs()
             yield self._next(last)
             self._settle()
         if self._signals.asked is not None:
@@ -304,9 +309,10 @@ class Job:
             self._release()
 
     def _release(self) -> None:
-        self._attempt.close()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        with held("ending the workers"):
+            self._attempt.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
         self._signals.restore()
 
     def _say(self, text: str) -> None:

@@ -109,10 +109,11 @@ def _note(folder: int) -> _Note | None:
 
 def _birth(pid: int) -> tuple[int, int]:
     """Return a process id with the time at which it began, in ticks since the machine's start: ids are used again."""
-    return pid, _began(pid)
+    return pid, began(pid)
 
 
-def _began(pid: int) -> int:
+def began(pid: int) -> int:
+    """When a process began, in ticks since the machine's start; -1 where it has ended, also as a zombie that nobody has waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -121,5 +122,5 @@ def _began(pid: int) -> int:
 
 
 def _lives(birth: tuple[int, int]) -> bool:
-    pid, began = birth
-    return began >= 0 and _began(pid) == began
+    pid, began_at = birth
+    return began_at >= 0 and began(pid) == began_at

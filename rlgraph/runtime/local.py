@@ -9,7 +9,7 @@ import torch
 from rlgraph.channels.base import Reader, Writer
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
-from rlgraph.errors import CheckpointError, PlanError
+from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import Plan
@@ -41,6 +41,7 @@ class LocalJob:
         start = checkpoints.start() if checkpoints is not None else None
         self.progress = {s.worker.name: self._progress(s) for s in setups(graph, plan, "", b"", 0.0, start)}
         self._homes = {node: progress for progress in self.progress.values() for node in progress.worker.setup.worker.nodes}
+        self._entered = False
         self._asked, self._finished = 0, checkpoints.newest if checkpoints is not None else 0
 
     @property
@@ -49,6 +50,9 @@ class LocalJob:
         return self._finished
 
     def __enter__(self) -> "LocalJob":
+        if self._entered:
+            raise RlgraphError("the job is already running, or was: make another with `plan.run_here()`")
+        self._entered = True
         for progress in self.progress.values():
             progress.load()
         return self

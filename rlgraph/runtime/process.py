@@ -50,7 +50,7 @@ class Process:
         self.addresses: dict[str, str] = {}
         self.progress: Progress | None = None
         self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
-        self.stopped = False
+        self.stopped = self.failed = False
 
     def prepare(self) -> None:
         """Listen where this worker writes, and tell the driver where; once it knows of all, connect, load the engine, and tell."""
@@ -132,14 +132,18 @@ class Process:
         """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
         if self.stopped or self.progress is None or step < 0:
             return step
+        if not self.failed:  # else its state stays that in which it failed, for the driver to see
+            self._fire(step, self.progress)
+        self._sleep(step)
+        return step
+
+    def _fire(self, step: int, progress: Progress) -> None:
         try:
-            metrics, spans = self.progress.step(step)
+            metrics, spans = progress.step(step)
             self.status.enter(step, BETWEEN)
             self._report(step, metrics, spans)
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
-            self._fail(step, self.progress.worker.doing, error)
-        self._sleep(step)
-        return step
+            self._fail(step, progress.worker.doing, error)
 
     def _report(self, step: int, metrics: Mapping[str, float], spans: list[Span]) -> None:
         assert self.progress is not None
@@ -161,6 +165,7 @@ class Process:
 
     def _fail(self, step: int, node: str, error: Exception) -> None:
         """Tell the peers first, so that none waits for what will not come, then the driver."""
+        self.failed = True
         reason = f"stopped, since node '{node}' of worker '{self.name}' failed with {type(error).__name__}"
         told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
         if not told:

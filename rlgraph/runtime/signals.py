@@ -1,13 +1,45 @@
-"""Ctrl-C and SIGTERM: the first lets the steps in flight finish, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first lets the steps in flight finish, the second stops at once. Neither comes in the middle of a
+start of Ray or of the end of the workers, which would leave processes and shared memory behind: it comes right after.
+"""
 
+import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
+_holding: list[str] = []  # what the signals are held back for
+
+
+@contextlib.contextmanager
+def held(doing: str) -> Iterator[None]:
+    """Hold both signals back while something is done that must be done whole; the first of them comes when it is.
+
+    `doing` tells the user what the program does meanwhile. It must end by itself within seconds.
+    """
+    if _holding or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not came:
+            print(f"\n{signal.Signals(number).name}: {doing} first", file=sys.stderr, flush=True)
+        came.append(number)
+
+    before: dict[int, Any] = {int(number): signal.signal(number, note) for number in HANDLED}
+    _holding.append(doing)
+    try:
+        yield
+    finally:
+        _holding.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 class Signals:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from rlgraph.runtime.status import stopped
+
 SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
 ANSWER_S = 0.5  # for the answers of all workers
 QUIET_S = 0.05  # after the last line
@@ -43,7 +45,7 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
                 handles[handle] = worker
                 _drain(handle)  # what an earlier question may have left
                 silent[worker] = "(no answer: its process does not run, or the machine is overloaded)"
-                if _stopped(pid):  # it would never answer
+                if stopped(pid):  # it would never answer
                     silent[worker] = "(its process is stopped)"
                     os.close(handle)
                     del handles[handle]
@@ -71,13 +73,6 @@ def _collect(handles: Mapping[int, str], found: dict[str, bytes]) -> None:
             return
         for handle, _ in ready:
             found[handles[handle]] = found.get(handles[handle], b"") + _drain(handle)
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
-    except OSError:
-        return False
 
 
 def _drain(handle: int) -> bytes:

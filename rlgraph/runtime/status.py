@@ -4,6 +4,7 @@ The driver reads it only when nothing was heard for a while, to say who keeps wh
 """
 
 import mmap
+import os
 import re
 import struct
 import time
@@ -22,7 +23,7 @@ WORK: tuple[tuple[str, Callable[..., str]], ...] = (
     (r"giving its engine the devices \('(.*)'\)", str),
     (r"taking the devices from its engine \('(.*)'\)", str),
 )
-LAYOUT = struct.Struct("<dq240s")
+LAYOUT = struct.Struct("<dqq240s")  # when, step, process, what
 COUNTS = struct.Struct("<ii32s")
 
 
@@ -36,6 +37,7 @@ class Doing:
     done: int = 0
     total: int = 0
     unit: str = ""
+    stopped: bool = False  # whether its process gets no time at all: `kill -STOP`, Ctrl-Z or a debugger
 
     @property
     def idle(self) -> bool:
@@ -55,7 +57,8 @@ class Doing:
 
     def __str__(self) -> str:
         counts = f" ({self.done} of {self.total} {self.unit})" if self.total else ""
-        return f"{self.what}{counts}{f', step {self.step}' if self.step >= 0 else ''}, for {self.for_s:.1f} s"
+        told = f"{self.what}{counts}{f', step {self.step}' if self.step >= 0 else ''}, for {self.for_s:.1f} s"
+        return f"{told} (its process is stopped)" if self.stopped else told
 
 
 class StatusWriter:
@@ -69,7 +72,7 @@ class StatusWriter:
     def enter(self, step: int, what: str) -> None:
         """Say what begins now."""
         COUNTS.pack_into(self._map, LAYOUT.size, 0, 0, b"")
-        LAYOUT.pack_into(self._map, 0, time.monotonic(), step, what.encode()[:240])
+        LAYOUT.pack_into(self._map, 0, time.monotonic(), step, os.getpid(), what.encode()[:240])
 
     def count(self, done: int, total: int, unit: str) -> None:
         """Say how far that is."""
@@ -89,9 +92,17 @@ def read_status(folder: str, worker: str) -> Doing | None:
         return None
     if len(data) < LAYOUT.size + COUNTS.size:
         return None
-    at_s, step, what = LAYOUT.unpack_from(data)
+    at_s, step, pid, what = LAYOUT.unpack_from(data)
     done, total, unit = COUNTS.unpack_from(data, LAYOUT.size)
-    return Doing(step, _text(what), time.monotonic() - at_s, done, total, _text(unit)) if at_s else None
+    return Doing(step, _text(what), time.monotonic() - at_s, done, total, _text(unit), stopped(pid)) if at_s else None
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped, by a signal or by a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _text(field: bytes) -> str:

@@ -27,6 +27,7 @@ class Task:
     chunks: int = 1
     follows: str | None = None
     due: Due | None = None
+    count: int | None = None  # rows that a firing gives; None where it gives those of its rank, or at some steps none
 
     def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
         """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
@@ -222,7 +223,9 @@ def _task(graph: Graph, name: str) -> Task:
         columns[source] = (*columns.get(source, ()), column)
     widest = max((o.node.rows for o in node.inputs), default=0)
     repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
-    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, node.follows.name if node.follows else None, node.due)
+    count = None if node.due or (node.model is not None and node.operation.work == "generate") else node.rows // node.chunks
+    follows = node.follows.name if node.follows else None
+    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
 
 
 def _posts(

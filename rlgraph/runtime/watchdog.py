@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import tempfile
 import time
 from collections import deque
@@ -12,12 +13,14 @@ from statistics import median
 from rlgraph.errors import ChannelTimeout
 from rlgraph.planning.plan import Plan
 from rlgraph.planning.schedule import WORK
+from rlgraph.runtime.blame import Culprit, culprit
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.stacks import of_interest
 from rlgraph.runtime.status import Doing
 
 log = logging.getLogger("rlgraph.watchdog")
 
+TAKEN = re.compile(r"take (.*?)(\[\d+\])?")
 LOOK_S = 0.25  # of silence between two looks; a look reads one small file a worker
 SLOW = 5.0  # a firing of so many medians is slow
 SLOW_LEAST_S = 2.0
@@ -35,12 +38,17 @@ class Watchdog:
     states: Callable[[], Mapping[str, Doing]]
     stacks: Callable[[Collection[str]], Mapping[str, str]]
     used: dict[str, int] = field(default_factory=dict)  # slots by channel end, as last reported
+    held: dict[tuple[str, str], int] = field(default_factory=dict)  # slots that a reading worker had not given back then, by channel
     _seconds: dict[str, deque[float]] = field(default_factory=dict)
     _warned: set[tuple[str, int]] = field(default_factory=set)
+    _stopped: dict[str, float] = field(default_factory=dict)  # since when a process was seen to be
 
     def note(self, report: Report) -> None:
         """Take in how long the nodes of a worker took, and how full its channels are."""
         self.used.update(report.used)
+        for end, count in report.used.items():
+            if taken := TAKEN.fullmatch(end):
+                self.held[report.worker, taken[1]] = count
         for span in report.spans:
             if span.kind in WORK - {"receive"}:
                 self._seconds.setdefault(span.name, deque(maxlen=REMEMBERED)).append(span.end_s - span.start_s)
@@ -48,10 +56,11 @@ class Watchdog:
     def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:
         """Warn about slow nodes; `missing` are the workers that the driver has waited for since `since_s`.
 
-        Raises ChannelTimeout for a worker that does one thing for longer than the deadline.
+        Raises ChannelTimeout for a worker that does one thing for longer than the deadline, or is stopped for as long.
         """
         waited_s = time.monotonic() - since_s
         states = self.states()
+        self._look_for_stopped(states)
         for worker in missing:
             doing = states.get(worker)
             if doing is None:
@@ -61,7 +70,18 @@ class Watchdog:
             self._warn_if_slow(worker, doing)
             for_s = min(doing.for_s, waited_s) if doing.idle else doing.for_s
             if for_s > deadline_s + (LATE_S if doing.waiting else 0):
-                raise ChannelTimeout(self._stuck(worker, doing, for_s, states))
+                raise self.timeout(worker, states)
+
+    def _look_for_stopped(self, states: Mapping[str, Doing]) -> None:
+        now = time.monotonic()
+        for worker, doing in states.items():
+            if not doing.stopped:
+                self._stopped.pop(worker, None)
+            elif worker not in self._stopped:
+                self._stopped[worker] = now
+                log.warning("worker '%s' is stopped; let it go on with `kill -CONT`, or the job ends after %g s", worker, self.deadline_s)
+            elif now - self._stopped[worker] > self.deadline_s:
+                raise self.timeout(worker, states)
 
     def _warn_if_slow(self, worker: str, doing: Doing) -> None:
         node = doing.works
@@ -82,14 +102,26 @@ class Watchdog:
                 self.deadline_s,
             )
 
-    def _stuck(self, worker: str, doing: Doing, for_s: float, states: Mapping[str, Doing]) -> str:
-        readers = [w for w, d in states.items() if w != worker and d.waiting and d.step <= doing.step]
-        waits = max(readers, key=lambda w: states[w].for_s, default=None)
-        first = f"worker '{worker}' has been {doing.what}, step {max(doing.step, 0)}, for {for_s:.1f} s; deadline_s is {self.deadline_s:g}"
-        if doing.idle:
-            first += ": its next tick did not reach it"
+    def timeout(self, worker: str, states: Mapping[str, Doing], told: str = "") -> ChannelTimeout:
+        """Make the error for a worker that waits or works for too long; it begins with whoever keeps it waiting.
+
+        `told` is what a worker has said of it.
+        """
+        found = culprit(self.plan, states, worker, self.held) or Culprit(worker)
+        guilty = states[found.worker]
+        readers = [w for w, d in states.items() if w != found.worker and d.waiting]
+        waits = worker if worker in readers else max(readers, key=lambda w: states[w].for_s, default=None)
         then = f"\n  worker '{waits}' has been {states[waits]}" if waits else ""
-        return f"{first}{then}{self.account([worker, *([waits] if waits else [])])}"
+        concerned = [found.worker, *([waits] if waits and not told else [])]
+        return ChannelTimeout(f"{self._accusation(found, guilty)}{then}{told}{self.account(concerned)}")
+
+    def _accusation(self, found: Culprit, guilty: Doing) -> str:
+        doing = f"{guilty.what}, step {max(guilty.step, 0)}, for {guilty.for_s:.1f} s; deadline_s is {self.deadline_s:g}"
+        if found.keeps is not None:
+            return f"worker '{found.worker}' has not given back the slots of channel '{found.keeps}', and has been {doing}"
+        if guilty.stopped:
+            return f"worker '{found.worker}' is stopped: its process gets no time (kill -STOP, Ctrl-Z, a debugger); it has been {doing}"
+        return f"worker '{found.worker}' has been {doing}{': its next tick did not reach it' if guilty.idle else ''}"
 
     def account(self, concerned: Collection[str]) -> str:
         """Return what every worker does, how full the channels are and the stacks of those concerned; all of it is in a file too."""

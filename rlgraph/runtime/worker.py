@@ -100,7 +100,7 @@ class Worker:
             self._sleep(self.turn, step)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
-            checked_columns(task.name, task.writes, written)
+            checked_columns(task.name, task.writes, written, task.count if self.setup.worker.world == 1 else None)
         self.parts.setdefault(task.name, []).append(checked_metrics(task.name, metrics))
         if part == task.chunks - 1:
             self.metrics.update(joined(self.parts.pop(task.name)))

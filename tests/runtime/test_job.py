@@ -170,6 +170,52 @@ def test_an_engine_that_cannot_be_loaded_is_named_before_the_first_step(monkeypa
         raise AssertionError("the job must not start")
 
 
+def test_a_job_is_entered_once_and_its_steps_are_taken_inside() -> None:
+    waiting = forked.job(fakes.vector_loop(0))
+    with pytest.raises(RlgraphError, match="has not been started: take its steps inside"):
+        next(waiting.steps(1))
+    running = forked.job(fakes.vector_loop(0))
+    with running:
+        with pytest.raises(RlgraphError, match="already running"), running:
+            raise AssertionError("it must not be entered again")
+        assert [step.index for step in running.steps(2)] == [0, 1]
+    with pytest.raises(RlgraphError, match="closed; launch the plan again"), running:
+        raise AssertionError("it must not be entered again")
+
+
+STOPPED_RAYLET = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import fakes
+from rlgraph.compiler import compile
+from rlgraph.planning.cluster import Cluster
+from rlgraph.runtime import crew, dispatch
+
+dispatch.RAY_S, crew.START_LEAST_S = 4, 0.0
+dispatch.start_ray()
+[raylet] = [p for p in dispatch.ray._private.worker._global_node.all_processes["raylet"]]
+os.kill(raylet.process.pid, signal.SIGSTOP)
+since = time.monotonic()
+try:
+    with compile(fakes.vector_loop(1), Cluster(cpus=2)).launch(deadline_s=3):
+        pass
+except Exception as error:
+    print("raised", type(error).__name__, str(error).splitlines()[0])
+print("took", time.monotonic() - since, flush=True)
+os.kill(raylet.process.pid, signal.SIGKILL)
+dispatch.ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_start_keeps_its_deadline_though_ray_makes_no_actor() -> None:
+    script = STOPPED_RAYLET.format(tests=str(Path(fakes.__file__).parent))
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert re.search(r"raised (ChannelTimeout|WorkerDied) .*(workers \[|no actor)", run.stdout), run.stdout + run.stderr
+    assert float(re.search(r"took ([\d.]+)", run.stdout)[1]) < 30  # type: ignore[index]
+
+
 @node(reads="values", writes="rewards")
 def hanging(batch: Columns) -> dict[str, Column]:
     signal.pause()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fakes
+import faults
 import forked
 import pytest
 import torch
@@ -19,16 +20,19 @@ import torch.distributed as dist
 from rlgraph.channels.address import listen
 from rlgraph.channels.link import Link
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import ChannelTimeout, NodeError, WorkerDied
+from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.graph import Work
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime import crew as crew_module
 from rlgraph.runtime import messages
+from rlgraph.runtime.blame import Culprit, culprit
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host, Hosts
+from rlgraph.runtime.job import Job
 from rlgraph.runtime.stacks import offer_stacks, read_stacks
+from rlgraph.runtime.status import Doing
 from rlgraph.runtime.tasks import setups
 
 DEADLINE_S = 3.0
@@ -84,14 +88,69 @@ def test_the_last_node_of_a_graph_that_hangs_is_found_by_the_driver(monkeypatch:
     report_of(raised.value)
 
 
-def test_a_stopped_process_is_named_though_it_gives_no_stacks() -> None:
-    with forked.job(fakes.vector_loop(1, generate_s=0.05), DEADLINE_S) as running:
+@pytest.mark.parametrize(
+    ("dispatch", "worker"),
+    [("forked", "prompts"), ("forked", "policy"), pytest.param("compiled_graph", "generator", marks=pytest.mark.ray)],
+)
+@pytest.mark.usefixtures("ray_unless_forked")
+def test_a_stopped_process_is_named_as_stopped_soon_after_the_deadline(dispatch: str, worker: str) -> None:
+    graph = fakes.vector_loop(1, generate_s=0.05)
+    with Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=DEADLINE_S) as running:
         steps = running.steps(1000)
         next(steps)
-        os.kill(running.pids["generator"], signal.SIGSTOP)
-        with pytest.raises(ChannelTimeout) as raised:
+        since = time.monotonic()
+        os.kill(running.pids[worker], signal.SIGSTOP)
+        with pytest.raises(ChannelTimeout, match=rf"^worker '{worker}' is stopped: .*it has been .*step \d+") as raised:
             list(steps)
-    assert "worker 'generator'\n(its process is stopped)" in report_of(raised.value)
+        took = time.monotonic() - since
+        pids = list(running.pids.values())
+    assert f"worker '{worker}'\n(its process is stopped)" in report_of(raised.value)
+    assert DEADLINE_S <= took < DEADLINE_S + 5  # the end of its workers included
+    assert not any(forked.alive(pid) for pid in pids)
+
+
+def test_a_process_that_goes_on_before_the_deadline_is_warned_about_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked.job(fakes.vector_loop(1, generate_s=0.05), 60) as running:
+        steps = running.steps(20)
+        next(steps)
+        os.kill(running.pids["generator"], signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (running.pids["generator"], signal.SIGCONT)).start()
+        assert len(list(steps)) == 19
+    assert "worker 'generator' is stopped; let it go on with `kill -CONT`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("deadlock", "update"), ("holds the interpreter", "score"), ("deadlock", "load"), ("stopped", "publish")]
+    + [("full channel", stage) for stage in ("rollout", "score", "update", "load")]
+    + [("broken socket", "rollout"), ("broken socket", "update"), ("wrong rows", "score")],
+)
+def test_the_first_line_names_the_culprit_and_no_bystander(tmp_path: Path, kind: str, stage: str) -> None:
+    fault = faults.Fault(kind, stage, 3, str(tmp_path / "clock"))
+    with forked.job(faults.graph(fault), DEADLINE_S) as running, pytest.raises(RlgraphError) as raised:
+        list(running.steps(10))
+    first = str(raised.value).splitlines()[0]
+    assert f"'{fault.worker}'" in first or f"'{fault.node}'" in first, first
+    if kind not in ("broken socket", "wrong rows"):
+        assert first.startswith(f"worker '{fault.worker}' ")
+        report_of(raised.value)
+    elif kind == "broken socket":
+        report_of(raised.value)
+
+
+def test_who_waits_is_followed_to_who_works() -> None:
+    plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
+    states = {
+        "policy": Doing(2, "waiting for channel 'score' (written by node 'score')", 9),
+        "score": Doing(2, "waiting for channel 'rollout' (written by node 'rollout')", 8),
+        "generator": Doing(2, "waiting for version 1 of 'weights' (published by node 'update')", 7),
+        "prompts": Doing(5, "waiting for room in channel 'prompts' (read by ['rollout'])", 6),
+    }
+    assert culprit(plan, states, "policy", {}) is None  # they wait for one another
+    states["generator"] = Doing(2, "running node 'rollout'", 5)
+    assert [culprit(plan, states, worker, {}) for worker in states] == [Culprit("generator")] * 4
+    states["prompts"] = Doing(2, "running node 'prompts'", 30)  # which nobody waits for
+    assert culprit(plan, states, "policy", {}) == Culprit("generator")
 
 
 @node(reads="values group_ids", writes="rewards")

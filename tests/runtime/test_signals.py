@@ -1,0 +1,92 @@
+"""Signals that come at a bad time, as a terminal sends them, to a program as a user writes it: it ends clean, with the signal's status."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fakes
+import pytest
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import fakes, rlgraph as rg
+from rlgraph.runtime import attempt, dispatch
+
+def say(what, then):
+    def said(*arguments):
+        print(what, flush=True)
+        return then(*arguments)
+    return said
+
+dispatch.ray.init = (lambda start: lambda *a, **k: [print("starting Ray", flush=True), start(*a, **k)][1])(dispatch.ray.init)
+attempt.Attempt._end = say("ending", attempt.Attempt._end)
+plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s=0.1), rg.Cluster(cpus=2))
+with plan.launch() as job:
+    for step in job.steps(1000):
+        print("did", step.index, flush=True)
+"""
+
+
+def run_until(*signals: tuple[str, int, float]) -> tuple[int, str, list[int], list[str]]:
+    """Send each signal so many seconds after the line that the program says; return status, what it said as errors, and what is left."""
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-c", PROGRAM.format(tests=str(Path(fakes.__file__).parent))]
+    program = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"RLGRAPH_MARK": mark}
+    )
+    assert program.stdout is not None
+    ours: set[int] = set()
+    for awaited, number, after_s in signals:
+        for line in program.stdout:
+            if line.strip() == awaited:
+                break
+        time.sleep(after_s)
+        ours |= set(marked(mark))
+        os.killpg(program.pid, number)  # Ctrl-C reaches the whole group of a terminal
+    _, errors = program.communicate(timeout=90)
+    wait_until(lambda: not marked(mark))
+    made = {str(pid) for pid in ours}
+    left = [path.name for path in Path("/dev/shm").iterdir() if made & set(re.findall(r"\d+", path.name))]
+    return program.returncode, errors, marked(mark), left
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RLGRAPH_MARK={mark}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("signals", "says"),
+    [
+        ([("did 2", signal.SIGINT, 0.0), ("ending", signal.SIGINT, 0.1)], "SIGINT: ending the workers first"),
+        ([("starting Ray", signal.SIGINT, 0.7)], "SIGINT: waiting until Ray has started"),
+        ([("starting Ray", signal.SIGTERM, 0.7)], ""),
+    ],
+    ids=["twice", "while Ray starts", "SIGTERM while Ray starts"],
+)
+def test_a_signal_at_a_bad_time_leaves_nothing_and_gives_its_own_status(signals, says) -> None:
+    status, errors, processes, shared = run_until(*signals)
+    assert says in errors
+    assert status in ({-signal.SIGINT} if signals[0][1] == signal.SIGINT else {128 + signal.SIGTERM, -signal.SIGTERM, signal.SIGTERM}), (
+        errors
+    )
+    assert (processes, shared) == ([], [])
