@@ -43,6 +43,7 @@ ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(1, 6) f
 PROMPTS, GROUP, EVERY, SEED = 4, 4, 3, 3
 MARK = "RLGRAPH_FAULTS_RUN"
 VICTIMS = ("driver", "raylet", "worker")
+STEPPING = 0.8  # share of the kills on Ray that wait for a step to be done first
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> float:
@@ -217,7 +218,7 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
     while True:
         if driver is None:
             driver = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        patience_s = draw.uniform(1.0, 12.0) if found.kills.total() < budget else 600
+        patience_s = draw.uniform(0.5, 5.0) if found.kills.total() < budget else 600
         try:
             status = driver.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -232,6 +233,11 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             found.wrong.append("the run hung")
             driver.kill()
             break
+        if draw.random() < STEPPING:  # else most would hit a start
+            _until(functools.partial(_went_on, driver, folder, _beat(folder)), 120)
+            time.sleep(draw.uniform(0.0, 2.0))
+        if driver.poll() is not None:
+            continue
         name, victim = chosen(processes(folder), draw)
         before, killed_s = _beat(folder), time.time()
         _kill(victim)

@@ -65,9 +65,10 @@ def _removed(folder: Path) -> list[str]:
     """Remove a folder by its descriptor: a link that takes its place meanwhile is not followed."""
     with contextlib.suppress(OSError), _own(folder, private=False) as handle:
         for name in os.listdir(handle):
-            shutil.rmtree(name, ignore_errors=True, dir_fd=handle)
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=handle)
+            try:
+                os.unlink(name, dir_fd=handle)  # first: to open a worker's pipe, as `rmtree` does, would wait for a writer for ever
+            except OSError:
+                shutil.rmtree(name, ignore_errors=True, dir_fd=handle)
         folder.rmdir()
         return [str(folder)]
     return []

@@ -53,6 +53,9 @@ def of_a_dead_driver(folder: Path, also: tuple[str, ...] = (), mode: int = 0o700
 def test_the_folder_of_a_dead_driver_is_swept_and_that_of_a_living_one_is_not() -> None:
     folders = [Path(leftovers.made()) for _ in range(3)]
     claimed_by("dead", folders[0]).communicate()
+    os.mkfifo(folders[0] / "worker.stacks")  # which nobody opens any more
+    (folders[0] / "inner").mkdir()
+    os.mkfifo(folders[0] / "inner" / "pipe")
     living = claimed_by("living", folders[1])
     assert living.stdout is not None
     living.stdout.readline()
