@@ -9,12 +9,12 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import Lengths
+from rlgraph.planning.loading import LOADING, is_sharded, loading
 from rlgraph.planning.plan import PlannedMemory, PlannedWorker, Transport
-from rlgraph.planning.precision import precision_of
+from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import ModelShape, Shapes
 from rlgraph.planning.wires import staged_versions, weights_wire
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
 ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
 PROMPT_TOKENS = 512.0  # where neither a context nor lengths are known
@@ -62,13 +62,11 @@ def needs(
         spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # pages of a host come as they are touched
         total = sum(host.values())
         found.append(PlannedMemory("host", tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
-    return tuple(found)
-
-
-def itemsize_of(model: Model | None, cluster: Cluster) -> int:
-    """Return the bytes of one number of what a model computes with."""
-    precision = precision_of(model, cluster) if model is not None else None
-    return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2
+    later = {need.place: need.least_bytes for need in found}
+    return (
+        *found,
+        *(need for need in loading(graph, cluster, crew, shapes) if need.peak_bytes > later.get(need.place.split(LOADING)[0], 0)),
+    )
 
 
 def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemory:
@@ -93,7 +91,9 @@ def _need(
     if any(node.operation.work == "generate" for node in nodes):
         return _generating(graph, model, shape, setting, itemsize, lengths)
     trained = any(node.operation.work == "train" for node in nodes)
-    per_parameter = {"weights": MASTER, **({"optimizer": OPTIMIZER, "gradients": GRADIENT} if trained else {})}
+    per_parameter = {"weights": MASTER if is_sharded(model) else itemsize}
+    if trained:
+        per_parameter |= {"optimizer": OPTIMIZER, "gradients": GRADIENT}
     stays = {what: size * shape.parameters // setting.engines for what, size in per_parameter.items()}
     rows = -(-max(node.rows for node in nodes) // setting.engines)
     tokens = min(getattr(model, "micro_batch_tokens", 0), int(rows * _longest(graph, lengths)))
@@ -164,13 +164,16 @@ def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
         if need.limit is not None and need.least_bytes > need.limit:
             largest = sorted(need.parts, key=lambda part: -part[1])[:3]
             parts = ", ".join(f"{what} {size / GIB:.1f} GiB" for what, size in largest)
+            fix = FIXES.get(largest[0][0].split(" of ")[0], FIXES["weights"])
             raise PlanError(
                 f"graph '{graph}' needs at least {need.least_bytes / GIB:.1f} GiB on {need.place}, which has {need.limit / GIB:.1f} GiB: "
-                f"{parts}; {FIXES.get(largest[0][0], FIXES['weights'])}"
+                f"{parts}; {fix}"
             )
 
 
 FIXES = {
+    "whole weights": "each worker reads its whole model, one that is trained or scores in float32, before the ranks share it: fewer "
+    "ranks on a host, pools of their own, or a smaller model",
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "activations": "lower micro_batch_tokens, or set recompute=True",

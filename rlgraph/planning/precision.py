@@ -4,6 +4,7 @@ from rlgraph.graph import Model
 from rlgraph.planning.cluster import Cluster, Precision
 
 AUTO = "auto"
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 UNKNOWN_GPU = Precision("bfloat16", "GPUs are taken to compute in it; rg.local_cluster() asks them")
 UNKNOWN_CPU = Precision("float32", "the cluster does not say whether its cores compute in bfloat16; rg.local_cluster() does")
 ASKED = "dtype= says so"
@@ -19,3 +20,9 @@ def precision_of(model: Model, cluster: Cluster) -> Precision | None:
     if cluster.gpus and model.pool.cpus is None:
         return cluster.gpu_precision or UNKNOWN_GPU
     return cluster.cpu_precision or UNKNOWN_CPU
+
+
+def itemsize_of(model: Model | None, cluster: Cluster) -> int:
+    """The bytes of one number of what a model computes with."""
+    precision = precision_of(model, cluster) if model is not None else None
+    return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2

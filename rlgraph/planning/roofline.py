@@ -10,8 +10,9 @@ from rlgraph.planning.costs import NOMINAL, Costs, epochs_of
 from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.memory import OPTIMIZER, itemsize_of
+from rlgraph.planning.memory import OPTIMIZER
 from rlgraph.planning.placement import model_names
+from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import ModelShape, Shapes
 
 

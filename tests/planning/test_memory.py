@@ -170,9 +170,9 @@ def test_tune_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", QWEN3_8B)
 
     def build(tensor_parallel: int) -> rg.Graph:
-        return loop(model, tensor_parallel=tensor_parallel)
+        return loop(model, tensor_parallel=tensor_parallel, buffers=2)
 
-    found = rg.tune(build, rg.Cluster(gpus=40, gpus_per_node=40, gpu_memory_bytes=15 * GIB), tensor_parallel=(1, 4))
+    found = rg.tune(build, rg.Cluster(gpus=40, gpus_per_node=40, gpu_memory_bytes=31 * GIB), tensor_parallel=(1, 4))
     assert {tuned.settings["tensor_parallel"] for tuned in found} == {4}
     assert any("raise tensor_parallel" in reason for reason in found.left_out)
 
@@ -189,6 +189,34 @@ def test_without_costs_times_come_from_the_roofline_of_a_known_gpu(tmp_path: Pat
     operations_s = 6 * 7.57e9 * 128 * rg.Sampling().max_tokens * 0.2945 / (989e12 * 0.4) / 4
     assert operations_s < h100["update"] < 1.5 * operations_s
     assert "nothing was measured" in str(plan)
+
+
+def test_each_gpu_holds_the_whole_float32_weights_while_they_load_and_a_plan_without_room_for_them_is_refused(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    graph = loop(model, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=16)), micro_batch_tokens=2048)
+    roomy = rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=40 * GIB))
+    assert parts(roomy, "a GPU of 'train' while models load") == {"whole weights of policy": 4 * count}
+    later = next(need for need in roomy.memory if need.place == "a GPU of 'train'")
+    assert later.least_bytes < 28 * GIB < 4 * count
+    with pytest.raises(PlanError, match=r"at least 30\.\d GiB on a GPU of 'train' while models load.* in float32, before"):
+        rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=28 * GIB))
+
+
+def test_the_ranks_of_a_host_read_a_whole_model_each(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    graph = loop(model, pools=(rg.Pool("rollout", gpus=2), rg.Pool("train", gpus=6)))
+    assert parts(rg.compile(graph, rg.Cluster(gpus=8)), "host while models load") == {"whole weights of policy": 6 * 4 * count}
+    with pytest.raises(PlanError, match=r"on host while models load, which has 100\.0 GiB: whole weights of policy 183\.\d GiB"):
+        rg.compile(graph, rg.Cluster(gpus=8, host_memory_bytes=100 * GIB))
+
+
+def test_models_that_share_a_gpu_load_beside_one_another(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    plan = rg.compile(loop(model, shared=True, micro_batch_tokens=2048), rg.Cluster(gpus=16))
+    assert parts(plan, "a GPU of 'shared' while models load") == {
+        "whole weights of generator": 2 * count,
+        "whole weights of policy": 4 * count,
+    }
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
