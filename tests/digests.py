@@ -26,8 +26,8 @@ def digested(engine: Any, name: str) -> Any:
     """Return the engine with a digest of its weights among the metrics of each update."""
     update = engine.update
 
-    def update_and_digest(batch: Columns, loss: Any) -> dict[str, float]:
-        metrics: dict[str, float] = update(batch, loss)
+    def update_and_digest(batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
+        metrics: dict[str, float] = update(batch, loss, **settings)
         return {**metrics, name: digest(engine.weights().values())}
 
     engine.update = update_and_digest

@@ -229,13 +229,14 @@ Judge: TypeAlias = Callable[[Mapping[str, float]], bool]
 class TrainEngine(Protocol):
     """A model that is trained: one rank of it. All ranks are called with the same batch and in the same order."""
 
-    def scores(self, batch: Columns) -> torch.Tensor:
-        """Return what the current weights give each response token, `[B, T]` float32, 0 on padding: a policy log-probs, a critic values."""
+    def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
+        """Give each response token its score under the current weights, `[B, T]` float32, 0 on padding: a policy's are log-probs at
+        the `temperature` of the sampling, a critic's values."""
 
-    def scores_and_squares(self, batch: Columns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a policy's scores and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+    def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give a policy's scores and, alike, the sum of the squared probabilities of the vocabulary at each token."""
 
-    def update(self, batch: Columns, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
         """Take one optimizer step over the batch and return its metrics, the same on every rank."""
 
     def weights(self) -> dict[str, torch.Tensor]:

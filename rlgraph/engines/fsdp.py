@@ -28,8 +28,9 @@ class FsdpEngine:
     group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
-    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). `passed` hears how
-    many of all micro-batches of an update, or of scores, are done.
+    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
+    behind each other share one copy of their prompt, unless `shared` is False. `passed` hears how many of all micro-batches of an
+    update, or of scores, are done.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FsdpEngine:
         recompute: bool = False,
         compiled: bool = False,
         flat: bool | None = None,
+        shared: bool = True,
         passed: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
@@ -54,8 +56,8 @@ class FsdpEngine:
         self._settings, self._steps = optimizer, 0
         self._head = head.to(self._device)
         self._flat = self._device.type == "cuda" or recompute if flat is None else flat
-        if self._flat:
-            packed_attention.install(head.model)
+        self._shared = shared
+        packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda":
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
@@ -67,20 +69,20 @@ class FsdpEngine:
         self._passed = passed
         self.judge: Judge = lambda metrics: True
 
-    def scores(self, batch: Columns) -> torch.Tensor:
-        """Return `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
-        return self._scores(batch, squares=False)[0]
+    def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
+        """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
+        return self._scores(batch, temperature, squares=False)[0]
 
-    def scores_and_squares(self, batch: Columns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a policy's `scores` and, alike, the sum of the squared probabilities of the vocabulary at each token."""
-        log_probs, squares = self._scores(batch, squares=True)
+    def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give a policy's `scores` and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+        log_probs, squares = self._scores(batch, temperature, squares=True)
         return log_probs, squares
 
-    def _scores(self, batch: Columns, *, squares: bool) -> torch.Tensor:
+    def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
         result = torch.zeros(1 + squares, *_shape(batch), device=self._device)
         with torch.no_grad():
             for part in self._passes(batch):
-                for column, scores in zip(result, self._head(part, squares=squares), strict=True):
+                for column, scores in zip(result, self._head(part, temperature=temperature, squares=squares), strict=True):
                     column[part.rows[part.row], part.column] = scores
         for unit in self._units:  # else the next pass would compute with these, whatever happens to the weights in between
             unit.reshard()
@@ -88,8 +90,8 @@ class FsdpEngine:
             dist.all_reduce(result)
         return result.cpu()
 
-    def update(self, batch: Columns, loss: Loss) -> dict[str, float]:
-        """Take one optimizer step over the batch, unless `judge`, which is shown the metrics, says no.
+    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
+        """Take one optimizer step over the batch, sampled at `temperature`, unless `judge`, which is shown the metrics, says no.
 
         A batch without a token to learn from takes no step either, and no warm-up goes on. Metrics of a policy: `actor/pg_loss` (all of
         the loss, unless the loss names a part of it so), `actor/grad_norm` before clipping, `actor/lr` and those of the loss; of a
@@ -99,7 +101,7 @@ class FsdpEngine:
         totals = Totals.of(_tensor(batch, "response_mask"))
         parts: list[dict[str, float]] = []
         for part in self._passes(batch):
-            scores = self._head(part, entropy=loss.needs_entropy)
+            scores = self._head(part, temperature=temperature, entropy=loss.needs_entropy)
             if len(part.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
@@ -125,7 +127,8 @@ class FsdpEngine:
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         arrange = pack_flat if self._flat else pack
-        passes = plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat)[self._rank]
+        parts = plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat, shared=self._shared)
+        passes = parts[self._rank]
         for done, sequences in enumerate(passes):
             self._passed(done, len(passes))
             yield arrange(batch, sequences).to(self._device)

@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
-from rlgraph.engines.backbone import load_causal, load_headless, predicting_states
+from rlgraph.engines.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
 from rlgraph.engines.base import PolicyLoss, ValueLoss
 from rlgraph.engines.log_probs import sum_pi_squared, token_scores
 from rlgraph.engines.packing import MicroBatch
@@ -32,8 +32,10 @@ class Head(torch.nn.Module, ABC):
         """The layers, each of which is gathered by itself."""
 
     @abstractmethod
-    def forward(self, part: MicroBatch, *, entropy: bool = False, squares: bool = False) -> tuple[torch.Tensor, ...]:
-        """Return a number `[N]` for each target of a micro-batch and behind it, if asked for, entropies or sums of squares `[N]`."""
+    def forward(
+        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Give a number `[N]` for each target of a micro-batch and behind it, if asked for, entropies or sums of squares `[N]`."""
 
     @abstractmethod
     def loss(self, loss: Any, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
@@ -41,23 +43,28 @@ class Head(torch.nn.Module, ABC):
 
 
 class PolicyHead(Head):
-    """A language model: the log-probs of the distribution that was sampled from, at the `temperature` of the sampling."""
+    """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
+
+    `path` is a folder, or a model that is in memory already.
+    """
 
     prefix, loss_name = "actor", "actor/pg_loss"
 
-    def __init__(self, path: str | Path, temperature: float = 1.0) -> None:
+    def __init__(self, path: str | Path | torch.nn.Module) -> None:
         super().__init__()
-        self.model = load_causal(path)
-        self.temperature = temperature
+        self.model = path if isinstance(path, torch.nn.Module) else load_causal(path)
+        self._shape = LogitShape.of(self.model.config)
 
     @property
     def layers(self) -> Any:
-        return self.model.base_model.layers
+        return layers_of(backbone_of(self.model))
 
-    def forward(self, part: MicroBatch, *, entropy: bool = False, squares: bool = False) -> tuple[torch.Tensor, ...]:
-        logits = self.model.get_output_embeddings()(predicting_states(self.model.base_model, part))
-        log_probs, entropies = token_scores(logits, part.targets, temperature=self.temperature, entropy=entropy)
-        more = sum_pi_squared(logits, temperature=self.temperature) if squares else entropies
+    def forward(
+        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        logits = self._shape(self.model.get_output_embeddings()(predicting_states(backbone_of(self.model), part)))
+        log_probs, entropies = token_scores(logits, part.targets, temperature=temperature, entropy=entropy)
+        more = sum_pi_squared(logits, temperature=temperature) if squares else entropies
         return (log_probs,) if more is None else (log_probs, more)
 
     def loss(
@@ -88,9 +95,11 @@ class ValueHead(Head):
 
     @property
     def layers(self) -> Any:
-        return self.model.layers
+        return layers_of(self.model)
 
-    def forward(self, part: MicroBatch, *, entropy: bool = False, squares: bool = False) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
         return (torch.mv(predicting_states(self.model, part).float(), self.score.weight.float()[0]),)
 

@@ -1,5 +1,6 @@
 """From a declared model to its engine, in the worker that will run it."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -7,10 +8,12 @@ from rlgraph.engines.base import GenerateEngine, TrainEngine
 from rlgraph.engines.precision import device_precision
 from rlgraph.planning.precision import AUTO
 
+log = logging.getLogger("rlgraph.engines")
+
 
 class Place(Protocol):
-    """Where an engine runs: its rank among the workers of its model, its cores, what the responses were sampled at, and how many
-    versions of the weights lie on its device."""
+    """Where an engine runs: its rank among the workers of its model, its cores, and how many versions of the weights lie on its
+    device."""
 
     @property
     def rank(self) -> int: ...
@@ -23,9 +26,6 @@ class Place(Protocol):
 
     @property
     def rendezvous(self) -> str: ...
-
-    @property
-    def temperature(self) -> float: ...
 
     @property
     def device(self) -> str: ...
@@ -48,8 +48,11 @@ def generate_engine(model: Any, place: Place) -> GenerateEngine:
     import torch
 
     if model.engine == "transformers":
+        from rlgraph.engines.self_test import check_generator
         from rlgraph.engines.transformers import TransformersEngine
 
+        if model.self_test:
+            check_generator(model.path, device=place.device)
         return TransformersEngine(
             model.path, device=place.device, dtype=getattr(torch, dtype_of(model, place)), max_context=model.max_context
         )
@@ -75,14 +78,14 @@ def policy_engine(model: Any, place: Place) -> TrainEngine:
     """Return this rank's engine of a `Policy` or `Reference`, whose scores are log-probs."""
     from rlgraph.engines.heads import PolicyHead
 
-    return _train_engine(PolicyHead(model.path, place.temperature), model, place)
+    return _train_engine(PolicyHead, model, place)
 
 
 def critic_engine(model: Any, place: Place) -> TrainEngine:
     """Return this rank's engine of a `Critic`, whose scores are values."""
     from rlgraph.engines.heads import ValueHead
 
-    return _train_engine(ValueHead(model.path), model, place)
+    return _train_engine(ValueHead, model, place)
 
 
 def score_engine(model: Any, place: Place) -> Any:
@@ -100,25 +103,36 @@ def dtype_of(model: Any, place: Place) -> str:
     return device_precision(place.device).dtype if model.dtype == AUTO else str(model.dtype)
 
 
-def _train_engine(head: Any, model: Any, place: Place) -> TrainEngine:
-    """Return one rank's engine; the ranks of one model meet at `place.rendezvous`."""
+def _train_engine(head: Callable[[str], Any], model: Any, place: Place) -> TrainEngine:
+    """Make one rank's engine, after the test that needs none of the weights; the ranks of one model meet at `place.rendezvous`."""
     import torch
     import torch.distributed as dist
 
     from rlgraph.engines.fsdp import FsdpEngine
     from rlgraph.engines.sharding import backends
 
+    dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute
+    shared = True
+    if model.self_test:
+        from rlgraph.engines.self_test import trainer_layout
+
+        layout = trainer_layout(model.path, flat=flat, device=place.device, dtype=dtype)
+        flat, shared = layout.flat, layout.shared
+        if layout.note and place.rank == 0:
+            log.warning(layout.note)
     if place.world > 1:
         dist.init_process_group(backends(), init_method=place.rendezvous, rank=place.rank, world_size=place.world)
     return FsdpEngine(
-        head,
+        head(model.path),
         optimizer=model.optimizer,
         rank=place.rank,
         world=place.world,
         device=place.device,
-        dtype=getattr(torch, dtype_of(model, place)),
+        dtype=dtype,
         micro_batch_tokens=model.micro_batch_tokens,
         recompute=model.recompute,
         compiled=model.compiled,
+        flat=flat,
+        shared=shared,
         passed=lambda done, total: place.counted(done, total, "micro-batches"),
     )

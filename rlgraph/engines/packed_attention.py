@@ -1,19 +1,97 @@
-"""Causal attention over sequences that lie one behind the other in one row, without padding: how a GPU's passes are packed."""
+"""The attention of a trained model: sliding windows, soft caps and sinks, on padded rows, shared prompts and rows packed flat.
 
+Two implementations for transformers' `AttentionInterface`. `PADDED` takes rows of one sequence each, or a prompt and the responses
+that share it. `FLAT` takes sequences that lie one behind the other in one row, without padding: how a GPU's passes are packed.
+A setting of a layer that neither knows is refused by name, since leaving it out gives other log-probs without a word.
+"""
+
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-NAME = "rlgraph_packed"
+from rlgraph.errors import DataError
+
+PADDED, FLAT, FLAT_HALF = "rlgraph_padded", "rlgraph_packed", "rlgraph_packed_half"
+WITHOUT_EFFECT = frozenset(  # what models hand on to attention and its result does not depend on
+    (
+        *("dropout", "is_causal", "position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions", "layer_idx"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "cu_seq_lens_k", "max_length_k", "logits_to_keep"),
+    )
+)
 
 
-def install(model: Any) -> None:
-    """Let a Hugging Face model attend so; its passes are then given `cu_seq_lens_q` and `max_length_q`."""
-    from transformers import AttentionInterface
+def install(model: Any, name: str) -> None:
+    """Let a Hugging Face model attend by one of the implementations; passes over `FLAT` are given `cu_seq_lens_q`, `max_length_q`.
 
-    AttentionInterface.register(NAME, attend)
-    model.set_attn_implementation(NAME)
+    A model whose attention is its own alone keeps it.
+    """
+    register()
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+
+
+def padded(auto: Any, path: Any) -> str:
+    """The implementation to load a folder with, by a class like `AutoModelForCausalLM`: `PADDED`, or the model's own plain one."""
+    from transformers import AutoConfig
+
+    register()
+    config = AutoConfig.from_pretrained(path)
+    kind = auto._model_mapping.get(type(config), None)
+    return PADDED if kind is None or isinstance(kind, tuple) or kind._can_set_attn_implementation() else "eager"
+
+
+def register() -> None:
+    """Make the implementations known to transformers, under their names."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(PADDED, attend_padded)
+    AttentionMaskInterface.register(PADDED, sdpa_mask)
+    AttentionInterface.register(FLAT, attend)  # has no mask: it would be the square of all tokens of a pass
+    AttentionInterface.register(FLAT_HALF, partial(attend_half, dtype=torch.bfloat16))
+
+
+def attend_padded(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    shared_positions: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each row: `[S, L, H, D]` from `query [S, H, L, D]`, keys and values of as many or fewer heads.
+
+    The mask is the model's own, windows included, unless prompts are shared: then `shared_positions [S, L]` are the tokens'
+    positions in their own sequences, by which a window counts. Raises DataError for a setting of the layer that it does not know.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _refuse(module, others)
+    if shared_positions is not None:
+        assert attention_mask is not None
+        if sliding_window is not None:
+            distance = shared_positions[:, :, None] - shared_positions[:, None, :]
+            attention_mask = attention_mask & (distance < sliding_window)[:, None]
+    if softcap is None and s_aux is None:
+        out: torch.Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, is_causal=others.get("is_causal"), position_bias=position_bias
+        )[0]
+        return out, None
+    if position_bias is not None:
+        raise DataError(f"{type(module).__name__}: rlgraph has no attention with a soft cap or sinks, and a position_bias")
+    if attention_mask is None:
+        attention_mask = _causal(query.shape[2], key.shape[2], None, query.device)
+    return _remembered(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
 
 
 def attend(
@@ -23,24 +101,165 @@ def attend(
     value: torch.Tensor,
     attention_mask: Any,
     *,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention `[1, L, H, D]` of `query [1, H, L, D]` over keys and values of as many or fewer heads.
+    """Attend within each sequence: `[1, L, H, D]` from `query [1, H, L, D]`, keys and values of as many or fewer heads.
 
-    Sequence i lies at `cu_seq_lens_q[i]` up to the next entry. The kernel is FlashAttention 2 as PyTorch carries it; where it
-    does not run, on a CPU or in float32, the sequences are attended to one by one.
+    Sequence i lies at `cu_seq_lens_q[i]` up to the next entry. The kernel is FlashAttention 2 as PyTorch carries it, which knows
+    windows, and sinks by `_FlashWithSinks`. It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256
+    numbers: there the sequences are attended to one by one. Raises DataError for a setting of the layer that it does not know.
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-        out = torch.ops.aten._flash_attention_forward(
-            *rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, 0.0, True, False, scale=scaling
-        )[0]
-        return out[None], None
+    _refuse(module, others)
+    if cu_seq_lens_q is None:
+        raise DataError(f"{type(module).__name__} does not hand on to its attention where sequences begin")
+    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in range(8, 257, 8):
+        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux)[None], None
     parts = []
     for start, end in zip(cu_seq_lens_q.tolist(), cu_seq_lens_q.tolist()[1:], strict=False):
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]))
+        mask = (
+            None if sliding_window is None or sliding_window >= end - start else _causal(end - start, end - start, sliding_window, q.device)
+        )
+        if softcap is not None or s_aux is not None:
+            mask = _causal(end - start, end - start, None, q.device) if mask is None else mask
+            parts.append(_remembered(q, k, v, mask, scaling, softcap, s_aux))
+        else:
+            parts.append(
+                scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+                )
+            )
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def attend_half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, dtype: Any, **settings: Any) -> Any:
+    """Attend as `attend` does in `dtype`, in a model of float32: so the kernel of a GPU is tested, and rounding nowhere else."""
+    out, _ = attend(module, query.to(dtype), key.to(dtype), value.to(dtype), mask, **settings)
+    return out.to(query.dtype), None
+
+
+def _refuse(module: Any, settings: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in settings.items() if name not in WITHOUT_EFFECT and value is not None and value is not False)
+    if unknown or settings.get("dropout"):
+        raise DataError(f"{type(module).__name__} asks its attention for {unknown or ['dropout']}, which rlgraph does not have")
+
+
+def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """A mask `[1, 1, queries, keys]`, the last query on the last key: each sees what is before it, no further than the window."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return seen[None, None]
+
+
+def _remembered(*given: Any) -> torch.Tensor:
+    """Attend in plain PyTorch, and again in the backward pass: the scores of all layers would not fit into memory."""
+    if not torch.is_grad_enabled():
+        return _plain(*given)
+    out: torch.Tensor = checkpoint(_plain, *given, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend `[S, H, L, D]` with soft-capped scores and a sink for each head, whose share of the probability goes to no token."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    shares = scores.softmax(-1)[..., : key.shape[2]]
+    return shares.to(value.dtype) @ value
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend `[L, H, D]` by the kernel. Values that are narrower than keys, as in latent attention, are padded for it."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = v.shape[-1]
+    if width < q.shape[-1]:
+        v = pad(v, (0, q.shape[-1] - width))
+    if sinks is not None:
+        out: torch.Tensor = _FlashWithSinks.apply(q, k, v, sinks, starts, longest, scaling, window)
+    else:
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, window is None, False, scale=scaling, **_window(window)
+        )[0]
+    return out[..., :width]
+
+
+def _window(window: int | None) -> dict[str, int]:
+    """How the kernel is told of a window, which it counts without the token itself; one with an end is causal by its end."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """FlashAttention with a sink for each head: one more key with the score `sinks[h]` and a value of 0.
+
+    The kernel gives the logarithm of each row's sum, from which the share of the sink follows. Its backward pass wants the output
+    and that logarithm: given those with the sink in it, its gradients are those of the attention with the sink.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        starts: torch.Tensor,
+        longest: int,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        found, sums, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, window is None, False, scale=scale, **_window(window)
+        )
+        out, sums = with_sinks(found, sums, sinks)
+        ctx.save_for_backward(q, k, v, sinks, starts, out, sums, seed, unused)
+        ctx.longest, ctx.scale, ctx.window = longest, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, starts, out, sums, seed, unused = ctx.saved_tensors
+        grad, longest, causal = grad.contiguous(), ctx.longest, ctx.window is None
+        of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, sums, starts, starts, longest, longest, 0.0, causal, seed, unused, scale=ctx.scale, **_window(ctx.window)
+        )
+        return of_q, of_k, of_v, of_sinks(grad, out, sums, sinks), None, None, None, None
+
+
+def with_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add sinks `[H]` to an attention `out [L, H, D]` whose rows have the logarithmic sums `[H, L]`; give both with them."""
+    whole = torch.logaddexp(sums, sinks.float()[:, None])
+    return (out * (sums - whole).exp().t()[..., None]).to(out.dtype), whole
+
+
+def of_sinks(grad: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient `[H]` of the sinks, from that of the output `[L, H, D]` and what `with_sinks` gave."""
+    shares = (sinks.float()[:, None] - sums).exp()
+    return -(shares * (grad.float() * out.float()).sum(-1).t()).sum(-1).to(sinks.dtype)

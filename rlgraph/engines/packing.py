@@ -56,12 +56,15 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
-def plan_micro_batches(batch: Columns, world: int, micro_batch_tokens: int, *, flat: bool = False) -> list[list[list[PackedSequence]]]:
+def plan_micro_batches(
+    batch: Columns, world: int, micro_batch_tokens: int, *, flat: bool = False, shared: bool = True
+) -> list[list[list[PackedSequence]]]:
     """Return for each rank its micro-batches, as many for each; one that is empty still has to run.
 
-    They are dealt and cut by `batching.micro_batches`, the longest first. Packed `flat` there are no shared prompts and no padding.
+    They are dealt and cut by `batching.micro_batches`, the longest first. Packed `flat` there are no shared prompts and no padding,
+    and without `shared` each response has its own copy of its prompt.
     """
-    sequences = sorted(_sequences(batch, shared=not flat), key=lambda s: (-s.tokens, s.rows))
+    sequences = sorted(_sequences(batch, shared=shared and not flat), key=lambda s: (-s.tokens, s.rows))
     sizes = np.array([[sequence.tokens for sequence in sequences]], dtype=np.int64)
     ranks, passes = micro_batches(sizes, world, micro_batch_tokens, padded=not flat)
     count = int(passes.max(initial=-1)) + 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.packed_attention import padded
 from rlgraph.engines.pretrained import check_model
 from rlgraph.errors import DataError
 
@@ -17,11 +18,14 @@ class ScoreEngine:
     """
 
     def __init__(self, path: str | Path, *, device: str, dtype: torch.dtype, label: int | None, batch_tokens: int) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         self._context = check_model(path).context_length
         self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(device).eval()
+        capped = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None) is not None
+        attention = padded(AutoModelForSequenceClassification, path) if capped else None  # transformers' own default leaves the cap out
+        self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+        self._model = self._model.to(device).eval()
         labels = self._model.config.num_labels
         if label is None and labels > 1:
             raise DataError(f"model '{path}' gives {labels} numbers a text; choose the reward among them with label=0 to {labels - 1}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.packed_attention import padded
 from rlgraph.engines.pretrained import check_model
 
 
@@ -34,7 +35,7 @@ class TransformersEngine(GenerateEngine):
         self._summary = check_model(path)
         self._context = max_context or self._summary.context_length
         self._device = torch.device(device)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=padded(AutoModelForCausalLM, path))
         self._model.to(self._device).eval()
         self._waiting: list[Request] = []
         self._batches: list[_Batch] = []
@@ -133,13 +134,8 @@ class _Batch:
         self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
 
     def decode(self, model: Any) -> dict[str, Response]:
-        fresh = self._tokens if self.cache is None else self._tokens[:, -1:]
-        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
-        out = model(
-            input_ids=fresh, attention_mask=self._mask, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        self.cache = out.past_key_values
-        chosen, log_probs = sample(out.logits[:, -1], self._numbers[:, self._steps], self.drawing)
+        logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache)
+        chosen, log_probs = sample(logits, self._numbers[:, self._steps], self.drawing)
         self._steps += 1
         self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], dim=1)
@@ -156,6 +152,27 @@ class _Batch:
                 finished[row.id] = replace(row.response, finish="stop" if token in row.stops else "length")
         self.rows = [row for row in self.rows if row.id not in finished]
         return finished
+
+
+def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    """The logits `[B, V]` behind `tokens [B, L]`, and the cache with them: all are read without one, else the last."""
+    fresh = tokens if cache is None else tokens[:, -1:]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
+    out = model(input_ids=fresh, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1], out.past_key_values
+
+
+def forced(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor) -> torch.Tensor:
+    """The log-probs `[B, T]` of given responses, decoded as samples would be: prompts padded on the left, a token at a time."""
+    tokens, mask = _left_padded(prompts, model.device)
+    cache: Any = None
+    found = []
+    for chosen in responses.to(model.device).T:
+        logits, cache = next_logits(model, tokens, mask, cache)
+        found.append(logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0])
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(len(chosen), 1)], dim=1)
+    return torch.stack(found, dim=1).cpu()
 
 
 def _drawing(sampling: Sampling) -> Sampling:

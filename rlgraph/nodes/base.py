@@ -31,13 +31,11 @@ class Arrivals(Protocol):
 class Context:
     """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
 
-    `rendezvous` is where the ranks of one model meet, for torch.distributed; `temperature` is that of the sampling, since a
-    trainer's log-probs are to be those of the distribution that was sampled from. `device` is where its engine computes,
-    `shared` whether other models compute there in turns, `copies` how many versions of its weights lie there.
-    `arrivals` are new versions for the node that runs, where it is at the reading end of a feedback edge. `set_aside` are places of
-    the data order that are passed over, since their prompt killed a worker.
-    `sequences` is how many responses its engine decodes at once, at most. A node that takes long says how far it is by
-    `counted(done, total, unit)`, as `counted(34, 128, "responses")`: progress bars and reports of stalls show it.
+    `rendezvous` is where the ranks of one model meet, for torch.distributed. `device` is where its engine computes, `shared` whether
+    other models compute there in turns, `copies` how many versions of its weights lie there. `arrivals` are new versions for the node
+    that runs, where it is at the reading end of a feedback edge. `set_aside` are places of the data order that are passed over, since
+    their prompt killed a worker. `sequences` is how many responses its engine decodes at once, at most. A node that takes long says
+    how far it is by `counted(done, total, unit)`, as `counted(34, 128, "responses")`: progress bars and reports of stalls show it.
     """
 
     engine: Any = None
@@ -45,7 +43,6 @@ class Context:
     world: int = 1
     threads: int = 1
     rendezvous: str = ""
-    temperature: float = 1.0
     version: int = 0
     device: str = "cpu"
     shared: bool = False

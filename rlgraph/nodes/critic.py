@@ -11,7 +11,7 @@ from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import checked_walks
-from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
+from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
 from rlgraph.settings import Count, checked
 
 
@@ -67,7 +67,7 @@ class Values:
     work: Work = "forward"
 
     def check(self, node: Node) -> None:
-        check_folder(self.critic.path)
+        check_trained(self.critic)
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: {"values": context.engine.scores(columns)}

@@ -35,13 +35,13 @@ class Walks:
                 own = slice(rows * part // self.mini_batches, rows * (part + 1) // self.mini_batches)
                 yield batch if self.mini_batches == 1 else {name: column[own] for name, column in batch.items()}
 
-    def update(self, engine: Any, batch: Columns, loss: Any) -> dict[str, float]:
-        """Take the optimizer steps, and return the mean of each metric over those that have it."""
+    def update(self, engine: Any, batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
+        """Take the optimizer steps, each with the settings, and average each metric over those that have it."""
         found: dict[str, list[float]] = {}
         for part in self.parts(batch):
             if not _has_tokens(part):
                 continue
-            for name, value in engine.update(part, loss).items():
+            for name, value in engine.update(part, loss, **settings).items():
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}
 

@@ -15,7 +15,7 @@ from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import checked_walks
 from rlgraph.nodes.responses import truncated
-from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_folder, check_loss
+from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
 from rlgraph.settings import Count, Natural, checked
 
 
@@ -30,15 +30,15 @@ class LogProbs:
     work: Work = "forward"
 
     def check(self, node: Node) -> None:
-        check_folder(self.model.path)
+        check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(context, columns)
 
     def fire(self, context: Context, columns: Columns) -> Columns:
         if not self.squares:
-            return {self.column: context.engine.scores(columns)}
-        log_probs, squares = context.engine.scores_and_squares(columns)
+            return {self.column: context.engine.scores(columns, temperature=self.temperature)}
+        log_probs, squares = context.engine.scores_and_squares(columns, temperature=self.temperature)
         return {self.column: log_probs, "sum_pi_squared": squares}
 
 
@@ -129,7 +129,7 @@ class PolicyUpdate(Training):
             "response_mask": columns.get("loss_mask", mask),
             "current_version": torch.full((len(mask),), step, dtype=torch.int32),
         }
-        return {}, {**self.learn(context, judge, batch), **judge.metrics(), **_sizes(columns)}
+        return {}, {**self.learn(context, judge, batch, temperature=self.temperature), **judge.metrics(), **_sizes(columns)}
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:
@@ -147,8 +147,16 @@ def _sizes(columns: Columns) -> Mapping[str, float]:
 
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:
-    """Return the temperature that the responses among the inputs were sampled at; greedy ones count as 1."""
-    return next((float(sampling.temperature) or 1.0 for _, sampling in _samplings(inputs)), 1.0)
+    """The temperature that the responses among the inputs were sampled at; greedy ones count as 1.
+
+    Raises GraphError where the inputs are rollouts of several.
+    """
+    found = {node.name: float(sampling.temperature) or 1.0 for node, sampling in _samplings(inputs)}
+    if len(set(found.values())) > 1:
+        raise GraphError(
+            f"rollouts of several temperatures are among the inputs of one node ({found}); give each rollout a node of its own"
+        )
+    return next(iter(found.values()), 1.0)
 
 
 def check_untruncated(name: str, inputs: Sequence[Output]) -> None:

@@ -35,7 +35,8 @@ class Generator(Model):
     responses an engine decodes at once (None: as many as the graph asks for, at most 1024 on a GPU and 256 on a CPU), `memory`
     the share of a GPU's memory that they take (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines
     share each GPU and that memory: it pays for small models, whose decode steps are shorter than the engine's own work between
-    two of them. `dtype` "auto" is bfloat16 where the device computes in it, else float32.
+    two of them. `dtype` "auto" is bfloat16 where the device computes in it, else float32. `self_test` tries at
+    the start whether the engine `transformers` decodes as the model's own forward computes.
     """
 
     role: ClassVar[str] = "generator"
@@ -48,6 +49,7 @@ class Generator(Model):
     memory: Annotated[float, Range(above=0, below=1, rule="a share of the GPU's memory, above 0 and below 1")] | None = None
     max_sequences: Count | None = None
     engines_per_gpu: Count = 1
+    self_test: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +58,8 @@ class Generator(Model):
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
                 "share none; give one of the two"
             )
+        if self.engine != "transformers" and not self.self_test:
+            raise GraphError(f"Generator(engine={self.engine!r}, self_test=False): only the engine 'transformers' is tested; leave it out")
         if self.engine == "transformers" and self.tensor_parallel > 1:
             raise GraphError(
                 f"Generator(engine='transformers', tensor_parallel={self.tensor_parallel}): only vLLM's engine spans GPUs; leave one out"

@@ -1,8 +1,10 @@
 """What policy and critic share: how a model is trained, and the node that trains it on a batch."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlgraph.columns import Columns
@@ -17,6 +19,9 @@ from rlgraph.settings import Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 DEFAULT_GUARDS = Guards()
+TESTED = frozenset(  # by tests/engines/test_families.py
+    ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,6 +34,8 @@ class TrainedModel(Model):
     `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
     data-parallel processes (None: one for each GPU of the pool, one on the host). `recompute` keeps only the input of each
     layer for the backward pass: less memory, a third more time. `compiled` fuses the kernels of each layer, at a slower start.
+    `self_test` tries at the start, on a small random model of the same making, whether log-probs are those of the model's own forward;
+    it takes a second, refuses a model of which they are not, and leaves out a layout of batches in which they are not.
     """
 
     optimizer: AdamW = field(default_factory=AdamW)
@@ -37,6 +44,7 @@ class TrainedModel(Model):
     dtype: Dtype = "auto"
     recompute: bool = False
     compiled: bool = False
+    self_test: bool = True
 
     @property
     def ranks(self) -> int | None:
@@ -78,7 +86,7 @@ class Training(ABC):
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
     def check(self, node: Node) -> None:
-        check_folder(self.model.path)
+        check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
         context.engine.judge = judge = Judge(self.name, self.guards)
@@ -88,13 +96,13 @@ class Training(ABC):
     def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
         """Train on the batch of a step, and return metrics."""
 
-    def learn(self, context: Context, judge: Judge, batch: Columns) -> dict[str, float]:
-        """Take the optimizer steps on a batch, unless the guards refuse it, and return their metrics."""
+    def learn(self, context: Context, judge: Judge, batch: Columns, **settings: float) -> dict[str, float]:
+        """Take the optimizer steps on a batch, each with the settings, unless the guards refuse it; give their metrics."""
         if not judge.batch(batch):
             return {}
         if self.walks.mini_batches > 1:
             judge.found["guards/empty_mini_batches"] = float(self.walks.empty(batch))
-        return self.walks.update(context.engine, batch, self.loss)
+        return self.walks.update(context.engine, batch, self.loss, **settings)
 
 
 def check_folder(path: str) -> None:
@@ -102,6 +110,24 @@ def check_folder(path: str) -> None:
     from rlgraph.engines.pretrained import check_model
 
     check_model(path)
+
+
+def check_trained(model: TrainedModel) -> None:
+    """Raise DataError for a folder that holds no model, or one whose log-probs rlgraph does not compute as its own forward does.
+
+    Families that the library's own tests hold are left to the test of the workers, which runs beside their start.
+    """
+    from rlgraph.engines.pretrained import check_model
+
+    if check_model(model.path).model_type not in TESTED and model.self_test:
+        _check_computed(model.path, (Path(model.path) / "config.json").read_text())
+
+
+@functools.cache
+def _check_computed(path: str, config: str) -> None:
+    from rlgraph.engines.self_test import trainer_layout
+
+    trainer_layout(path, flat=False)
 
 
 def check_loss(name: str, loss: object) -> None:

@@ -61,8 +61,6 @@ class Worker:
 
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
-        for task in self.setup.tasks:
-            self.context.temperature = getattr(task.operation, "temperature", self.context.temperature)
         if self.setup.model is not None:
             self.context.engine = self.setup.model.load(self.context)
         self.stages = {task.name: task.operation.start(self.context) for task in self.setup.tasks}

@@ -34,8 +34,8 @@ def same_threads() -> Iterator[None]:
 def make() -> Iterator[Any]:
     engines: list[FsdpEngine] = []
 
-    def build(path: Path, temperature: float = 1.0, **settings: Any) -> FsdpEngine:
-        engines.append(FsdpEngine(PolicyHead(path, temperature), **{"optimizer": STEP, "dtype": torch.float32} | settings))
+    def build(path: Path, **settings: Any) -> FsdpEngine:
+        engines.append(FsdpEngine(PolicyHead(path), **{"optimizer": STEP, "dtype": torch.float32} | settings))
         return engines[-1]
 
     yield build
@@ -92,13 +92,13 @@ def test_log_probs_equal_those_of_transformers(make: Any, model: str, request: p
 def test_log_probs_are_those_at_the_temperature_of_the_sampling(make: Any, tied: Path) -> None:
     batch = batch_of(LENGTHS)
     expected = torch.where(batch["response_mask"], plain_scores(plain_model(tied), batch, 0.5)[0], 0)
-    torch.testing.assert_close(make(tied, temperature=0.5).scores(batch), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(make(tied).scores(batch, temperature=0.5), expected, atol=1e-5, rtol=0)
 
 
 def test_sums_of_squares_are_those_of_the_whole_distribution_and_come_with_the_same_log_probs(make: Any, tied: Path) -> None:
-    batch, engine, model = batch_of(LENGTHS, holes=True), make(tied, temperature=0.5), plain_model(tied)
-    log_probs, squares = engine.scores_and_squares(batch)
-    assert torch.equal(log_probs, engine.scores(batch))
+    batch, engine, model = batch_of(LENGTHS, holes=True), make(tied), plain_model(tied)
+    log_probs, squares = engine.scores_and_squares(batch, temperature=0.5)
+    assert torch.equal(log_probs, engine.scores(batch, temperature=0.5))
     expected = sum(
         plain_scores(model, {**batch, "responses": torch.full_like(batch["responses"], t)}, 0.5)[0][:, :1].exp() ** 2
         for t in range(model.config.vocab_size)

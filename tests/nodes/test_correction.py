@@ -181,7 +181,7 @@ class Recorder:
 
     batch: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def update(self, batch: Columns, *others: object) -> dict[str, float]:
+    def update(self, batch: Columns, *others: object, **settings: object) -> dict[str, float]:
         self.batch = dict(batch)
         return {}
 

@@ -24,7 +24,7 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
 
-    def update(self, batch: Columns, loss: Any) -> dict[str, float]:
+    def update(self, batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
         responses = batch["responses"]
         assert isinstance(responses, torch.Tensor)
         assert list(batch["texts"]) == [str(i) for i in responses[:, 0].tolist()]

@@ -116,6 +116,8 @@ def test_the_temperature_of_the_update_is_that_of_the_rollout_it_reads_not_of_th
     assert policy.log_probs(generator.rollout(prompts)).node.operation.temperature == 0.5  # type: ignore[attr-defined]
     hot = generator.rollout(prompts, sampling=rg.Sampling(temperature=2.0))
     assert policy.log_probs(hot).node.operation.temperature == 2.0  # type: ignore[attr-defined]
+    with pytest.raises(GraphError, match="rollouts of several temperatures are among the inputs of one node"):
+        policy.log_probs(hot, generator.rollout(prompts, name="cool"))
     with pytest.raises(GraphError, match=r"has sampling=0; sampling is a Sampling or None; write sampling=rg\.Sampling"):
         generator.rollout(prompts, sampling=0)  # type: ignore[arg-type]
 

@@ -50,10 +50,10 @@ class MeetingPolicy(DigestPolicy):
         engine = super().load(context)
         update, calls = engine.update, itertools.count()
 
-        def meeting(*arguments: Any) -> Any:
+        def meeting(*arguments: Any, **settings: Any) -> Any:
             if self.pipe and next(calls) == 6:
                 Path(self.pipe).write_bytes(b"")
-            return update(*arguments)
+            return update(*arguments, **settings)
 
         engine.update = meeting
         return engine

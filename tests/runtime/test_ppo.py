@@ -129,13 +129,13 @@ class Remembering(rg.Policy):
         engine = super().load(context)
         scores, update, seen = engine.scores, engine.update, []
 
-        def remembered(batch: Columns) -> Any:
+        def remembered(batch: Columns, **settings: Any) -> Any:
             seen.append(digest(engine.weights().values()))
-            return scores(batch)
+            return scores(batch, **settings)
 
-        def compared(batch: Columns, loss: Any) -> dict[str, float]:
+        def compared(batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
             same = seen[-1] == digest(engine.weights().values())
-            return {**update(batch, loss), "passes": float(len(seen)), "same": float(same), "seen": seen[-1]}
+            return {**update(batch, loss, **settings), "passes": float(len(seen)), "same": float(same), "seen": seen[-1]}
 
         engine.scores, engine.update = remembered, compared
         return engine

@@ -8,6 +8,8 @@ from digests import ITEMS, DigestPolicy, here, in_workers, odd_tokens, on_ray
 
 import rlgraph as rg
 from rlgraph.engines.pretrained import tiny_model
+from rlgraph.graph import Feedback, Output
+from rlgraph.nodes.base import tensor_of
 from rlgraph.runtime.worker import owned
 
 
@@ -58,6 +60,37 @@ def test_the_trainers_own_log_probs_give_the_same_step_as_the_engines_on_policy(
     bypass, old = here(grpo(model, 0), 3), here(grpo(model, 0, old_log_probs=True), 3)
     for a, b in zip(bypass, old, strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
+
+
+def apart(name: str, *inputs: Output) -> Output:
+    """Measure how far the trainer's log-probs are from those that the responses were sampled with, as a metric of this name."""
+
+    @rg.node(reads=["old_log_probs", "rollout_log_probs", "response_mask"], writes=name)
+    def measure(batch: rg.Columns) -> tuple[rg.Columns, dict[str, float]]:
+        old, sampled, mask = (tensor_of(batch, column) for column in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        return {name: old}, {name: ((old - sampled).abs() * mask).max().item()}
+
+    return measure(*inputs, name=name)
+
+
+def test_one_policy_scores_rollouts_of_two_temperatures_each_at_its_own(model: Path) -> None:
+    policy = rg.Policy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+    weights, prompts = rg.feedback("weights", depth=0), rg.prompts(ITEMS, count=2, seed=3)
+
+    def rollout(name: str, temperature: float, **edge: Feedback) -> Output:
+        generator = rg.Generator(str(model), pool=rg.Pool(f"{name} rollout"), engine="transformers", dtype="float32")
+        sampling = rg.Sampling(max_tokens=6, temperature=temperature)
+        return generator.rollout(prompts, group_size=2, sampling=sampling, name=f"{name} rollout", **edge)
+
+    cool, hot = rollout("cool", 0.5, weights=weights), rollout("hot", 2.0)
+    checks = [apart(name, policy.log_probs(of, name=f"old {name}"), of) for name, of in (("cool", cool), ("hot", hot))]
+    step = policy.update(cool, rg.advantages(cool, odd_tokens(cool), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    with rg.compile(rg.Graph("two", step.metrics, *checks), rg.Cluster(cpus=3)).run_here() as job:
+        metrics = next(iter(job.steps(1))).metrics
+    assert metrics["cool"] < 1e-4
+    assert metrics["hot"] < 1e-4
+    assert abs(metrics["actor/ppo_kl"]) < 1e-5, "the update's temperature is that of its own rollout"
 
 
 def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:

@@ -1,0 +1,153 @@
+"""What rlgraph does with each family of models is what docs/models.md says, and no engine gives other log-probs without a word."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import COLUMNS, FAMILIES, folder_of, verdicts
+
+from rlgraph.engines import packed_attention, self_test
+from rlgraph.engines.adamw import AdamW
+from rlgraph.engines.base import Sampling
+from rlgraph.engines.fsdp import FsdpEngine
+from rlgraph.engines.heads import PolicyHead
+from rlgraph.engines.transformers import TransformersEngine
+from rlgraph.errors import DataError
+
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+WAYS: dict[str, dict[str, bool]] = {"padded": {"shared": False}, "shared": {"shared": True}, "flat": {"flat": True}}
+FAR = ["mistral", "gemma2", "gpt_oss"]  # a window, soft caps with it, and sinks
+NEAR = 1e-3
+EPS = 100.0  # so large that Adam's first step is the gradient, by a factor
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def own_scores(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return self_test.alone(model.eval(), batch)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path)
+    found = verdicts(folder)
+    row = f"| {name} | " + " | ".join(found[column] for column in COLUMNS) + " |"
+    assert row in TABLE.read_text().splitlines(), f"docs/models.md is of another library; write its table with tests/families.py: {row}"
+    if "right" not in found.values():
+        return
+    batch = self_test._batch()
+    expected = own_scores(folder, batch)
+    for way, settings in WAYS.items():
+        if found[way] == "right":
+            engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)  # type: ignore[arg-type]
+            torch.testing.assert_close(engine.scores(batch), expected, atol=NEAR, rtol=0)
+            engine.close()
+    if found["generator"] == "right":
+        generator = TransformersEngine(folder, dtype=torch.float32, max_context=256)
+        prompts = [prompt[mask].tolist() for prompt, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
+        responses = generator.generate(prompts, Sampling(max_tokens=16, ignore_eos=True), list(range(len(prompts))))
+        written = {"responses": torch.tensor([r.tokens for r in responses]), "response_mask": torch.ones(len(prompts), 16).bool()}
+        sampled = torch.tensor([r.log_probs for r in responses])
+        torch.testing.assert_close(sampled, own_scores(folder, batch | written), atol=NEAR, rtol=0)
+
+
+def test_the_table_has_at_least_twenty_families_that_are_right_on_every_path() -> None:
+    rows = [line for line in TABLE.read_text().splitlines() if line.count("|") == len(COLUMNS) + 2]
+    assert len([row for row in rows if row.count(" right ") == len(COLUMNS)]) >= 20
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("settings", [{}, {"flat": True}, {"recompute": True}], ids=str)
+def test_an_update_is_that_of_the_models_own_forward(name: str, settings: dict[str, bool], tmp_path: Path) -> None:
+    from tiny import WeightedLikelihood
+    from transformers import AutoModelForCausalLM
+
+    folder, batch = folder_of(name, tmp_path), self_test._batch()
+    batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    terms = []
+    for row in range(len(batch["responses"])):
+        mask = batch["response_mask"][row]
+        tokens, size = torch.cat([batch["prompts"][row][batch["prompt_mask"][row]], batch["responses"][row][mask]]), int(mask.sum())
+        table = plain(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)[-size - 1 : -1]
+        terms.append(-(table.gather(-1, tokens[-size:, None])[:, 0] * batch["advantages"][row][mask]).sum())
+    (sum(terms) / int(batch["response_mask"].sum())).backward()  # type: ignore[union-attr]
+    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm().item()
+    engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1.0, eps=EPS, grad_clip=1e9), dtype=torch.float32, **settings)  # type: ignore[arg-type]
+    before = {name: weight.clone() for name, weight in engine.weights().items()}
+    metrics = engine.update(batch, WeightedLikelihood())
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    parameters = dict(plain.named_parameters())
+    for name, weight in engine.weights().items():
+        step, grad = (before[name] - weight) * EPS, parameters[name].grad
+        if grad is not None:
+            assert (step - grad).norm() <= 0.02 * grad.norm() + 1e-6 * norm, name
+    engine.close()
+
+
+LACKING = {"mistral": "sliding_window", "gemma2": "softcap", "gpt_oss": "s_aux"}
+
+
+@pytest.mark.parametrize(("name", "setting"), LACKING.items())
+def test_the_start_finds_an_attention_that_leaves_a_setting_out(
+    name: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(name, tmp_path)
+    for place in ("attend", "attend_padded"):
+        whole = getattr(packed_attention, place)
+        monkeypatch.setattr(packed_attention, place, lambda *given, whole=whole, **more: whole(*given, **{**more, setting: None}))
+    found = self_test.trainer_verdicts(folder)
+    assert found["flat"].off > 0.05
+    assert found["shared"].off > 0.05
+    if name != "mistral":  # whose padded rows have the window in the mask that the model makes
+        with pytest.raises(DataError, match=rf"\({name}\): rlgraph does not compute what the model's own forward does.*self_test=False"):
+            self_test.trainer_layout(folder, flat=False)
+
+
+def test_a_setting_that_attention_does_not_know_is_refused_by_name() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    for attend in (packed_attention.attend, packed_attention.attend_padded):
+        with pytest.raises(DataError, match="Linear asks its attention for \\['tree_bias'\\]"):
+            attend(torch.nn.Linear(1, 1), x, x, x, None, tree_bias=1, position_ids=x)
+
+
+def test_a_layout_that_a_model_does_not_bear_is_left_for_one_that_it_does(tmp_path: Path) -> None:
+    layout = self_test.trainer_layout(folder_of("lfm2", tmp_path), flat=True)
+    assert (layout.flat, layout.shared) == (False, False)
+    assert "(lfm2): batches are padded, each response with its own prompt" in layout.note
+    assert "convolution over time" in layout.note
+    assert self_test.trainer_layout(folder_of("llama", tmp_path), flat=True) == self_test.Layout(flat=True, shared=False)
+
+
+def test_sinks_added_to_a_kernels_output_give_output_and_gradients_of_the_attention_with_sinks() -> None:
+    """The kernel of a GPU, in PyTorch: given output and sums with the sink in them, the backward pass is that with the sink."""
+    draw = torch.Generator().manual_seed(0)
+    length, heads, size = 12, 3, 8
+    q, k, v, up = torch.randn(4, length, heads, size, generator=draw, dtype=torch.float64)
+    sinks = torch.randn(heads, generator=draw, dtype=torch.float64)
+    given = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    mask = torch.ones(length, length).tril().bool()
+    scores = torch.einsum("qhd,khd->hqk", given[0], given[1]).masked_fill(~mask, -torch.inf)
+    table = torch.cat([scores, given[3][:, None, None].expand(-1, length, 1)], -1).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", table[..., :-1], given[2])
+    expected.backward(up)
+
+    plain = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf)
+    out, sums = packed_attention.with_sinks(torch.einsum("hqk,khd->qhd", plain.softmax(-1), v), plain.logsumexp(-1), sinks)
+    torch.testing.assert_close(out, expected.detach(), atol=1e-6, rtol=0)
+    shares = (plain - sums[..., None]).exp()  # as the kernel's backward pass computes them
+    rows = (up * out).sum(-1).t()
+    of_scores = shares * (torch.einsum("qhd,khd->hqk", up, v) - rows[..., None])
+    for x, grad in zip(given, (torch.einsum("hqk,khd->qhd", of_scores, k), torch.einsum("hqk,qhd->khd", of_scores, q)), strict=False):
+        torch.testing.assert_close(grad, x.grad, atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed_attention.of_sinks(up, out, sums, sinks), given[3].grad, atol=1e-6, rtol=0)

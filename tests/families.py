@@ -1,0 +1,83 @@
+"""Families of decoder models, and the table of what rlgraph does with each: `python tests/families.py` prints it for docs/models.md."""
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 1}
+# fmt: off
+AS_THEY_ARE = [
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "phimoe", "olmo",
+    "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "stablelm", "starcoder2", "cohere", "cohere2", "gpt_neox", "gpt_oss", "glm",
+    "glm4", "smollm3", "exaone4", "ernie4_5", "apertus", "seed_oss", "arcee", "deepseek_v3", "falcon", "gpt2", "opt", "bloom", "mamba",
+    "minimax", "bamba",
+]
+# fmt: on
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by the name in the table: a type of transformers, and settings
+    **{kind: (kind, {}) for kind in AS_THEY_ARE},
+    "qwen2, with windows": ("qwen2", WINDOWS),
+    "qwen3, with windows": ("qwen3", WINDOWS),
+    "phi3, with windows": ("phi3", {"sliding_window": 2047}),
+    "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
+    "llama4_text": ("llama4_text", {"layer_types": ["chunked_attention", "full_attention"], "num_hidden_layers": 2}),
+    "qwen3_next": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
+    "recurrent_gemma": ("recurrent_gemma", {"num_hidden_layers": 3}),
+}
+COLUMNS = {
+    "padded": "trainer, padded",
+    "shared": "trainer, shared prompts",
+    "flat": "trainer, flat (GPU)",
+    "generator": '`engine="transformers"`',
+}
+
+
+def folder_of(name: str, parent: Path) -> Path:
+    """Make a folder with a small random model of a family."""
+    from transformers import AutoConfig
+
+    from rlgraph.engines.miniature import miniature, quiet
+    from rlgraph.engines.pretrained import _byte_tokenizer
+
+    kind, settings = FAMILIES[name]
+    folder = parent / name
+    with quiet():
+        miniature(AutoConfig.for_model(kind, **settings), "eager").save_pretrained(folder)
+        _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    """Tell what rlgraph does with a model, by the columns of the table: "right", or that it is refused and why."""
+    from rlgraph.engines.self_test import generator_verdict, trainer_verdicts
+    from rlgraph.errors import DataError
+
+    try:
+        found = {**trainer_verdicts(folder), "generator": generator_verdict(folder)}
+    except DataError:
+        return dict.fromkeys(COLUMNS, "refused")
+    right = {name: "right" if verdict.right else "refused" for name, verdict in found.items()}
+    instead = {"shared": "own prompts", "flat": "padded"}  # what a trainer does where only that layout is out
+    return {
+        name: instead[name] if text == "refused" and name in instead and right["padded"] == "right" else text
+        for name, text in right.items()
+    }
+
+
+def table() -> str:
+    """The table of all families."""
+    lines = ["| family | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    with tempfile.TemporaryDirectory() as parent:
+        for name in FAMILIES:
+            cells = verdicts(folder_of(name, Path(parent)))
+            lines.append(f"| {name} | " + " | ".join(cells[column] for column in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    logging.disable()
+    print(table())
