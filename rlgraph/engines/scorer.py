@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.engines.packed_attention import padded
 from rlgraph.engines.pretrained import check_model
 from rlgraph.errors import DataError
@@ -51,7 +52,7 @@ class ScoreEngine:
         """Return the tokens of the text as the model was trained on it: by its chat template, if it has one."""
         tokenizer: Any = self._tokenizer
         if not tokenizer.chat_template:
-            return list(tokenizer(prompt + response)["input_ids"])
+            return prompt_tokens(tokenizer, [prompt + response])[0]
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

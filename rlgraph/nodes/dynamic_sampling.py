@@ -13,6 +13,7 @@ import torch
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, share
 from rlgraph.engines.base import Request, Response, Running, Sampling
+from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.errors import GraphError
 from rlgraph.graph import Feedback, Node, Output, Work, declare
 from rlgraph.kinds import Range
@@ -179,7 +180,7 @@ class DynamicSampler:
         position = self.drawn * self.context.world + self.context.rank
         self.drawn += 1
         item = source.item(position)
-        prompt = self.context.tokenizer(rollout.generator.path)([item[source.prompt_field]])["input_ids"][0]
+        prompt = prompt_tokens(self.context.tokenizer(rollout.generator.path), [item[source.prompt_field]])[0]
         seeds = [seed_of(rollout.generator.seed, position, member) for member in range(rollout.group_size)]
         requests = [Request(f"{rollout.prefix}{position}.{m}", prompt, rollout.sampling, seed) for m, seed in enumerate(seeds)]
         for request in requests:

@@ -9,6 +9,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, share
 from rlgraph.engines.base import Sampling
+from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.errors import GraphError
 from rlgraph.graph import Due, Feedback, Node, Output, Work, declare
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -97,7 +98,7 @@ class Answer:
         count = self.questions.count if self.due(step) else 0
         mine = share(count, context.rank, context.world)
         texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
-        encoded = context.tokenizer(self.generator.path)(texts)["input_ids"] if texts else []
+        encoded = prompt_tokens(context.tokenizer(self.generator.path), texts) if texts else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
         # Other seeds than those of rollouts, the same at each evaluation, so that two of them differ by their weights alone.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]

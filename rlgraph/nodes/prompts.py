@@ -110,7 +110,9 @@ def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = 
     """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
 
     Each item is a mapping with the prompt as text under `prompt`; every other field becomes a column named in the plural,
-    so that a reward reads `answer` as `answers`. A step may hold items of two epochs, and a data set smaller than `count`
+    so that a reward reads `answer` as `answers`. A prompt is given as the model reads it: for a chat model render its template first,
+    `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`; special tokens that the text begins with are
+    not added again. A step may hold items of two epochs, and a data set smaller than `count`
     is walked more than once a step.
 
     Raises DataError for an empty data set, items without a prompt, or fields that are neither text nor numbers.

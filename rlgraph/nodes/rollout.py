@@ -9,6 +9,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, share
 from rlgraph.engines.base import Request, Running, Sampling
+from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
 from rlgraph.kinds import Range
@@ -242,7 +243,7 @@ class Rollout:
         its prompt in the data order and its own in the group."""
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        encoded, places = context.tokenizer(self.generator.path)(list(texts))["input_ids"], ids.tolist()
+        encoded, places = prompt_tokens(context.tokenizer(self.generator.path), list(texts)), ids.tolist()
         return [
             [
                 Request(
@@ -272,7 +273,7 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
         return
     tokenizer = load_tokenizer(generator.path)
     texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
-    for index, tokens in enumerate(tokenizer(texts)["input_ids"]):
+    for index, tokens in enumerate(prompt_tokens(tokenizer, texts)):
         if not 0 < len(tokens) <= room:
             raise DataError(
                 f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "

@@ -23,7 +23,7 @@ CONSTANT = "c"  # what the prompts begin with whose responses are all the same
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:

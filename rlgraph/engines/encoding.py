@@ -1,0 +1,26 @@
+"""How the text of a prompt becomes token ids."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encode prompts. A text that begins with the special tokens the tokenizer would put in front gets no second ones.
+
+    A chat template writes such tokens itself: Llama 3's begins with `<|begin_of_text|>`, which its tokenizer adds to any text.
+
+        >>> prompt_tokens(llama3, ["Hi", "<|begin_of_text|>Hi"])
+        [[128000, 13347], [128000, 13347]]
+    """
+    whole: list[list[int]] = tokenizer(list(texts))["input_ids"]
+    added: list[int] = tokenizer([""])["input_ids"][0]
+    if not added:
+        return whole
+    plain: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [own if _repeats(ids, own) else ids for ids, own in zip(whole, plain, strict=True)]
+
+
+def _repeats(ids: list[int], own: list[int]) -> bool:
+    """Whether the tokens in front of the text's own are those that it begins with."""
+    front = next((n for n in range(1, len(ids) - len(own) + 1) if ids[n : n + len(own)] == own), 0)
+    return front > 0 and own[:front] == ids[:front]
