@@ -1,6 +1,7 @@
 """Leave out tokens or whole responses on which trainer and engine are too far apart."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -47,11 +48,26 @@ class Rejection:
 
     @classmethod
     def from_verl(cls, option: str, threshold: str | float) -> "Rejection":
-        """Return what verl 0.9 does with `rollout_rs=option` and this threshold, such as "0.5_2.0" for k1 or 0.01."""
-        low, _, high = str(threshold).rpartition("_")
-        if not option.endswith("k1"):
-            return cls(option, float(threshold))
-        return cls(option, high=1 / float(low) if low else float(high), low=1 / float(high))
+        """Return what verl 0.9 does with `rollout_rs=option` and this threshold.
+
+            >>> Rejection.from_verl("token_k1", "0.5_2.0")  # verl keeps the ratio of engine over trainer between the two
+            Rejection(statistic='token_k1', high=2.0, low=0.5)
+            >>> Rejection.from_verl("seq_mean_k3", 0.01)
+            Rejection(statistic='seq_mean_k3', high=0.01, low=None)
+
+        Raises GraphError for an option that is none, and a threshold that verl refuses, with the format.
+        """
+        check_choice("Rejection", "statistic", option, STATISTICS)
+        two_sided = option.endswith("k1")
+        parts = _verl_numbers(threshold)
+        if parts is None or len(parts) > 1 + two_sided:
+            raise _not_verl(option, threshold)
+        if not two_sided:
+            return cls(option, parts[0])
+        low, high = parts if len(parts) == 2 else (1 / parts[0], parts[0])
+        if low > high:
+            raise _not_verl(option, threshold)
+        return cls(option, high=1 / low if len(parts) == 2 else high, low=1 / high)
 
     @property
     def by_token(self) -> bool:
@@ -91,3 +107,20 @@ class Rejection:
         """Return which distances are kept."""
         low, high = self.bounds()
         return (distance >= low) & (distance <= high)
+
+
+# Python's own numbers may hold underscores: "2_5" would be 25.
+_NUMBER = re.compile(r"\s*\+?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
+
+
+def _verl_numbers(threshold: object) -> list[float] | None:
+    """Read the numbers of a threshold, between underscores; None unless all are finite and above 0."""
+    if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
+        return None
+    found = [float(part) if _NUMBER.fullmatch(part) else 0.0 for part in str(threshold).split("_")]
+    return found if all(0 < number < math.inf for number in found) else None
+
+
+def _not_verl(option: str, threshold: object) -> GraphError:
+    form = "'lower_upper' as '0.5_2.0', or the upper bound alone, at least 1" if option.endswith("k1") else "one number above 0, as 0.01"
+    return GraphError(f"Rejection.from_verl({option!r}, {threshold!r}): the threshold of this option is {form}")

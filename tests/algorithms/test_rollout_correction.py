@@ -1,6 +1,7 @@
 """Importance weights, rejections, their diagnostics, and proximal policies."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,39 @@ def test_settings_of_verl_keep_what_its_code_keeps() -> None:
     mask = alg.Rejection.from_verl("token_k1", "0.6_1.2")(*inputs())
     assert [ratio for ratio, keep in zip(RATIOS, mask[0].tolist(), strict=True) if keep] == [0.9, 1.0, 1.15, 1.5]
     assert alg.Rejection.from_verl("seq_mean_k3", "0.01") == alg.Rejection("seq_mean_k3", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "low", "high"),
+    [
+        ("token_k1", "2_5", 0.2, 0.5),
+        ("token_k1", " 0.5_2.0 ", 0.5, 2.0),
+        ("seq_sum_k1", 4, 0.25, 4.0),
+        ("seq_sum_k1", "1e1", 0.1, 10.0),
+        ("seq_max_k2", "25", None, 25.0),
+        ("token_k3", 0.01, None, 0.01),
+    ],
+)
+def test_thresholds_are_read_as_verl_reads_them(option: str, threshold: str | float, low: float | None, high: float) -> None:
+    assert alg.Rejection.from_verl(option, threshold) == alg.Rejection(option, high, low)
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold"),
+    [
+        *(("seq_mean_k3", wrong) for wrong in ("2_5", "0.1_0.5", "", "many", "0", -1, True, None, "1,2", "nan", "inf")),
+        *(("token_k1", wrong) for wrong in ("0.5_0", "0_2", "2_1", "0.5", "0", "-1_1", "1_2_3", "1_0_2", "_", "0.5_", "nan_2", [0.5, 2])),
+    ],
+)
+def test_thresholds_that_verl_refuses_are_refused_with_the_format(option: str, threshold: Any) -> None:
+    form = "'0.5_2.0'" if option == "token_k1" else "one number above 0"
+    with pytest.raises(GraphError, match=f"from_verl.'{option}', .*{form}"):
+        alg.Rejection.from_verl(option, threshold)
+
+
+def test_an_option_that_verl_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(GraphError, match=r"statistic is one of .*token_k1"):
+        alg.Rejection.from_verl("token_k4", 1.0)
 
 
 @pytest.mark.parametrize("statistic", alg.STATISTICS)
