@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 
 from rlgraph import settings
+from rlgraph.algorithms.inputs import check_choice
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.algorithms.rollout_correction import masked_log_ratio
