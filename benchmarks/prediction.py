@@ -13,7 +13,10 @@ machine computes faster at one time than at another, so the profile is made just
 smaller and a larger one: noise grows with the distance to what was measured. Their steps take half a second to two, so that the
 scheduler's noise averages out, and are compared by their mean but for stalls, as costs are read off. Each is profiled and run three
 times, and the median error counts, since a neighbour of the machine may disturb one of the six launches; all three are told. What
-the costs of the run itself foretell is told as well: the rest of an error is that the machine was faster or slower meanwhile.
+the costs of the run itself give for it, a fit, is told as well: the rest of an error is that the machine was faster or slower meanwhile.
+
+Where one side takes much longer than the other ("uneven"), splitting the devices makes a step longer than turns on all of them: in these
+families the synchronous way wins. A pair is a synchronous and an asynchronous way to do the same work on equally many devices.
 
 Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
 the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
@@ -47,7 +50,14 @@ from rlgraph.runtime.dispatch import start_ray, stop_ray
 SLOW_REWARD = Times(reward_s=0.06)
 REAL = "real engines"
 WARM_UP, WARM_UP_REAL = 6, 3  # steps that fill the pipeline and warm the engines
-PROFILED = {"uniform": 40, "long tail": 200, REAL: 12}  # steps; a tail of lengths must have been seen to be foreseen
+UNEVEN = {  # one side takes most of the time, and more devices shorten it
+    "uneven, long generation": Times(step_s=0.1e-3, sequence_s=0.3e-3, train_token_s=0.02e-3),
+    "uneven, long training": Times(train_token_s=0.35e-3),
+    "uneven, generation twice training": Times(step_s=0.1e-3, sequence_s=0.2e-3, train_token_s=0.08e-3),
+    "uneven, long training, long tail": Times(train_token_s=0.35e-3),
+}
+PROFILED = {"uniform": 40, "long tail": 200, REAL: 12, "uneven": 30}  # steps; a tail of lengths must have been seen to be foreseen
+STEPS_UNEVEN = 30
 STEPS_REAL = 16  # measured, of half a second to two
 ROUNDS = 3  # of real engines, each a profile and a run
 
@@ -78,8 +88,9 @@ class Found:
     residual: float  # the share of device-seconds that nothing explains
     load: float  # of the machine, after the run
     steady_s: float | None = None  # of real engines: the mean of the steps that were no stalls
-    own_s: float | None = None  # of real engines: the step that the costs of the run itself foretell
+    own_s: float | None = None  # of real engines: the step fitted to the costs of the run itself
     rounds: tuple[float, ...] = ()  # of real engines: the errors of all rounds, of which this is the median one
+    steps: int | None = None  # measured, where not as many as `steps` of the file
 
     @property
     def measured_s(self) -> float:
@@ -118,8 +129,27 @@ def simulated() -> Iterator[Case]:
             yield Case(family + slow, name.removesuffix(slow), loop.graph, loop.devices, loop.depth > 0)
 
 
+def uneven() -> Iterator[Case]:
+    """Two devices in turns, and one for each side, where one side takes most of the time."""
+    for family, times in UNEVEN.items():
+        base = Loop(lengths=lengths_of(family), times=times)
+        loops = {
+            "sync, colocated on both": replace(base, depth=0, shared=True, generators=2, trainers=2),
+            "depth 1": base,
+            "depth 2": replace(base, depth=2),
+        }
+        for name, loop in loops.items():
+            yield Case(family, name, loop.graph, loop.devices, loop.depth > 0)
+
+
+def lengths_of(family: str) -> rg.Lengths:
+    return LONG_TAIL if "long tail" in family else UNIFORM
+
+
 def profiled_loop(family: str) -> Loop:
     """The configuration that is profiled: with a reference, so that its cost is known to those that have one."""
+    if family in UNEVEN:
+        return Loop(lengths=lengths_of(family), times=UNEVEN[family])
     return Loop(lengths=UNIFORM if family.startswith("uniform") else LONG_TAIL, reference="own", times=times_of(family))
 
 
@@ -222,8 +252,10 @@ def measure(cases: list[Case], steps: int) -> Iterator[Found]:
         else:
             if case.family not in profiles:
                 profiles[case.family] = profile(case)
-            one = measured(case, profiles[case.family], steps)
-        own = f"  by its own costs {one.own_s / one.measured_s - 1:+.1%}" if one.own_s is not None else ""
+            few = case.family in UNEVEN
+            one = measured(case, profiles[case.family], STEPS_UNEVEN if few else steps)
+            one = replace(one, steps=STEPS_UNEVEN) if few else one
+        own = f"  fitted to its own costs {one.own_s / one.measured_s - 1:+.1%}" if one.own_s is not None else ""
         own += f"; rounds {', '.join(f'{error:+.1%}' for error in one.rounds)}" if one.rounds else ""
         times = f"{1e3 * one.predicted_s:6.1f} ms {1e3 * one.measured_s:6.1f} ms {1e3 * one.standard_error_s:6.1f}"
         print(f"{one.family:22} {one.name:33} {times} {one.error:+7.1%}  {one.load:.1f}{own}", flush=True)
@@ -242,7 +274,10 @@ def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
         (one, other)
         for one in found
         for other in found
-        if one.family == other.family and not one.asynchronous and other.asynchronous and comparable(one.name, other.name)
+        if (one.family, one.devices) == (other.family, other.devices)
+        and not one.asynchronous
+        and other.asynchronous
+        and comparable(one.name, other.name)
     ]
 
 
@@ -256,8 +291,8 @@ def works(found: list[Found]) -> dict[str, list[Found]]:
 
 
 def comparable(sync: str, asynchronous: str) -> bool:
-    """Whether two configurations do the same work on equally many devices."""
-    return not any(word in sync + asynchronous for word in ("batch", "reference", "split", "on 3"))
+    """Whether two configurations of a family do the same work."""
+    return ("batch" in sync) == ("batch" in asynchronous) and "reference" not in sync + asynchronous
 
 
 def earlier(path: Path | None, family: str | None) -> list[Found]:
@@ -281,7 +316,7 @@ def figures(found: list[Found], steps: int, load: tuple[float, float, float]) ->
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
-    arguments.add_argument("--family", choices=["uniform", "long tail", REAL], help="only this one; the file keeps the others")
+    arguments.add_argument("--family", choices=["uniform", "long tail", REAL, "uneven"], help="only this one; the file keeps the others")
     arguments.add_argument("--steps", type=int, default=100, help="of stages that wait")
     arguments.add_argument("--only", default="", help="only configurations whose name has this in it")
     given = arguments.parse_args()
@@ -289,7 +324,11 @@ def main() -> None:
     found = earlier(given.json, given.family)
     with tempfile.TemporaryDirectory() as folder:
         model = str(tiny_model(Path(folder) / "small", hidden=256, layers=4))
-        cases = [case for case in (*simulated(), *real(model)) if case.family.startswith(given.family or "") and given.only in case.name]
+        cases = [
+            case
+            for case in (*simulated(), *uneven(), *real(model))
+            if case.family.startswith(given.family or "") and given.only in case.name
+        ]
         for one in measure(cases, given.steps):
             found.append(one)
             if given.json:  # after each, so that a run that is cut short leaves what it has

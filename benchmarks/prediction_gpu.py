@@ -290,6 +290,7 @@ def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
 FITS = {
     "predicted_s": "fit_s", "cycle_s": "fit_cycle_s", "predicted_nodes": "fit_nodes", "error": "fit_error",
     "median_error": "fit_median_error", "worst_error": "fit_worst_error", "signs_right": "fit_signs_right",
+    "signs_right_where_async_loses": "fit_signs_right_where_async_loses",
     "predicted best over measured best": "fit best over measured best",
 }  # fmt: skip
 

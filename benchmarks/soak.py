@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def main() -> None:
     arguments.add_argument("--forked", action="store_true", help="workers as forked processes, without Ray")
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
     given = arguments.parse_args()
+    began = time.monotonic()
     graph = fakes.vector_loop(DEPTH, buffers=2, count=PROMPTS)
     job = forked.job(graph) if given.forked else rg.compile(graph, rg.Cluster(cpus=2)).launch()
     looks, seconds = soak(job, given.steps)
@@ -82,6 +84,8 @@ def main() -> None:
     if given.json:
         figures = {
             "steps": given.steps,
+            "seconds": sum(seconds),  # of all steps
+            "seconds_with_start": time.monotonic() - began,
             "depth": DEPTH,
             "forked": given.forked,
             "load": os.getloadavg(),

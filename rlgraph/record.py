@@ -150,8 +150,8 @@ def _conclude(job: "Job", done: list[Step], folder: Path, console: Console) -> N
     job.trace().to_file(folder / "trace.json")
     if run.priced is not None:
         (folder / "graph.svg").write_text(draw.svg(run.priced), encoding="utf-8")
-        predicted_s = run.priced.prediction.step_s
-        console.print(f"a step took {run.step_s:.2f} s (median), {predicted_s:.2f} s predicted from its nodes", highlight=False)
+        fitted_s = run.priced.prediction.step_s
+        console.print(f"a step took {run.step_s:.2f} s (median), {fitted_s:.2f} s fitted to its own nodes", highlight=False)
     for line in findings(run):
         console.print(f"advice: {line}", highlight=False)
     for name, what in FILES.items():

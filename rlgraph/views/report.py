@@ -106,8 +106,8 @@ def _tiles(run: Run) -> Iterator[str]:
         least, most = (seconds[round(part * (len(seconds) - 1))] for part in (0.1, 0.9))
         yield _tile("a step", words.seconds(run.step_s), f"median of {len(seconds)}; {words.seconds(least)} to {words.seconds(most)}")
     if run.priced is not None:
-        predicted = run.priced.prediction.step_s
-        yield _tile("predicted", words.seconds(predicted), f"from its nodes {_off(predicted, run.step_s)}")
+        fitted = run.priced.prediction.step_s
+        yield _tile("fitted", words.seconds(fitted), f"to its own nodes {_off(fitted, run.step_s)}")
     rewards = run.values(REWARD)
     if rewards:
         part = max(len(rewards) // 10, 1)
@@ -156,7 +156,7 @@ def _timeline(run: Run) -> Iterator[str]:
     predicted = predicted_steps(run.priced or run.plan, last, count)
     source = "the measured seconds of its nodes" if run.priced is not None else f"{run.plan.prediction.cost} costs"
     yield (
-        f"<p>The last {words.counted(count, 'step')}: as predicted from {source}, and as measured. "
+        f"<p>The last {words.counted(count, 'step')}: as the schedule plays with {source}, and as measured. "
         'Zoom with <button type="button" data-zoom="1.5">+</button> <button type="button" data-zoom="0.667">−</button> '
         "or Ctrl and the wheel; point at a block to read it.</p>"
     )
@@ -228,7 +228,7 @@ def _predicted(run: Run) -> Iterator[str]:
     yield f"<p>Predicted when the run was launched, from {source} costs{' (they only rank)' if source == 'nominal' else ''}.</p>"
     if run.priced is not None:
         yield (
-            f"<p>From the measured seconds of its nodes a step is predicted to take <b>{words.seconds(run.priced.prediction.step_s)}</b>; "
+            f"<p>Fitted to this run's own seconds of each node a step takes <b>{words.seconds(run.priced.prediction.step_s)}</b>; "
             f"it took <b>{words.seconds(run.step_s)}</b> {_off(run.priced.prediction.step_s, run.step_s)}.</p>"
         )
     yield '<table><thead><tr><th>what</th><th class="n">predicted</th><th class="n">measured (median)</th><th class="n">80 % lie in</th>'
@@ -237,9 +237,9 @@ def _predicted(run: Run) -> Iterator[str]:
     yield "</tbody></table>"
     waits = [wait for wait in waited(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
     if waits:
-        yield "<p>Waits of a step, predicted from the measured seconds of the nodes, and measured. "
+        yield "<p>Waits of a step, as the schedule plays with the measured seconds of the nodes, and measured. "
         yield "The plan gives a wait for several inputs to the last of them.</p>"
-        yield '<table><thead><tr><th>who</th><th>waits for</th><th class="n">predicted</th><th class="n">measured</th></tr></thead><tbody>'
+        yield '<table><thead><tr><th>who</th><th>waits for</th><th class="n">fitted</th><th class="n">measured</th></tr></thead><tbody>'
         for wait in waits:
             yield f"<tr><td>{escape(words.clean(wait.who))}</td><td>{escape(words.WAITS[wait.reason](words.clean(wait.on)))}</td>"
             yield f'<td class="n">{words.seconds(wait.predicted_s)}</td><td class="n">{words.seconds(wait.measured_s)}</td></tr>'
