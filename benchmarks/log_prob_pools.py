@@ -1,8 +1,8 @@
-"""Reference log-probs on a pool of their own against the trainer's pool: how much the step time falls, and what the plan foretells.
+"""Reference log-probs on a pool of their own against the trainer's pool: how much the step time falls, and what the plan predicts.
 
     python benchmarks/log_prob_pools.py [--model FOLDER] [--json PATH]
 
-Rollout, reference and update wait instead of computing, so that their times are known and take no cores. The foretold ratio comes from
+Rollout, reference and update wait instead of computing, so that their times are known and take no cores. The predicted ratio comes from
 the costs measured in the run on the trainer's pool alone; both runs are measured in one go. `--model` adds a run of real engines.
 """
 
@@ -116,13 +116,13 @@ def measure(graph: rg.Graph, steps: int, warm_up: int) -> tuple[list[float], rg.
 
 
 def compare(build: Callable[[bool], rg.Graph], steps: int, warm_up: int) -> dict[str, Any]:
-    """Measure both placements, and foretell their ratio from the costs of the first."""
+    """Measure both placements; the costs of the first, which fit its own step, predict that of the second."""
     shared, costs = measure(build(False), steps, warm_up)
     own, _ = measure(build(True), steps, warm_up)
-    foretold = [rg.compile(build(flag), CLUSTER, costs).prediction.period_s for flag in (False, True)]
-    found = {"train_pool": spread(shared), "own_pool": spread(own), "foretold_s": {"train_pool": foretold[0], "own_pool": foretold[1]}}
-    ratio, expected = statistics.median(own) / statistics.median(shared), foretold[1] / foretold[0]
-    return {**found, "ratio": ratio, "foretold_ratio": expected, "error": ratio / expected - 1}
+    fitted_s, predicted_s = (rg.compile(build(flag), CLUSTER, costs).prediction.period_s for flag in (False, True))
+    found = {"train_pool": spread(shared) | {"fitted_s": fitted_s}, "own_pool": spread(own) | {"predicted_s": predicted_s}}
+    ratio, expected = statistics.median(own) / statistics.median(shared), predicted_s / fitted_s
+    return {**found, "ratio": ratio, "predicted_ratio": expected, "error": ratio / expected - 1}
 
 
 def spread(times: list[float]) -> dict[str, float]:
@@ -149,11 +149,11 @@ def main() -> None:
     if options.model:
         folder = rg.model_folder(options.model)
         cases["real engines, depth 2"] = (lambda own: real(folder, own), REAL_STEPS, REAL_WARM_UP)
-    print(f"{'what':58} {'train pool':>10} {'own pool':>10} {'ratio':>7} {'foretold':>9} {'error':>7}")
+    print(f"{'what':58} {'train pool':>10} {'own pool':>10} {'ratio':>7} {'predicted':>9} {'error':>7}")
     for name, (build, steps, warm_up) in cases.items():
         found = figures[name] = compare(build, steps, warm_up)
         times = " ".join(f"{found[pool]['median_s']:8.3f} s" for pool in ("train_pool", "own_pool"))
-        print(f"{name:58} {times} {found['ratio']:7.3f} {found['foretold_ratio']:9.3f} {found['error']:+7.1%}", flush=True)
+        print(f"{name:58} {times} {found['ratio']:7.3f} {found['predicted_ratio']:9.3f} {found['error']:+7.1%}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if ours:

@@ -87,7 +87,7 @@ LEARNING = [
 def pools(of: str) -> Row:
     file, what = "log_prob_pools_cpu.json", of.replace("rollout", "with a rollout of").replace("reference", "a reference of")
     return Row(f"log-probs on a pool of their own over on the trainer's, stages that wait, {what.replace('update', 'an update of')}",
-               share(file, of, "ratio"), "benchmarks/log_prob_pools.py", "predicted", share(file, of, "foretold_ratio"))  # fmt: skip
+               share(file, of, "ratio"), "benchmarks/log_prob_pools.py", "predicted", share(file, of, "predicted_ratio"))  # fmt: skip
 
 
 POOLS = (
