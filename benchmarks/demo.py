@@ -59,11 +59,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=SETS, help="this run alone; the file keeps the other as it is")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model")
     given = parser.parse_args()
     settings = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2"] if given.smoke else []
     result: dict[str, Any] = {"script": "benchmarks/demo.py", "machine": machine(), "runs": {}}
+    if given.only and given.json and given.json.exists():
+        result["runs"] = json.loads(given.json.read_text())["runs"]
     for name, limits in SETS.items():
+        if given.only not in (None, name):
+            continue
         found = result["runs"][name] = run(2 if given.smoke else given.steps, limits, settings)
         print(f"{name}: 0.90 after {found['seconds_until_0.90']} s of steps, {found['median_step_s']:.1f} s a step", flush=True)
         if given.json:

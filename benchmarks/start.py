@@ -3,10 +3,10 @@
     python benchmarks/start.py [--model FOLDER] [--shape 0.6B] [--repeats 2] [--json PATH]
     python benchmarks/start.py --smoke                    # a tiny model
 
-Each run is a process of its own, as a user's: one-step-off GRPO, one step. It is timed from the process's start by the kernel's clock.
-The driver's stages follow one another and add up to the whole. Each worker's, which overlap, are what its status file says, looked at
-every 20 ms; the time until it opens its channels is its process's start and its imports. CPU seconds up to the end of the first step
-hardly depend on what else the machine does.
+Each run is a process of its own, as a user's: one step of the graph of `recipes/one_step_off.py` (on one GPU, with its models in turns).
+It is timed from the process's start by the kernel's clock. The driver's stages follow one another and add up to the whole. Each
+worker's, which overlap, are what its status file says, looked at every 20 ms; the time until it opens its channels is its process's
+start and its imports. CPU seconds up to the end of the first step hardly depend on what else the machine does.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 LOOK_S = 0.02
-RECIPE = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 TIMEOUT_S = 900.0
 
 
@@ -98,18 +98,36 @@ class Looks:
         return {worker: {what: round(s, 2) for what, s in own.items() if s >= 0.1} for worker, own in sorted(self.found.items())}
 
 
+def graph(model: str, tokens: int, *, in_turns: bool) -> Any:
+    """The graph of `recipes/one_step_off.py`; on one GPU with its two models in turns."""
+    import rlgraph as rg
+
+    sys.path.insert(0, str(RECIPES))
+    from tasks.addition import right_number, sums
+
+    rollout_pool = rg.Pool("rollout")
+    train_pool = rollout_pool if in_turns else rg.Pool("train")
+    generator = rg.Generator(model, pool=rollout_pool, sampling=rg.Sampling(max_tokens=tokens), max_context=64)
+    policy = rg.Policy(model, pool=train_pool, optimizer=rg.AdamW(lr=5e-6))
+    weights = rg.feedback("weights", depth=0 if in_turns else 1)
+    prompts = rg.prompts(sums(0), count=16)
+    rollout = generator.rollout(prompts, weights, group_size=8)
+    rewards = rg.reward(right_number, prompts, rollout)
+    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss(clip_high=0.28))
+    weights.close(step.weights)
+    return rg.Graph("start", step.metrics)
+
+
 def child(model: str, tokens: int) -> None:
     """Run one step, and print what its time went into."""
     marks = Marks()
-    sys.path.insert(0, str(RECIPE))
-    import one_step_off
-
     import rlgraph as rg
 
     marks.end("Python, rlgraph and PyTorch")
     folder = rg.model_folder(model)
     marks.end("the model's folder")
-    plan = rg.compile(one_step_off.graph(one_step_off.Config(model=folder, max_tokens=tokens)), rg.local_cluster())
+    cluster = rg.local_cluster()
+    plan = rg.compile(graph(folder, tokens, in_turns=cluster.gpus == 1), cluster)
     marks.end("graph and plan")
     job = plan.launch()
     marks.end("checks of models and data")
