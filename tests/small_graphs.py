@@ -7,10 +7,10 @@ from typing import Any
 
 from rlgraph.graph import Graph, Model, Output, Pool, Work, declare, feedback
 from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import scheduled
 from rlgraph.planning.costs import nominal
 from rlgraph.planning.placement import splits
 from rlgraph.planning.schedule import Schedule
+from rlgraph.planning.scheduling import scheduled
 
 Edges = tuple[tuple[int, int], ...]
 LOOPS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2))  # depth and buffers; two buffers need a depth

@@ -1,22 +1,21 @@
 """From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from rlgraph.columns import COLUMNS
+from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Node
 from rlgraph.planning import events
 from rlgraph.planning.advice import advise
 from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs, checked
-from rlgraph.planning.laws import Setting
 from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
-from rlgraph.planning.passes import passes_of
 from rlgraph.planning.period import Cycle, critical_cycle
-from rlgraph.planning.placement import Counts, devices, model_names, nodes_needed, splits, workers
+from rlgraph.planning.placement import Counts, devices, model_names, nodes_needed, splits
 from rlgraph.planning.plain_costs import warnings_of
 from rlgraph.planning.plan import (
     Plan,
@@ -31,8 +30,10 @@ from rlgraph.planning.plan import (
 )
 from rlgraph.planning.precision import precision_of
 from rlgraph.planning.roofline import device_of, roofline, with_sleep
-from rlgraph.planning.schedule import MOVING, Event, Schedule
+from rlgraph.planning.schedule import MOVING, Schedule
+from rlgraph.planning.scheduling import candidates, first_workers, scheduled, settings_on
 from rlgraph.planning.shapes import Shapes, known
+from rlgraph.planning.splitting import FEW
 from rlgraph.planning.turns import Sleeps, sleeping
 from rlgraph.planning.wires import batch_wires, staged_versions, weights_wire, wire
 
@@ -106,70 +107,27 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
 
 
 def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
-    """Return the split of least period, and warnings about the choice; the load of the busiest pool, which bounds the period below,
-    says which split to try first."""
-    candidates = list(splits(graph, cluster))
-    if len(candidates) == 1:
-        return candidates[0], ()
-    settled_each = [settled(graph, cluster, counts)[1] for counts in candidates]
+    """Return the split of least period, and warnings about the choice. Of many splits those that are worse for sure are not tried.
 
-    def load(settings: Settings) -> float:
-        return max(sum(costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools)
-
-    rows = max(node.rows for node in graph.nodes)
-    best, least = candidates[0], float("inf")
-    bounds = map(load, settled_each)
-    for bound, _, counts in sorted((bound, index, candidates[index]) for index, bound in enumerate(bounds)):
-        if bound >= least:
+    Raises PlanError where there is no split whose workers run on one host each.
+    """
+    divisions = splits(graph, cluster)
+    if len(divisions) == 1:
+        return next(iter(divisions)), ()
+    tried: list[tuple[float, Counts]] = []
+    refused: PlanError | None = None
+    for counts, bound in candidates(graph, cluster, costs, divisions):
+        if tried and (bound >= min(tried, key=itemgetter(0))[0] or len(tried) == FEW):
             break
-        period = critical_cycle(scheduled(graph, cluster, counts, costs)[2]).period_s
-        if period < least:
-            best, least = counts, period
-    return best, warnings_of((graph, costs, settings) for settings in settled_each)
-
-
-def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
-    """Return the processes, and the setting of each node."""
-    turns = sorted(graph.nodes, key=lambda node: events.turn(graph, node))
-    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(turns)})
-    engines = Counter(name for worker in crew for name in worker.nodes)
-    devices = {n.name: counts[n.pool.name] if n.pool else 1 for n in graph.nodes}
-    return crew, {n.name: Setting(devices[n.name], engines[n.name], n.rows, passes_of(n, cluster.gpus)) for n in graph.nodes}
-
-
-def scheduled(
-    graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
-) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
-    """Return processes, settings and the schedule with mean seconds."""
-    crew, settings = settled(graph, cluster, counts)
-    hosts = first_workers(crew)
-    rows = max(node.rows for node in graph.nodes)
-    seconds = {n.name: costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes}
-    batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
-    schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
-    return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
-
-
-def _rate(node: Node) -> float:
-    """Return how often a node does something, in times a step."""
-    return 1.0 if node.due is None else 1 / node.due.every
-
-
-def _with_parts(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
-    """Return the schedule in which each part of a batch takes its own time: the first of a rollout takes most."""
-    shares: dict[str, list[float]] = {}
-    for node in (node for node in graph.nodes if node.chunks > 1):
-        law = costs.law(node.name)
-        shares[node.name] = law.parts(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
-    if not shares:
-        return schedule
-
-    def timed(event: Event) -> Event:
-        if event.kind != "fire" or event.node not in shares:
-            return event
-        return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.part])
-
-    return replace(schedule, events=tuple(map(timed, schedule.events)))
+        try:
+            tried.append((critical_cycle(scheduled(graph, cluster, counts, costs)[2]).period_s, counts))
+        except PlanError as error:  # a worker would lie on two hosts
+            refused = refused or error
+    if not tried:
+        raise refused or AssertionError("there is at least one way to divide the devices")
+    best = min(tried, key=itemgetter(0))[1]
+    compared = list(divisions) if len(divisions) <= FEW else [next(iter(divisions)), best]
+    return best, warnings_of((graph, costs, settings_on(graph, cluster, counts)) for counts in compared)
 
 
 def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, step_s: float) -> list[PlannedPool]:
@@ -285,11 +243,6 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
                 PlannedChannel(events.turn_name(writer, node.name), writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order")
             )
     return planned
-
-
-def first_workers(crew: Sequence[PlannedWorker]) -> dict[str, str]:
-    """Return the first worker of each node, by name; nodes have the same one where they run in the same processes."""
-    return {node: worker.name for worker in reversed(crew) for node in worker.nodes}
 
 
 def _loops(

@@ -1,7 +1,7 @@
 """How long a step takes in the steady state: by the critical cycle, and by playing the schedule forward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,7 +30,28 @@ def critical_cycle(schedule: Schedule) -> Cycle:
     Parametric search (Dinkelbach, 1967, for the maximum cycle ratio): guess a period, look for a cycle that exceeds it,
     take that cycle's ratio as the next guess; each guess is the ratio of a cycle, so the search ends.
     """
-    points, links = _links(schedule)
+    return _longest_cycle(schedule, *_links(schedule))
+
+
+class Timed:
+    """The period of one schedule under other seconds of its events, which keep its order: many times faster than a new schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._points, self._links = _links(schedule)
+
+    def period_s(self, seconds: Mapping[str, float]) -> float:
+        """Return the period where the events take these seconds, by name."""
+        events = tuple(replace(event, seconds=seconds.get(event.name, event.seconds)) for event in self.schedule.events)
+        spent = {event.name: event.seconds for event in events}
+        links = [
+            link._replace(seconds=spent[self._points[link.before][0]]) if self._points[link.before][1] == 0 else link
+            for link in self._links
+        ]
+        return _longest_cycle(Schedule(events, self.schedule.dependencies), self._points, links).period_s
+
+
+def _longest_cycle(schedule: Schedule, points: list[Point], links: "Sequence[_Link]") -> Cycle:
     slowest = max(schedule.events, key=lambda e: e.seconds)
     best = Cycle(slowest.seconds, (slowest.name,), 1)
     tolerance = 1e-9 * max(sum(event.seconds for event in schedule.events), 1e-9)

@@ -1,6 +1,6 @@
 """Placement: how many devices each pool gets, and which processes run on them."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -20,11 +20,64 @@ class _Request:
     group: int
 
 
-def splits(graph: Graph, cluster: Cluster) -> Iterator[Counts]:
-    """Yield the ways to divide the cluster among the pools: one where every share is given, else one for each choice.
+@dataclass(frozen=True)
+class Divisions:
+    """The ways to divide the cluster among the pools: one where every share is given, else one for each choice of devices for the
+    pools whose share is open, in whole groups. Iterating gives the devices of each pool."""
 
-    Raises PlanError where the pools need more than the cluster has.
-    """
+    fixed: Counts
+    open: tuple[tuple[str, int], ...]  # pools that the compiler may size, and the devices of a group of each
+    given: tuple[_Request, ...]
+    total: int  # for open and given pools
+
+    @property
+    def free(self) -> tuple[tuple[str, int], ...]:
+        """The pools whose devices are chosen; where no share is given the last open one takes what is left."""
+        return self.open if self.given else self.open[:-1]
+
+    @property
+    def room(self) -> int:
+        """Devices for all open pools at most."""
+        return self.total - sum(request.group for request in self.given)
+
+    def counts(self, chosen: Sequence[int]) -> Counts:
+        """Return the devices of each pool where the free ones have so many."""
+        found = dict(zip((name for name, _ in self.free), chosen, strict=True))
+        left = self.total - sum(chosen)
+        for name, group in self.open[len(self.free) :]:
+            found[name] = left // group * group
+        return {**self.fixed, **found, **_largest_remainder(list(self.given), left)}
+
+    def __iter__(self) -> Iterator[Counts]:
+        return (self.counts(chosen) for chosen in self._choices([group for _, group in self.open], self.room))
+
+    def __len__(self) -> int:
+        """How many there are, without making them."""
+        if not self.free:
+            return 1
+        ways = {self.room: 1}  # by what is left
+        rest = sum(group for _, group in self.open)
+        *others, (_, last) = self.free
+        for _, group in others:
+            rest -= group
+            found: dict[int, int] = {}
+            for left, count in ways.items():
+                for taken in range(group, left - rest + 1, group):
+                    found[left - taken] = found.get(left - taken, 0) + count
+            ways = found
+        return sum(count * ((left - rest + last) // last) for left, count in ways.items())
+
+    def _choices(self, groups: list[int], room: int) -> Iterator[tuple[int, ...]]:
+        if len(groups) == len(self.open) - len(self.free):
+            yield ()
+            return
+        for count in range(groups[0], room - sum(groups[1:]) + 1, groups[0]):
+            for others in self._choices(groups[1:], room - count):
+                yield (count, *others)
+
+
+def splits(graph: Graph, cluster: Cluster) -> Divisions:
+    """Return the ways to divide the cluster among the pools. Raises PlanError where the pools need more than the cluster has."""
     models = _models(graph)
     shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
     fixed = {p.name: p.cpus or p.gpus or 0 for p in graph.pools if p not in shared}
@@ -42,32 +95,14 @@ def splits(graph: Graph, cluster: Cluster) -> Iterator[Counts]:
             f"but the cluster has {cluster.gpus}; use a larger cluster, fewer GPUs for a pool, or one pool for several models"
         )
     total = max(total, least)  # cores, unlike GPUs, can be shared by the operating system
-    open_pools = [p for p in shared if p.share is None]
-    given = [_Request(p.name, p.share, groups[p.name]) for p in shared if p.share is not None]
-    reserved = sum(r.group for r in given)
-    for choice in _choices([groups[p.name] for p in open_pools], total - reserved, exact=not given):
-        chosen = {p.name: n for p, n in zip(open_pools, choice, strict=True)}
-        yield {**fixed, **chosen, **_largest_remainder(given, total - sum(choice))}
+    given = tuple(_Request(p.name, p.share, groups[p.name]) for p in shared if p.share is not None)
+    return Divisions(fixed, tuple((p.name, groups[p.name]) for p in shared if p.share is None), given, total)
 
 
 def _check_host_pools(graph: Graph, cluster: Cluster) -> None:
     for pool in graph.pools:
         if pool.cpus is not None and pool.cpus > cluster.cpus:
             raise PlanError(f"pool '{pool.name}' asks for {pool.cpus} cores, but the cluster has {cluster.cpus}; ask for fewer")
-
-
-def _choices(groups: list[int], total: int, exact: bool) -> Iterator[tuple[int, ...]]:
-    """Yield device counts for pools the compiler may size; `exact`: together they take everything."""
-    if not groups:
-        yield ()
-        return
-    rest = sum(groups[1:])
-    if len(groups) == 1 and exact:
-        yield (total // groups[0] * groups[0],)
-        return
-    for count in range(groups[0], total - rest + 1, groups[0]):
-        for others in _choices(groups[1:], total - count, exact):
-            yield (count, *others)
 
 
 def divided(shares: Mapping[str, float], groups: Mapping[str, int], total: int) -> dict[str, int]:
@@ -139,7 +174,7 @@ def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, in
 def _ranks(
     model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...], count: int, cluster: Cluster, core: int
 ) -> list[PlannedWorker]:
-    groups = model.ranks or (count // model.group if gpus else 1)
+    groups = _groups(model, count, on_gpus=bool(gpus))
     if gpus and groups * model.group > len(gpus):
         raise PlanError(
             f"{name} asks for {groups} ranks of {model.group} GPU(s), but pool '{model.pool.name}' has {len(gpus)}; ask for fewer ranks"
@@ -172,6 +207,17 @@ def _ranks(
         )
         for rank in range(world)
     ]
+
+
+def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
+    """Return the groups of devices on which a model has its workers."""
+    return model.ranks or (count // model.group if on_gpus else 1)
+
+
+def ranks_of(model: Model, count: int, cluster: Cluster) -> int:
+    """Return how many workers a model has in a pool of `count` devices."""
+    on_gpus = bool(cluster.gpus) and model.pool.cpus is None and count > 0
+    return _groups(model, count, on_gpus=on_gpus) * (model.engines if on_gpus else 1)
 
 
 def _host_chains(graph: Graph) -> list[list[Node]]:

@@ -1,7 +1,8 @@
 """Search: every combination of settings and every split of the devices, ranked by what they are predicted to give."""
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, TypeAlias
@@ -9,15 +10,17 @@ from typing import Any, Literal, TypeAlias
 from rlgraph.errors import GraphError, PlanError
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import planned, priced_for, scheduled
+from rlgraph.planning.compile import planned, priced_for
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.memory import check_memory, needs
 from rlgraph.planning.period import critical_cycle
-from rlgraph.planning.placement import Counts, splits
+from rlgraph.planning.placement import Counts, Divisions, splits
 from rlgraph.planning.plain_costs import warnings_of
 from rlgraph.planning.plan import Plan
+from rlgraph.planning.scheduling import period_on, scheduled, settings_on, settled
 from rlgraph.planning.shapes import Shapes
+from rlgraph.planning.splitting import FEW, best_first
 
 Objective: TypeAlias = Literal["tokens_per_s", "gpu_s_per_sample"]
 Settings: TypeAlias = Mapping[str, Any]
@@ -90,7 +93,15 @@ def search(
 ) -> Search:
     """Return the candidates ranked. Raises PlanError if none is left."""
     left_out: Counter[str] = Counter()
-    drafts = list(_drafts(build, cluster, costs, choices, max_staleness, shapes_of, left_out))
+    drafts = list[_Draft]()
+    streams = []
+    for problem in _problems(build, cluster, costs, choices, max_staleness, shapes_of, left_out):
+        if len(problem.divisions) <= FEW:
+            drafts += problem.drafts(problem.divisions, left_out)
+        else:
+            streams.append((problem, problem.drafts(problem.best_first(left_out), left_out)))
+    looked_at = len(drafts) + sum(len(problem.divisions) for problem, _ in streams)
+    drafts += _best([stream for _, stream in streams], by)
     if not drafts:
         reasons = "; ".join(f"{reason} ({count} times)" for reason, count in left_out.items())
         raise PlanError(f"tune found no plan: {reasons or 'there is nothing to choose from'}")
@@ -103,10 +114,50 @@ def search(
     found = [_candidate(draft, cluster, warnings) for draft in kept]
     best = min(_score(c, by) for c in found) or 1.0
     ranked = sorted(found, key=lambda c: (round(_score(c, by) / best, 3), c.staleness))  # as good and less stale comes first
-    return Search(tuple(ranked), len(drafts), left_out, by, doubted(verdict(ranked, by), warnings), warnings)
+    return Search(tuple(ranked), looked_at, left_out, by, doubted(verdict(ranked, by), warnings), warnings)
 
 
-def _drafts(
+@dataclass(frozen=True)
+class _Problem:
+    """One graph, whose devices are to be divided."""
+
+    settings: Settings
+    graph: Graph
+    cluster: Cluster
+    shapes: Shapes
+    costs: Costs
+    divisions: Divisions
+
+    def drafts(self, divisions: Iterable[Counts], left_out: Counter[str]) -> Iterator[_Draft]:
+        """Yield a draft for each division that fits."""
+        for counts in divisions:
+            try:
+                crew, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
+                check_memory(self.graph.name, needs(self.graph, self.cluster, crew, placed, self.shapes, self.costs.lengths))
+            except PlanError as refused:
+                left_out[str(refused)] += 1
+                continue
+            yield _Draft(self.settings, self.graph, self.shapes, self.costs, counts, placed, critical_cycle(schedule).period_s)
+
+    def best_first(self, left_out: Counter[str]) -> Iterator[Counts]:
+        """Yield divisions by their period, without those whose memory does not do."""
+        like = next(iter(self.divisions))
+        crew = settled(self.graph, self.cluster, like)[0]
+        period = period_on(self.graph, self.cluster, self.costs, like)
+
+        def period_if_it_fits(counts: Counts) -> float:
+            placed = settings_on(self.graph, self.cluster, counts)
+            try:
+                check_memory(self.graph.name, needs(self.graph, self.cluster, crew, placed, self.shapes, self.costs.lengths))
+            except PlanError as refused:
+                left_out[str(refused)] += 1
+                return float("inf")
+            return period(counts)
+
+        return (division.counts for division in best_first(self.divisions, period_if_it_fits))
+
+
+def _problems(
     build: Callable[..., Graph],
     cluster: Cluster,
     costs: Costs | None,
@@ -114,7 +165,7 @@ def _drafts(
     max_staleness: int | None,
     shapes_of: Callable[[Graph], Shapes],
     left_out: Counter[str],
-) -> Iterator[_Draft]:
+) -> Iterator[_Problem]:
     for values in product(*choices.values()):
         settings = dict(zip(choices, values, strict=True))
         try:
@@ -125,16 +176,29 @@ def _drafts(
             if max_staleness is not None and depth > max_staleness:
                 left_out[f"staleness {depth} is above max_staleness={max_staleness}"] += 1
                 continue
-            for counts in splits(graph, cluster):
-                crew, placed, schedule = scheduled(graph, cluster, counts, priced)
-                try:
-                    check_memory(graph.name, needs(graph, cluster, crew, placed, shapes, priced.lengths))
-                except PlanError as refused:
-                    left_out[str(refused)] += 1
-                    continue
-                yield _Draft(settings, graph, shapes, priced, counts, placed, critical_cycle(schedule).period_s)
+            yield _Problem(settings, graph, cluster, shapes, priced, splits(graph, cluster))
         except (GraphError, PlanError) as refused:
             left_out[str(refused)] += 1
+
+
+def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
+    """Take as many drafts of the streams as may be played, the best first, and the best one of each stream."""
+
+    def score(draft: _Draft) -> float:
+        return draft.score(by, draft.period_s)
+
+    heads = [(score(draft), index, draft) for index, stream in enumerate(streams) if (draft := next(stream, None)) is not None]
+    heapq.heapify(heads)
+    found: list[_Draft] = []
+    while heads and len(found) < 4 * PLAYED and (len(found) < PLAYED or heads[0][0] <= CLOSE * score(found[0])):
+        _, index, draft = heads[0]
+        found.append(draft)
+        following = next(streams[index], None)
+        if following is None:
+            heapq.heappop(heads)
+        else:
+            heapq.heapreplace(heads, (score(following), index, following))
+    return found + [draft for _, _, draft in heads]
 
 
 def _candidate(draft: _Draft, cluster: Cluster, warnings: tuple[str, ...]) -> Candidate:

@@ -46,10 +46,14 @@ def sleeping(graph: Graph, crew: Sequence[PlannedWorker], settings: Mapping[str,
     in_turns = shared(crew)
     for worker in crew:
         if worker.model is not None and worker.nodes[0] not in found and not in_turns.isdisjoint(worker.gpus):
-            sharded = all(graph.node(name).operation.work != "generate" for name in worker.nodes)
-            cost = costs.get(worker.model, SleepCost()).at(settings[worker.nodes[0]], sharded=sharded)
-            found |= dict.fromkeys(worker.nodes, cost)
+            found |= dict.fromkeys(worker.nodes, sleep_of(graph, worker, settings, costs))
     return found
+
+
+def sleep_of(graph: Graph, worker: PlannedWorker, settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> SleepCost:
+    """Return what the model of a worker takes to sleep and to wake in its setting."""
+    sharded = all(graph.node(name).operation.work != "generate" for name in worker.nodes)
+    return costs.get(worker.model or "", SleepCost()).at(settings[worker.nodes[0]], sharded=sharded)
 
 
 def turn_events(graph: Graph, fired: Sequence[Event], sleeps: Sleeps) -> Iterator[Event]:
