@@ -25,6 +25,7 @@ from rlgraph.planning.splitting import FEW, best_first
 Objective: TypeAlias = Literal["tokens_per_s", "gpu_s_per_sample"]
 Settings: TypeAlias = Mapping[str, Any]
 PLAYED = 12  # candidates at least that are played with lengths and spreads
+NEIGHBOURS = 3  # of one graph's many divisions that are played, at most
 CLOSE = 1.1  # and all whose critical cycle is within this of the best
 
 
@@ -107,7 +108,8 @@ def search(
         raise PlanError(f"tune found no plan: {reasons or 'there is nothing to choose from'}")
     drafts.sort(key=lambda draft: draft.score(by, draft.period_s))
     least = CLOSE * drafts[0].score(by, drafts[0].period_s)
-    close = [d for index, d in enumerate(drafts) if index < PLAYED or (index < 4 * PLAYED and d.score(by, d.period_s) <= least)]
+    most = PLAYED if streams else 4 * PLAYED
+    close = [d for index, d in enumerate(drafts) if index < PLAYED or (index < most and d.score(by, d.period_s) <= least)]
     kinds = [next((d for d in drafts if is_async(d.graph) == wanted), None) for wanted in (False, True)]
     kept = close + [d for d in kinds if d is not None and not any(d is other for other in close)]
     warnings = warnings_of((draft.graph, draft.costs, draft.placed) for draft in drafts)
@@ -182,7 +184,7 @@ def _problems(
 
 
 def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
-    """Take as many drafts of the streams as may be played, the best first, and the best one of each stream."""
+    """Take the drafts of the streams that may be played, the best first: few of a stream, whose neighbours differ little."""
 
     def score(draft: _Draft) -> float:
         return draft.score(by, draft.period_s)
@@ -190,10 +192,12 @@ def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
     heads = [(score(draft), index, draft) for index, stream in enumerate(streams) if (draft := next(stream, None)) is not None]
     heapq.heapify(heads)
     found: list[_Draft] = []
-    while heads and len(found) < 4 * PLAYED and (len(found) < PLAYED or heads[0][0] <= CLOSE * score(found[0])):
+    taken = Counter[int]()
+    while heads and len(found) < PLAYED:
         _, index, draft = heads[0]
         found.append(draft)
-        following = next(streams[index], None)
+        taken[index] += 1
+        following = next(streams[index], None) if taken[index] < NEIGHBOURS else None
         if following is None:
             heapq.heappop(heads)
         else:
