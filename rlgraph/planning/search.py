@@ -25,7 +25,7 @@ from rlgraph.planning.splitting import FEW, best_first
 Objective: TypeAlias = Literal["tokens_per_s", "gpu_s_per_sample"]
 Settings: TypeAlias = Mapping[str, Any]
 PLAYED = 12  # candidates at least that are played with lengths and spreads
-NEIGHBOURS = 3  # of one graph's many divisions that are played, at most
+NEIGHBOURS = 8  # of one graph's many divisions that are played, at most
 CLOSE = 1.1  # and all whose critical cycle is within this of the best
 
 
@@ -108,7 +108,7 @@ def search(
         raise PlanError(f"tune found no plan: {reasons or 'there is nothing to choose from'}")
     drafts.sort(key=lambda draft: draft.score(by, draft.period_s))
     least = CLOSE * drafts[0].score(by, drafts[0].period_s)
-    most = PLAYED if streams else 4 * PLAYED
+    most = 2 * PLAYED if streams else 4 * PLAYED
     close = [d for index, d in enumerate(drafts) if index < PLAYED or (index < most and d.score(by, d.period_s) <= least)]
     kinds = [next((d for d in drafts if is_async(d.graph) == wanted), None) for wanted in (False, True)]
     kept = close + [d for d in kinds if d is not None and not any(d is other for other in close)]
@@ -193,7 +193,7 @@ def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
     heapq.heapify(heads)
     found: list[_Draft] = []
     taken = Counter[int]()
-    while heads and len(found) < PLAYED:
+    while heads and len(found) < 2 * PLAYED:
         _, index, draft = heads[0]
         found.append(draft)
         taken[index] += 1
