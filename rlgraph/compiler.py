@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rlgraph.errors import PlanError, PlanWarning
+from rlgraph.errors import DataError, PlanError, PlanWarning
 from rlgraph.graph import Graph
 from rlgraph.planning import plan as values
 from rlgraph.planning.cluster import Cluster
@@ -169,7 +169,10 @@ def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
 @lru_cache(maxsize=64)
 def _shape(path: str) -> ModelShape | None:
     file = Path(path) / "config.json"
-    return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    try:
+        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    except (ValueError, OSError) as broken:
+        raise DataError(f"'{file}' is not JSON ({broken!s:.80}); write the model folder again") from None
 
 
 @checked(PlanError)

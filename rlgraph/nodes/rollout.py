@@ -262,16 +262,17 @@ def _chained(parts: list[list[Request]]) -> list[Request]:
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
     """Raise DataError for a folder that is no model, or a prompt of `source` that leaves no room for a response."""
+    from rlgraph.engines.model_files import check_tokenizer
     from rlgraph.engines.pretrained import check_model
-    from rlgraph.engines.tokenizer import load_tokenizer
 
-    context = generator.max_context or check_model(generator.path).context_length
+    summary = check_model(generator.path, loadable=True)
+    context = generator.max_context or summary.context_length
+    tokenizer = check_tokenizer(generator.path)
     room = context - sampling.max_tokens
     if room < 1:
         raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
     if not isinstance(source, Prompts):
         return
-    tokenizer = load_tokenizer(generator.path)
     texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
     for index, tokens in enumerate(prompt_tokens(tokenizer, texts)):
         if not 0 < len(tokens) <= room:

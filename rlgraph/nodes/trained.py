@@ -106,10 +106,10 @@ class Training(ABC):
 
 
 def check_folder(path: str) -> None:
-    """Raise DataError for a folder that holds no model."""
+    """Raise DataError for a folder that holds no model that can be loaded."""
     from rlgraph.engines.pretrained import check_model
 
-    check_model(path)
+    check_model(path, loadable=True)
 
 
 def check_trained(model: TrainedModel) -> None:

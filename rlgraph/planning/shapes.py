@@ -27,6 +27,8 @@ class ModelShape:
         """Return the shape that a config.json in Hugging Face format gives, or None where it is another kind of model."""
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
+            if not all(isinstance(size, int) for size in (heads, hidden, config["num_hidden_layers"], config["vocab_size"])):
+                return None
             experts = config.get("num_experts") or config.get("num_local_experts") or 1
             return cls(
                 layers=config["num_hidden_layers"],
