@@ -20,13 +20,14 @@ from rlgraph.errors import DataError
 
 PADDED, SHARED, FLAT = "padded", "shared", "flat"
 PATHS = (PADDED, SHARED, FLAT)
-NEAR, NEAR_HALF = 1e-3, 0.25  # nats, at most: of float32, and of a kernel that takes bfloat16
+NEAR = 1e-3  # nats, at most, in float32
+NEAR_HALF = 0.06  # nats, the median, of a kernel that takes bfloat16: single tokens go to other experts by rounding, and are far off
 SHAPE = ((40, (21, 30)), (37, (13, 17)), (12, (34, 6)))  # tokens of each prompt and of its responses: longer than a window
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far the log-probs of a way are off at most, in nats, and what rounding may do; or why there are none."""
+    """How far the log-probs of a way are off, in nats, and what rounding may do; or why there are none."""
 
     off: float = float("inf")
     limit: float = NEAR
@@ -99,7 +100,7 @@ def trainer_verdicts(
             continue
         half = way == FLAT and device != "cpu" and dtype != torch.float32
         kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if way == FLAT else packed_attention.PADDED
-        found[way] = _verdict(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, NEAR_HALF if half else NEAR)  # type: ignore[misc]
+        found[way] = _verdict(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
     return found
 
 
@@ -110,7 +111,7 @@ def generator_verdict(path: str | Path, *, device: str = "cpu") -> Verdict:
     """
     model, batch = small_model(path).to(device), _batch()
     expected = alone(model, batch)
-    return _verdict(lambda: _decoded(model, batch), expected, NEAR)
+    return _verdict(lambda: _decoded(model, batch), expected, batch)
 
 
 def small_model(path: str | Path) -> Any:
@@ -139,12 +140,14 @@ def alone(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def _verdict(scores: Callable[[], torch.Tensor], expected: torch.Tensor, limit: float) -> Verdict:
+def _verdict(scores: Callable[[], torch.Tensor], expected: torch.Tensor, batch: dict[str, torch.Tensor], half: bool = False) -> Verdict:
+    limit = NEAR_HALF if half else NEAR
     try:
         with torch.no_grad(), quiet():
-            off = (scores() - expected).abs().max().item()
+            apart = (scores() - expected).abs()[batch["response_mask"]]
     except Exception as error:  # noqa: BLE001, whatever the code of a model raises
         return Verdict(limit=limit, error=_reason(error))
+    off = (apart.median() if half else apart.max()).item()
     return Verdict(off if off == off else float("inf"), limit)
 
 

@@ -13,6 +13,20 @@ def test_training_on_a_gpu_gives_the_log_probs_and_the_step_of_a_cpu(alone: Alon
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_bfloat16_passes_packed_flat_are_those_of_float32(alone: Alone, family: str) -> None:
+    assert alone("attention_here.py", family).splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_compiled_layers_take_the_step_of_eager_ones(alone: Alone, family: str) -> None:
+    found = alone("attention_here.py", family, "--compiled").splitlines()
+    assert found[-2].startswith("compiled against eager")
+    assert found[-1] == "equal"
+
+
+@pytest.mark.gpu
 @pytest.mark.vllm
 @pytest.mark.parametrize("head", ["64", "128"])
 def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_loader_would(alone: Alone, head: str) -> None:
