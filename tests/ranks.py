@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from forked import server
 from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.engines import stored
@@ -29,8 +30,13 @@ def run_ranks(kind: str, model: Path, out: Path, world: int) -> list[Any]:
     return [torch.load(out / f"{rank}.pt") for rank in range(world)]
 
 
+def refused(*_: object) -> None:
+    raise AssertionError("an object of another rank is unpickled")
+
+
 def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
+    distributed_c10d._tensor_to_object = refused  # type: ignore[assignment]
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     batch = returns_of(batch_of(LENGTHS, holes=True))
     head, loss = (PolicyHead(folder), WeightedLikelihood(entropy=0.1)) if kind == "policy" else (ValueHead(folder), ValueLoss())
@@ -49,7 +55,7 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     torch.save(saved, out / f"{rank}.pt")
     engine.update(batch, loss)
     state = engine.state()
-    stored.read(out / "stored", state, world)
+    stored.read(out / "stored", state)
     engine.load_state(state)
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
     engine.close()

@@ -80,12 +80,6 @@ def bound(listener: socket.socket) -> str:
     return name if isinstance(name, str) else _joined(*name[:2])
 
 
-def free_port(host: str) -> str:
-    """Return an address of the host at which nobody listens, for a library that wants to listen by itself."""
-    with listen("a free port", f"{host}:0", 1) as listener:
-        return bound(listener)
-
-
 def close_listener(listener: socket.socket, address: str) -> None:
     """Let nobody in any more; a thread in `accept` wakes with an OSError."""
     with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from rlgraph.columns import Column, Columns
 from rlgraph.engines import fused_norms, packed_attention
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Judge, Loss, check_weights
+from rlgraph.engines.exchange import gathered
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
@@ -204,16 +205,10 @@ def _summed(parts: list[dict[str, float]], world: int, device: torch.device) -> 
 
 
 def _gathered(parts: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
-    """Return the parts of all ranks, as bytes that are no pickle: nothing of a peer is run."""
-    mine = torch.frombuffer(bytearray(msgspec.msgpack.encode([[*part.items()] for part in parts])), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
-    rows = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in range(world)]
-    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, len(rows[0]) - len(mine))))
-    return [
-        [dict(part) for part in msgspec.msgpack.decode(bytes(row[: int(size)].cpu().numpy()), type=list[list[tuple[str, float]]])]
-        for row, size in zip(rows, sizes, strict=True)
-    ]
+    """Return the parts of all ranks."""
+    mine = msgspec.msgpack.encode([[*part.items()] for part in parts])
+    told = (msgspec.msgpack.decode(part, type=list[list[tuple[str, float]]]) for part in gathered(mine, world, device))
+    return [[dict(part) for part in parts] for parts in told]
 
 
 def _tensor(batch: Columns, name: str) -> torch.Tensor:

@@ -28,6 +28,9 @@ class Place(Protocol):
     def rendezvous(self) -> str: ...
 
     @property
+    def meeting(self) -> int: ...
+
+    @property
     def device(self) -> str: ...
 
     @property
@@ -106,10 +109,9 @@ def dtype_of(model: Any, place: Place) -> str:
 def _train_engine(head: Callable[[str], Any], model: Any, place: Place) -> TrainEngine:
     """Make one rank's engine, after the test that needs none of the weights; the ranks of one model meet at `place.rendezvous`."""
     import torch
-    import torch.distributed as dist
 
     from rlgraph.engines.fsdp import FsdpEngine
-    from rlgraph.engines.sharding import backends
+    from rlgraph.engines.meeting import meet
 
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute
     shared = True
@@ -121,7 +123,7 @@ def _train_engine(head: Callable[[str], Any], model: Any, place: Place) -> Train
         if layout.note and place.rank == 0:
             log.warning(layout.note)
     if place.world > 1:
-        dist.init_process_group(backends(), init_method=place.rendezvous, rank=place.rank, world_size=place.world)
+        meet(place.rendezvous, place.rank, place.world, place.meeting)
     return FsdpEngine(
         head(model.path),
         optimizer=model.optimizer,

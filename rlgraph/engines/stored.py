@@ -1,6 +1,7 @@
 """The state of a trained model on disk, in shards: every rank writes its own rows and reads those it has now, however many ranks there are.
 
-torch.distributed.checkpoint does the work; nothing that is read back can run code.
+torch.distributed.checkpoint does the work, but for its messages between ranks, which are pickles: ours are plain values. Nothing that
+is read back can run code either.
 """
 
 import os
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from rlgraph.engines import shards
+from rlgraph.engines.exchange import RankFailed, of_all
 from rlgraph.errors import CheckpointError
 
 State = Mapping[str, torch.Tensor]  # DTensors where the ranks have rows of their own, else the same tensor on each
@@ -69,16 +72,37 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
     Raises CheckpointError where the folder cannot be written.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    planner = DefaultSavePlanner()
+
+    def own_pieces() -> list[shards.Piece]:
+        planner.set_up_planner(dict(state), writer.storage_meta(), rank == 0)
+        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        return shards.pieces(writer.prepare_local_plan(planner.create_local_plan()))
+
+    def own_places() -> list[shards.Place]:
+        done = writer.write_data(planner.finish_plan(plans[rank]), planner)
+        done.wait()
+        return shards.places(done.value())
+
+    def complete() -> None:
+        if rank == 0:
+            writer.finish(contents, [[place.restored() for place in found] for found in written])
+
     try:
-        with _unwarned():
-            save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
-    except (OSError, RuntimeError, CheckpointException) as error:
+        found = of_all(group, own_pieces, list[shards.Piece], _reason)
+        plans, contents = planner.create_global_plan([shards.plan(pieces) for pieces in found])  # the same on every rank
+        plans = writer.prepare_global_plan(plans)
+        written = of_all(group, own_places, list[shards.Place], _reason)
+        of_all(group, complete, type(None), _reason)
+    except RankFailed as error:
+        raise CheckpointError(f"folder '{folder}': {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
     files = sorted(folder.glob(f"__{rank}_*"))
     return [*files, folder / ".metadata"] if rank == 0 else files
 
 
-def read(folder: Path, state: State, world: int) -> None:
+def read(folder: Path, state: State) -> None:
     """Fill the live tensors of `state` with what was written, whatever the number of ranks that wrote it.
 
     Raises CheckpointError where a tensor is missing or has another shape.
@@ -95,7 +119,7 @@ def read(folder: Path, state: State, world: int) -> None:
             )
     try:
         with _unwarned():
-            load(dict(state), storage_reader=reader, no_dist=world == 1)
+            load(dict(state), storage_reader=reader, no_dist=True)  # a rank finds by itself what it reads
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
 
@@ -133,7 +157,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """A world of one has nobody to agree with, of which torch warns at every call."""
+    """A rank that reads for itself agrees with nobody, of which torch warns at every call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

@@ -31,7 +31,8 @@ class Arrivals(Protocol):
 class Context:
     """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
 
-    `rendezvous` is where the ranks of one model meet, for torch.distributed. `device` is where its engine computes, `shared` whether
+    `rendezvous` is where the ranks of one model meet, for torch.distributed, and `meeting` the descriptor of the socket at
+    which rank 0 listens there, where they are on several hosts. `device` is where its engine computes, `shared` whether
     other models compute there in turns, `copies` how many versions of its weights lie there. `arrivals` are new versions for the node
     that runs, where it is at the reading end of a feedback edge. `set_aside` are places of the data order that are passed over, since
     their prompt killed a worker. `sequences` is how many responses its engine decodes at once, at most. A node that takes long says
@@ -43,6 +44,7 @@ class Context:
     world: int = 1
     threads: int = 1
     rendezvous: str = ""
+    meeting: int = -1
     version: int = 0
     device: str = "cpu"
     shared: bool = False

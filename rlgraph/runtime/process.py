@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 
-from rlgraph.channels.address import dial, free_port
+from rlgraph.channels.address import bound, dial, listen
 from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.tokens import Kind
@@ -47,6 +47,7 @@ class Process:
         self.control = Link(dial(f"worker '{self.name}'", driver, setup.deadline_s), setup.authkey, setup.deadline_s, server=False)
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
         self.mailbox = Mailbox()
+        self.meeting = -1
         self.addresses: dict[str, str] = {}
         self.progress: Progress | None = None
         self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
@@ -73,7 +74,9 @@ class Process:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         worker = self.setup.worker
         if self.setup.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
-            self.addresses[f"ranks of {worker.model}"] = f"tcp://{free_port(self.setup.listen_at)}"
+            meeting = listen(f"ranks of {worker.model}", f"{self.setup.listen_at}:0", worker.world)
+            self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(meeting)}"
+            self.meeting = meeting.detach()  # the engine's to close: from here on nobody else can take the port
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> ShmWriter:
@@ -104,6 +107,7 @@ class Process:
             world=worker.world,
             threads=worker.threads,
             rendezvous=rendezvous,
+            meeting=self.meeting,
             device=device,
             shared=self.setup.shared,
             copies=self.setup.copies,

@@ -168,7 +168,7 @@ def restore(progress: "Progress", resume: Resume) -> None:
         from rlgraph.engines import stored
 
         trained = worker.context.engine.state()
-        stored.read(folder / str(planned.model), trained, planned.world)
+        stored.read(folder / str(planned.model), trained)
         worker.context.engine.load_state(trained)
     if same:
         set_random_states(mine["random"])

@@ -238,7 +238,7 @@ def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path: Path, caps
     stored.write(tmp_path, {"vector": torch.ones(2)}, 0, None)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"asks for 'builtins\.exec'"):
-        stored.read(tmp_path, {"vector": torch.zeros(2)}, 1)
+        stored.read(tmp_path, {"vector": torch.zeros(2)})
     assert "code ran" not in capsys.readouterr().out
 
 
