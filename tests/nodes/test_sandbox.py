@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,27 @@ def test_many_run_at_once_and_leave_no_process() -> None:
     assert asyncio.run(many()) == [f"{2 * i}\n" for i in range(8)]
     assert children() <= before
     assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+
+
+def below(pid: int) -> set[int]:
+    """The processes that a process has started, and theirs."""
+    try:
+        own = {int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()}
+    except OSError:
+        return set()
+    return own.union(*(below(child) for child in own))
+
+
+def test_code_ends_with_a_caller_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", BARE, Path(__file__).with_name("calling.py")]) as caller:
+        end = time.monotonic() + 60
+        while len(tool := below(caller.pid)) < 3 and time.monotonic() < end:  # one outside, the first and the second of its namespace
+            time.sleep(0.02)
+        caller.kill()
+    while any(Path(f"/proc/{pid}").exists() for pid in tool) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(tool) == 3
+    assert not [pid for pid in tool if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_limit_of_nothing_is_refused() -> None:
