@@ -3,6 +3,7 @@
 import asyncio
 import os
 import platform
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -80,7 +81,10 @@ def test_the_attempt_would_be_noticed_without_a_sandbox(attempt: str) -> None:
     with world("self") as own:
         before = own.state()
         said = without_sandbox(PRELUDE + own.names + OUTSIDE[attempt], own)
-        assert "ESCAPED" in said or own.state() != before, said
+        end = time.monotonic() + 10  # for a process that was signalled to end
+        while not (noticed := "ESCAPED" in said or own.state() != before) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert noticed, said
 
 
 BOMBS = {

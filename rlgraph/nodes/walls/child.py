@@ -5,16 +5,19 @@ folders of packages, and all paths that stay readable.
 None of the layers needs privileges, and none can be undone.
 """
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` itself loads `enum`, which takes half of the start
 import os
 import resource
-import signal
 import site
 import struct
 import sys
-from collections.abc import Callable
 
 from . import calls, files, spaces
 from .kernel import CAPSET, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, call, checked, libc
+
+TYPE_CHECKING = False  # what `typing` and `collections` take to load is a fifth of the start
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NOT_WALLED = 3  # exit status where a layer is missing
 SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace where the code's process was killed
@@ -47,7 +50,7 @@ def main() -> None:
     _run(code)
 
 
-def _layer(name: str, accepted: list[str], enter: Callable[[], None]) -> bool:
+def _layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
     """Enter one layer, and say whether it holds. Ends the process where it is missing, unless that is accepted."""
     try:
         enter()
@@ -60,7 +63,7 @@ def _layer(name: str, accepted: list[str], enter: Callable[[], None]) -> bool:
 
 
 def _die_with_parent() -> None:
-    checked(libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "prctl")
+    checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def _fork_into_namespaces(seconds: int) -> None:

@@ -2,15 +2,18 @@
 
 import os
 import struct
-from collections.abc import Iterable
 
 from .kernel import LANDLOCK_ADD, LANDLOCK_CREATE, LANDLOCK_RESTRICT, call
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 EXECUTE, WRITE, READ, READ_FOLDER = 1, 2, 4, 8
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
-def leave_files(readable: Iterable[str], folder: str) -> None:
+def leave_files(readable: "Iterable[str]", folder: str) -> None:
     """Leave some paths to read, devices that hold nothing, and a folder to write. Raises OSError where the kernel has no Landlock."""
     abi = call(LANDLOCK_CREATE, "landlock_create_ruleset", None, 0, 1)
     everything = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1

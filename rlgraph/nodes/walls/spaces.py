@@ -5,10 +5,13 @@ An ordinary user gets them within a user namespace of its own. Root makes them a
 
 import os
 import struct
-from collections.abc import Sequence
 
 from .files import DEVICES
 from .kernel import MOUNT_SETATTR, MOVE_MOUNT, OPEN_TREE, PIVOT_ROOT, call, checked, libc, mount
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FOLDER = "/tmp"  # the code's own
 NOBODY = 65534
@@ -21,7 +24,7 @@ CLOSED_AT_EXEC, DETACH = 0o2000000, 2
 READ_ONLY_NO_SUID, WITHOUT_DEVICES = 1 | 2, 4  # of mount_setattr
 
 
-def enclose(readable: Sequence[str], folder_bytes: int) -> None:
+def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
     """Leave this process with the readable paths and an empty `FOLDER` of so many bytes, and its next child in namespaces of its own.
 
     Raises OSError, which names the call, where the kernel does not allow it.
@@ -43,7 +46,7 @@ def enclose(readable: Sequence[str], folder_bytes: int) -> None:
         libc.unshare(NEW_USER)  # where it may: what counts for nobody's other processes then does not count here, and vice versa
 
 
-def _rebuild(readable: Sequence[str], folder_bytes: int) -> None:
+def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
     """Make a root of a few paths, read only, and forget the old one."""
     os.umask(0o022)
     paths = sorted(filter(os.path.exists, {*readable, *DEVICES}), key=os.path.realpath)  # a folder before what lies in it
