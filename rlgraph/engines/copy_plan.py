@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlgraph import notices
+
 Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 COPIED, CONSTANT = 1, 2  # what an element of a parameter was last given
 
@@ -79,6 +81,10 @@ def record(model: Model, weights: Mapping[str, torch.Tensor]) -> CopyPlan | None
     with recorder:
         model.load_weights(one_by_one())
     if recorder.foreign or not all(_given(parameter, recorder.written) for parameter in model.parameters()):
+        notices.here.say(
+            f"{type(model).__name__} loads weights with more than copies, so every new version goes through its own loader instead of "
+            "recorded copies: swaps take longer"
+        )
         return None
     return CopyPlan(recorder.copies)
 

@@ -14,21 +14,27 @@ from typing import Any
 
 import numpy as np
 
+from rlgraph import notices
 from rlgraph.engines.vllm_arguments import mixed_sizes
 
+NOT_RECORDED = "steps that read prompts beside decoding are not recorded as CUDA graphs, which makes them slower: {}"
 TOLD = 2  # tokens of the longest prompt, as kernels are told: with more than one they keep the causal mask
 
 
 def record_prompts() -> None:
     """Have the engine that this process makes next record such steps, if its vLLM is one that this was made for: 0.26, on a GPU."""
     if not version("vllm").startswith("0.26."):
+        notices.here.say(NOT_RECORDED.format(f"it is written for vLLM 0.26 and this is {version('vllm')}"))
         return
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
     from vllm.v1.worker.gpu.model_states import default
 
-    if get_flash_attn_version() != 3 or model_runner.ModelCudaGraphManager is not cudagraph_utils.ModelCudaGraphManager:
+    if model_runner.ModelCudaGraphManager is not cudagraph_utils.ModelCudaGraphManager:
+        return  # it was asked for before
+    if get_flash_attn_version() != 3:
+        notices.here.say(NOT_RECORDED.format(f"it needs FlashAttention 3 and this GPU has {get_flash_attn_version()}"))
         return
     full = CUDAGraphMode.FULL
 

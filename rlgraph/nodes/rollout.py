@@ -59,6 +59,18 @@ class Generator(Model):
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
                 "share none; give one of the two"
             )
+        for name in ("max_sequences", "memory"):
+            value = getattr(self, name)
+            if self.engine == "transformers" and value is not None:
+                raise GraphError(
+                    f"Generator(engine='transformers', {name}={shown(value)}): this engine takes every response at once, whatever memory "
+                    "that needs; leave it out, or use engine='vllm'"
+                )
+        if self.memory is not None and self.pool.cpus is not None:
+            raise GraphError(
+                f"Generator(memory={self.memory}, pool=Pool({self.pool.name!r}, cpus={self.pool.cpus})): memory is a share of a GPU's; "
+                "leave it out on host cores"
+            )
         if self.engine != "transformers" and not self.self_test:
             raise GraphError(f"Generator(engine={self.engine!r}, self_test=False): only the engine 'transformers' is tested; leave it out")
         if self.engine == "transformers" and self.tensor_parallel > 1:

@@ -12,7 +12,7 @@ from rlgraph.planning.advice import advise
 from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs, checked
-from rlgraph.planning.memory import check_memory, needs
+from rlgraph.planning.memory import check_gpu_settings, check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
 from rlgraph.planning.period import Cycle, critical_cycle
 from rlgraph.planning.placement import Counts, devices, model_names, nodes_needed, splits
@@ -66,6 +66,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
     """Return the plan of a graph whose pools have that many devices; `warnings` are about how it was chosen."""
+    check_gpu_settings(graph, cluster)
     crew, settings, schedule = scheduled(graph, cluster, counts, priced)
     sleeps = sleeping(graph, crew, settings, priced.sleep)
     memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)

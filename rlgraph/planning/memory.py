@@ -181,3 +181,14 @@ FIXES = {
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "put who trains and who generates on one host, lower depth, or use a smaller model",
 }
+
+
+def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
+    """Raise PlanError where a model's share of a GPU's memory is set and the cluster has no GPU."""
+    for node in graph.nodes:
+        share = getattr(node.model, "memory", None)
+        if share is not None and not cluster.gpus:
+            raise PlanError(
+                f"graph '{graph.name}': the model of node '{node.name}' has memory={share}, a share of a GPU's, but this cluster has no "
+                "GPU; leave it out there"
+            )

@@ -56,6 +56,7 @@ class Job:
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._suspects = Suspects(graph, plan)
         self._signals = Signals(lambda: not self._attempt.ended and self._attempt.ticked > self._attempt.first)
+        self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._attempt = self._new_attempt()
         self._asked = self._finished = 0
@@ -204,6 +205,10 @@ class Job:
         self._spans.add(spans)
         self._sampled += [sampled for report in reports for sampled in report.sampled]
         self._published_bytes = sum(report.published_bytes for report in reports)
+        for text in dict.fromkeys(text for told in reports for text in told.notices):
+            if text not in self.notices:
+                self.notices = (*self.notices, text)
+                self._say(text)
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
@@ -273,6 +278,7 @@ class Job:
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
             settings=settings(self._graph, self.plan),
             observed=self.observed,
+            notices=self.notices,
         )
 
     def bubbles(self) -> Bubbles:

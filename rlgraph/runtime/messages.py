@@ -45,6 +45,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     peaks: dict[str, int]  # the most slots ever in use, by channel end
     sampled: list[Sampled]
     published_bytes: int  # of one version, of this worker's rows
+    notices: list[str] = []  # what works otherwise than asked, each said once
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):

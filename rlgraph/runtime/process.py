@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 
+from rlgraph import notices
 from rlgraph.channels.address import bound, dial, listen
 from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
@@ -40,6 +41,7 @@ class Process:
     """The body of an actor: `prepare` once, then `step` again and again."""
 
     def __init__(self, setup: WorkerSetup, driver: str) -> None:
+        notices.here.carried = True
         self.setup = setup
         self.name = setup.worker.name
         offer_stacks(setup.folder, self.name)
@@ -154,7 +156,7 @@ class Process:
         ends, worker = self.mailbox.statistics(), self.progress.worker
         used, peaks = ({name: getattr(end, what) for name, end in ends.items()} for what in ("used", "peak_used"))
         sampled, published = worker.taken_sampled(), worker.published_bytes()
-        self._tell(messages.Report(self.name, step, dict(metrics), spans, used, peaks, sampled, published))
+        self._tell(messages.Report(self.name, step, dict(metrics), spans, used, peaks, sampled, published, notices.here.taken()))
 
     def _save(self, step: int) -> None:
         assert self.progress is not None

@@ -39,7 +39,7 @@ def findings(run: Run) -> tuple[str, ...]:
     found = [line for side in _sides(run) for line in _balance(run, side)]
     rules: Sequence[Callable[[Run], Iterator[str]]] = (_unused, _publishing, _turns, _hosts, _driver, _own_work, _disagreement, _clipping)
     found += [line for rule in rules for line in rule(run)]
-    return tuple(found) or tuple(_balanced(run))
+    return (*run.notices, *(found or _balanced(run)))
 
 
 def _sides(run: Run) -> Iterator[Sides]:

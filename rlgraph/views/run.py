@@ -26,7 +26,8 @@ class Run:
     """A run, whole or as far as it came. Seconds count from the first tick, so that the launch is before 0.
 
     `steps` holds the metrics of each step, `priced` the plan of the same graph with the costs that this run measured, where
-    there were any; `settings` says for each model and node how it was set, `observed` what the certificate bounds.
+    there were any; `settings` says for each model and node how it was set, `observed` what the certificate bounds,
+    `notices` what worked otherwise than asked.
     """
 
     plan: Plan
@@ -37,6 +38,7 @@ class Run:
     priced: Plan | None
     settings: Settings
     observed: Observed = field(default_factory=Observed)
+    notices: tuple[str, ...] = ()
 
     @cached_property
     def first_steady(self) -> int:

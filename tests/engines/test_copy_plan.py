@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlgraph import notices
 from rlgraph.engines.copy_plan import record
 
 
@@ -155,5 +156,10 @@ class ByNumber(Fused):
 
 
 @pytest.mark.parametrize("kind", [Scaled, ScaledInPlace, Partial, Replaced, ZeroedAfter, ByNumber])
-def test_a_loader_that_does_more_or_less_than_copy_cannot_be_recorded(kind):
+def test_a_loader_that_does_more_or_less_than_copy_cannot_be_recorded_and_that_is_said_once(kind, monkeypatch):
+    monkeypatch.setattr(notices, "here", notices.Notices())
+    notices.here.carried = True
     assert record(kind(), weights(0)) is None
+    assert record(kind(), weights(1)) is None
+    [said] = notices.here.taken()
+    assert said.startswith(f"{kind.__name__} loads weights with more than copies")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import rlgraph as rg
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, PlanError
 
 
 def graph_parts() -> Any:
@@ -86,3 +86,32 @@ def test_an_update_that_walks_its_batch_three_times_is_expected_to_take_three_ti
         return rg.compile(rg.Graph("walks", step.metrics), rg.Cluster(gpus=2, cpus=8)).node("update").seconds
 
     assert seconds(3) == pytest.approx(3 * seconds(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"engine": "transformers", "max_sequences": 8},
+            "engine='transformers', max_sequences=8.: this engine takes every response at once",
+        ),
+        ({"engine": "transformers", "memory": 0.5}, "engine='transformers', memory=0.5.: this engine takes every response at once"),
+        ({"memory": 0.5, "pool": rg.Pool("host", cpus=2)}, "memory is a share of a GPU's; leave it out on host cores"),
+    ],
+)
+def test_settings_that_an_engine_would_not_look_at_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        rg.Generator("m", **{"pool": rg.Pool("p"), **settings})
+
+
+def test_a_share_of_a_gpu_is_refused_where_the_cluster_has_none() -> None:
+    prompts, weights = rg.prompts([{"prompt": "?"}], count=2), rg.feedback("weights", depth=1)
+    generator, policy = rg.Generator("m", pool=rg.Pool("p"), memory=0.5), rg.Policy("m", pool=rg.Pool("t"))
+    rollout = generator.rollout(prompts, weights, group_size=2)
+    rewards = rg.reward(lambda response_mask: [0.0], rollout)
+    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    graph = rg.Graph("grpo", step.metrics)
+    rg.compile(graph, rg.Cluster(gpus=2))
+    with pytest.raises(PlanError, match=r"model of node 'rollout' has memory=0\.5, a share of a GPU's, but this cluster has no GPU"):
+        rg.compile(graph, rg.Cluster(cpus=4))

@@ -32,6 +32,11 @@ def with_metric(run: Run, name: str, value: float) -> Run:
     return replace(run, steps=tuple({**step, name: value} for step in run.steps))
 
 
+def test_what_worked_otherwise_than_asked_stands_first_and_is_no_reason_to_leave_the_rest_out() -> None:
+    run = played(plan(1, 3.0, 1.0), 30, tail=1.8)
+    assert findings(replace(run, notices=("the loader copies",))) == ("the loader copies", *findings(run))
+
+
 def test_a_trainer_that_waits_with_even_lengths_is_told_to_give_rollout_more_and_how_much() -> None:
     advice = said(played(plan(1, 3.0, 1.0), 30, tail=1.8))
     assert "wait_prev_gen is high" in advice

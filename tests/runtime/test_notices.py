@@ -1,0 +1,53 @@
+"""What works otherwise than asked is said once, wherever it is found, and by the job in the end."""
+
+import logging
+
+import fakes
+import forked
+import pytest
+
+from rlgraph import notices
+from rlgraph.engines import recorded_prompts
+
+
+def test_a_process_says_each_thing_once_and_gives_it_away_once() -> None:
+    here = notices.Notices()
+    here.carried = True
+    here.say("slow")
+    here.say("slow")
+    assert here.taken() == ["slow"]
+    here.say("slow")
+    here.say("slower")
+    assert here.taken() == ["slower"]
+
+
+def test_where_nobody_fetches_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    here = notices.Notices()
+    with caplog.at_level(logging.WARNING, "rlgraph.notices"):
+        here.say("slow")
+        here.say("slow")
+    assert [record.getMessage() for record in caplog.records] == ["slow"]
+    assert here.taken() == []
+
+
+def complain(step: int) -> None:
+    notices.here.say("copies are made one by one")
+
+
+def test_a_job_says_once_what_its_workers_said(capfd: pytest.CaptureFixture[str]) -> None:
+    with forked.job(fakes.vector_loop(1, begun=complain)) as job:
+        list(job.steps(3))
+        assert job.notices == ("copies are made one by one",)
+        assert job.run().notices == job.notices
+    assert capfd.readouterr().err.count("copies are made one by one") == 1
+
+
+def test_a_vllm_that_steps_with_prompts_are_not_recorded_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "here", notices.Notices())
+    notices.here.carried = True
+    monkeypatch.setattr(recorded_prompts, "version", lambda package: "0.99.1")
+    recorded_prompts.record_prompts()
+    recorded_prompts.record_prompts()
+    [said] = notices.here.taken()
+    assert "not recorded as CUDA graphs" in said
+    assert "written for vLLM 0.26 and this is 0.99.1" in said
