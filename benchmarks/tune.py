@@ -140,11 +140,35 @@ def timed(call: Callable[[], Any], times: int) -> list[float]:
     return found
 
 
+def large() -> dict[str, Any]:
+    """Return the seconds of compiling for large clusters, with shares given and open, and of tuning over 1,024 GPUs."""
+    rows = []
+    for gpus in (64, 256, 1024, 4096):
+        cluster = rg.Cluster(gpus=gpus, cpus=64)
+        equal = {"rollout": gpus // 2, "train": gpus // 4, "score": gpus // 4}
+        given, opened = graph(1, 1, 1, "own", equal), graph(1, 1, 1, "train")
+        seconds = {name: timed(lambda of=of: rg.compile(of, cluster), 3) for name, of in (("given", given), ("open", opened))}
+        rows.append({"gpus": gpus, **{f"{name}_s": statistics.median(found) for name, found in seconds.items()}})
+        print(f"compile for {gpus} GPUs: {rows[-1]['given_s']:.2f} s, with open shares {rows[-1]['open_s']:.2f} s", flush=True)
+    settings: dict[str, Any] = {"depth": DEPTHS, "buffers": BUFFERS, "tensor_parallel": WIDTHS, "score": ("train",)}
+    start = time.perf_counter()
+    tuned = rg.tune(graph, rg.Cluster(gpus=1024, cpus=64), MIXES[1].costs(), **settings)
+    taken = time.perf_counter() - start
+    print(f"tune over 1,024 GPUs, {tuned.looked_at} candidates: {taken:.2f} s", flush=True)
+    return {"compile": rows, "tune_1024_gpus": {"candidates": tuned.looked_at, "seconds": taken}}
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
-    path = arguments.parse_args().json
-    load = os.getloadavg()
+    arguments.add_argument("--large", action="store_true", help="only large clusters; the file keeps the other figures")
+    given = arguments.parse_args()
+    path, load = given.json, os.getloadavg()
+    if given.large:
+        of_large = {**large(), "load_before": load}
+        if path:
+            path.write_text(json.dumps({**json.loads(path.read_text()), "large": of_large}, indent=1) + "\n")
+        return
     rows: list[dict[str, Any]] = []
     print(f"{'mix':28} {'GPUs':>4} {'plans':>6} {'best of all':>12} {'tuned':>10} {'apart':>7}")
     for mix, gpus in product(MIXES, (2, 4, 8, 16)):
@@ -165,6 +189,7 @@ def main() -> None:
     print(f"tune, {looked_at} candidates: {statistics.median(tuning):.2f} s (worst {max(tuning):.2f} s); load {load[0]:.1f} before")
     if path:
         figures = {
+            "large": {**large(), "load_before": load},
             "machine": {"cores": rg.local_cluster().cpus, "load_before": load, "load_after": os.getloadavg()},
             "worst_apart": max(row["apart"] for row in rows),
             "searches": rows,

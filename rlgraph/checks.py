@@ -160,7 +160,8 @@ def depth_buys_something(graph: "Graph") -> None:
         if feedback.depth > 0 and len(pools) == 1:
             raise GraphError(
                 f"feedback '{feedback.name}' has depth={feedback.depth}, but every model is in pool '{next(iter(pools))}' and nothing can "
-                "overlap: stale batches would buy no time; use depth=0, or put generator and policy in two pools"
+                "overlap: nodes of a pool take turns in the order of the plan, so the next rollout comes after the update, also where that "
+                "waits for a reward on the host; use depth=0, where rollout(chunks=n) lets a reward work beside the decoding, or two pools"
             )
 
 

@@ -98,6 +98,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             first_step_s=expected.first_step_s,
             waits=expected.waits(),
             warnings=warnings,
+            left_out=tuple(_left_out(graph)),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
@@ -105,6 +106,20 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         models=tuple(_models(graph, cluster)),
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
+
+
+def _left_out(graph: Graph) -> Iterator[str]:
+    """Yield what nodes do that their laws know nothing of: batches and weights that join while responses decode."""
+    for node in graph.nodes:
+        joining = getattr(node.operation, "joining", None)
+        if getattr(joining, "continuous", False):
+            yield f"'{node.name}' is predicted as if batches did not join while others decode (continuous=True): the run may be faster"
+        interrupt = getattr(joining, "interrupt", None)
+        if interrupt is not None:
+            yield (
+                f"'{node.name}' is predicted as if no version came while it decodes (interrupt={interrupt!r}): each one that does "
+                "takes a swap, and where the keys and values are recomputed, a prefill of the responses under way"
+            )
 
 
 def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:

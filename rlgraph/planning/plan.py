@@ -171,6 +171,7 @@ class Prediction:
     first_step_s: float
     waits: tuple[PlannedWait, ...]
     warnings: tuple[str, ...] = ()  # what the choice of this plan rests on and nobody has measured
+    left_out: tuple[str, ...] = ()  # what the run does that the seconds do not count
 
 
 @dataclass(frozen=True)

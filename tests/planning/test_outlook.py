@@ -1,6 +1,7 @@
 """What a played schedule tells: who waits for what, the first step, and engines of one generator that go on by themselves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from simulated import LONG_TAIL, Loop
@@ -53,3 +54,26 @@ def test_waits_of_engines_are_means_of_them_and_parts_of_a_batch_add_up() -> Non
         assert idle == pytest.approx(step_s - rollout, rel=0.35)
         train = sum(wait.seconds for wait in found.prediction.waits if wait.who == "train")
         assert train == pytest.approx(step_s - 2.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("settings", "said"), [({"continuous": True}, "continuous=True"), ({"interrupt": "keep"}, "interrupt='keep'")])
+def test_what_joins_while_responses_decode_is_said_to_be_left_out_of_the_prediction(settings: dict[str, Any], said: str) -> None:
+    def compiled(**more: Any) -> rg.Plan:
+        generator, policy = rg.Generator("m", pool=rg.Pool("rollout")), rg.Policy("m", pool=rg.Pool("train"))
+        weights = rg.feedback("weights", depth=2)
+        rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4), weights, group_size=2, **more)
+        advantages = rg.advantages(rollout, rg.reward(nothing, rollout), estimator=rg.GRPO())
+        step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+        weights.close(step.weights)
+        return rg.compile(rg.Graph("joining", step.metrics), rg.Cluster(gpus=2))
+
+    plan, plain = compiled(**settings), compiled()
+    assert said in plan.prediction.left_out[0]
+    assert "not predicted: 'rollout'" in str(plan)
+    assert plain.prediction.left_out == ()
+    assert "not predicted" not in str(plain)
+    assert rg.Plan.from_json(plan.to_json()) == plan
+
+
+def nothing(responses: list[str]) -> list[float]:
+    return [0.0 for _ in responses]
