@@ -147,7 +147,7 @@ def large() -> dict[str, Any]:
         cluster = rg.Cluster(gpus=gpus, cpus=64)
         equal = {"rollout": gpus // 2, "train": gpus // 4, "score": gpus // 4}
         given, opened = graph(1, 1, 1, "own", equal), graph(1, 1, 1, "train")
-        seconds = {name: timed(lambda of=of: rg.compile(of, cluster), 3) for name, of in (("given", given), ("open", opened))}
+        seconds = {name: timed(partial(rg.compile, of, cluster), 3) for name, of in (("given", given), ("open", opened))}
         rows.append({"gpus": gpus, **{f"{name}_s": statistics.median(found) for name, found in seconds.items()}})
         print(f"compile for {gpus} GPUs: {rows[-1]['given_s']:.2f} s, with open shares {rows[-1]['open_s']:.2f} s", flush=True)
     settings: dict[str, Any] = {"depth": DEPTHS, "buffers": BUFFERS, "tensor_parallel": WIDTHS, "score": ("train",)}
