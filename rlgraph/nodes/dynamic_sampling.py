@@ -108,6 +108,7 @@ class DynamicRollout:
         return self.rollout.sampling
 
     def check(self, node: Node) -> None:
+        self.draws_from.check(node)
         self.rollout.check_prompts(node, self.draws_from)
 
     def start(self, context: Context) -> Stage:

@@ -108,6 +108,7 @@ class Answer:
 
     def check(self, node: Node) -> None:
         """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        self.questions.check(node)
         check_prompts(node, self.generator, self.sampling, self.questions)
 
 

@@ -10,9 +10,10 @@ import torch
 
 from rlgraph.columns import Column
 from rlgraph.errors import DataError
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Node, Output, Work, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.items import check_data, check_item, check_names, column_of, read
 from rlgraph.settings import Name, Natural, checked
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
@@ -55,10 +56,9 @@ class Prompts:
 
     def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
         """Return `prompt_texts` and one column for each further field, one row an item."""
+        first = self.data[0]
         columns: dict[str, Column] = {"prompt_texts": [item[self.prompt_field] for item in items]}
-        for name in self.fields:
-            columns[plural(name)] = _column(name, [item[name] for item in items])
-        return columns
+        return columns | {plural(name): column_of([item[name] for item in items], first[name]) for name in self.fields}
 
     def positions(self, step: int, set_aside: Sequence[int] = ()) -> list[int]:
         """Return the places of the order that step `step` draws.
@@ -93,10 +93,15 @@ class Prompts:
     def item(self, position: int) -> Mapping[str, Any]:
         """Return the item at a place of the endless order: one seeded permutation of the data set after another."""
         index = self._index(position)
-        item = self.data[index]
-        if not isinstance(item.get(self.prompt_field), str):
-            raise DataError(f"item {index} of the data set has {self.prompt_field}={item.get(self.prompt_field)!r}; a prompt is text")
+        item: Mapping[str, Any] = read(self.data, index)
+        check_item(index, item, self.prompt_field, self.data[0])
         return item
+
+    def check(self, node: Node) -> None:
+        """Raise DataError before anything starts, for an item that cannot be trained on."""
+        first = self.data[0]
+        for index in range(len(self.data)):
+            check_item(index, read(self.data, index), self.prompt_field, first)
 
 
 @lru_cache(maxsize=4)  # a batch is of one epoch or two
@@ -115,21 +120,13 @@ def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = 
     not added again. A step may hold items of two epochs, and a data set smaller than `count`
     is walked more than once a step.
 
-    Raises DataError for an empty data set, items without a prompt, or fields that are neither text nor numbers.
+    All items are checked at the launch, and each again as it is drawn. Raises DataError for an empty data set, an item without a prompt
+    or without a field that the first one has, or fields that are neither text nor numbers.
     """
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise DataError(f"{name}: the data set is a {type(data).__name__}; it needs __len__ and __getitem__, as a list of dicts has")
-    if len(data) == 0:
-        raise DataError(f"{name}: the data set is empty; it needs at least one item")
-    first = data[0]
-    if not isinstance(first, Mapping) or not isinstance(first.get(prompt), str):
-        found = sorted(first) if isinstance(first, Mapping) else type(first).__name__
-        raise DataError(
-            f"{name}: the first item is {found}; each item is a mapping with text under '{prompt}': name its field with prompt="
-        )
+    first = check_data(name, data, prompt)
     fields = tuple(f for f in first if f != prompt)
-    for f in fields:
-        _column(f, [first[f]])
+    check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})
+    check_item(0, first, prompt, first)
     writes = ("prompt_texts", "prompt_ids", *(plural(f) for f in fields))
     return Output(declare(name, Prompts(data, count, seed, prompt, fields), (), reads=(), writes=writes, rows=count))
 
@@ -137,12 +134,3 @@ def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = 
 def plural(field: str) -> str:
     """Return the column name of an item's field: `answer` becomes `answers`."""
     return field if field.endswith("s") else field + "s"
-
-
-def _column(name: str, values: list[Any]) -> Column:
-    if all(isinstance(v, str) for v in values):
-        return values
-    if all(isinstance(v, int | float) for v in values):
-        whole = all(isinstance(v, int) for v in values)
-        return torch.tensor(values, dtype=torch.int64 if whole else torch.float32)
-    raise DataError(f"field '{name}' of the data set holds {type(values[0]).__name__}; a field is text or a number: turn it into text")

@@ -1,0 +1,116 @@
+"""Items of a data set: what each of them must be, said with its number and the fix."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlgraph.columns import Column
+from rlgraph.errors import DataError, shown
+
+TEMPLATE = "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
+OWN = ("prompt_texts", "prompt_ids")  # columns of every source of prompts
+
+
+def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
+    """Return the first item. Raises DataError for what is no data set, or has no item with text under `prompt`."""
+    if isinstance(data, Mapping):
+        raise DataError(
+            f"{name}: the data set is a mapping of {shown(list(data))}; it is a list of items: "
+            "[dict(zip(data, row)) for row in zip(*data.values())]"
+        )
+    if isinstance(data, str | bytes):
+        raise DataError(f"{name}: the data set is {shown(data)}; it is a list of items: read the file first")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise DataError(
+            f"{name}: the data set is {shown(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) of it"
+        )
+    if len(data) == 0:
+        raise DataError(f"{name}: the data set is empty; it needs at least one item")
+    first = read(data, 0)
+    if not isinstance(first, Mapping):
+        fix = f"give [{{'{prompt}': text}} for text in data]" if isinstance(first, str) else "give a list of dicts"
+        raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping with text under '{prompt}': {fix}")
+    if prompt not in first:
+        raise DataError(
+            f"{name}: the first item has {shown(sorted(map(str, first)))}; each item is a mapping with text under '{prompt}': "
+            "name its field with prompt="
+        )
+    return first
+
+
+def read(data: Any, index: int) -> Any:
+    """Read an item. Raises DataError with its number where the data set raises."""
+    try:
+        return data[index]
+    except Exception as error:
+        fix = "; a table of pandas is given as table.to_dict('records')" if hasattr(data, "to_dict") and hasattr(data, "iloc") else ""
+        raise DataError(f"item {index} of the data set cannot be read: {type(error).__name__}: {error}{fix}") from error
+
+
+def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any]) -> None:
+    """Raise DataError unless an item has text under `prompt`, and each other field of the first item, of the same kind."""
+    where = f"item {index} of the data set"
+    if not isinstance(item, Mapping):
+        raise DataError(f"{where} is {shown(item)}; each item is a mapping with text under '{prompt}'")
+    for field, pattern in first.items():
+        if field not in item:
+            raise DataError(f"{where} lacks the field '{field}', which the first item has; each item has the same fields: {shown(item)}")
+        value = item[field]
+        if field == prompt:
+            if not isinstance(value, str):
+                raise DataError(f"{where} has {prompt}={shown(value)}; a prompt is text{_as_text(value)}")
+            continue
+        kind, wanted = kind_of(value), kind_of(pattern)
+        if kind is None:
+            raise DataError(f"{where} has {field}={shown(value)}; a field is text or a number: {_field_fix(value)}")
+        if kind != wanted and (kind, wanted) != ("a whole number", "a number with a fraction"):
+            fix = "write both with a fraction" if "text" not in (kind, wanted) else "turn both into text"
+            raise DataError(f"{where} has {field}={shown(value)}, {kind}, where the first item has {wanted}, {shown(pattern)}: {fix}")
+
+
+def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """Raise DataError where two fields would become one column; `columns` maps fields to columns."""
+    taken = dict.fromkeys(OWN, f"'{prompt}'")
+    for field, column in columns.items():
+        if not isinstance(field, str):
+            raise DataError(f"{name}: the first item has the field {shown(field)}; a field is named by text")
+        if column in taken:
+            raise DataError(f"{name}: the fields {taken[column]} and '{field}' would both become the column '{column}'; rename one of them")
+        taken[column] = f"'{field}'"
+
+
+def kind_of(value: Any) -> str | None:
+    """What a field holds, in words; None for what a column cannot hold."""
+    if isinstance(value, str):
+        return "text"
+    plain = _plain(value)
+    if isinstance(plain, int):
+        return "a whole number"
+    return "a number with a fraction" if isinstance(plain, float) else None
+
+
+def column_of(values: Sequence[Any], pattern: Any) -> Column:
+    """The column `[N]` of a field whose first item holds `pattern`, which says whether the numbers are whole."""
+    if isinstance(pattern, str):
+        return list(values)
+    whole = kind_of(pattern) == "a whole number"
+    return torch.tensor([_plain(value) for value in values], dtype=torch.int64 if whole else torch.float32)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch as one of Python."""
+    scalar = hasattr(value, "item") and not getattr(value, "ndim", 1) and not isinstance(value, int | float)
+    return value.item() if scalar else value
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return ": decode it, as item['prompt'].decode()"
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+        return f", and these are messages: give {TEMPLATE}"
+    return ": leave the item out" if value is None else ""
+
+
+def _field_fix(value: Any) -> str:
+    return "leave the item out, or write ''" if value is None else "turn it into text, as json.dumps(value)"
