@@ -103,8 +103,10 @@ class Plan(values.Plan):
         """
         from rlgraph.runtime.job import Job
         from rlgraph.runtime.machine import local_cluster
+        from rlgraph.runtime.sendable import check_sendable
 
         graph = self._checked_source()
+        check_sendable(graph)
         here = local_cluster()
         if self.cluster.gpus > here.gpus and self.cluster.hosts == 1:
             raise PlanError(

@@ -1,5 +1,6 @@
 """What scores responses: a user's function, called once for a batch or once for each response, and checked."""
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -17,6 +18,16 @@ from rlgraph.nodes.calls import CallFailed, Calls
 from rlgraph.nodes.prompts import plural
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
+LARGEST = torch.finfo(torch.float32).max
+# Parameters of reward functions that were written for verl and TRL, and what they are called here.
+ALIASES = {
+    "solution_str": "response",
+    "solution_strs": "responses",
+    "completion": "response",
+    "completions": "responses",
+    "ground_truth": "answer",
+    "ground_truths": "answers",
+}
 EXCERPT = 60  # characters of a prompt in an error
 
 
@@ -58,7 +69,7 @@ class Scoring:
         try:
             returned = Calls(self.function, calls, self.at_once, self.deadline_s).run()
         except CallFailed as failure:
-            which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, rows)
+            which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, failure)
             raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
         rewards = returned if self.single else returned[0]
         return checked_rewards(self.function, rewards, rows, lambda row: self._sample(context, columns, row))
@@ -69,15 +80,19 @@ class Scoring:
     def _sample(self, context: Context, columns: Columns, row: int) -> str:
         return f"for response {row}{_place(context, self.tokenizer, columns, row)}"
 
-    def _of_batch(self, context: Context, columns: Columns, given: dict[str, Column], rows: int) -> str:
-        """Say which response a function of a batch fails for, by calling it with each alone."""
+    def _of_batch(self, context: Context, columns: Columns, given: dict[str, Column], failure: CallFailed) -> str:
+        """Say which response a function of a batch fails for: one that it fails for alone, in the same way, while it takes another."""
+        rows, failing, taken = len(columns[self.columns[0][1]]), [], 0
         for row in range(rows):
             alone = {p: values[row : row + 1] for p, values in given.items()}
             try:
                 Calls(self.function, [alone], 1, self.deadline_s / rows).run()
-            except CallFailed:
-                return self._sample(context, columns, row)
-        return f"for the batch of {rows} responses, though for none of them alone"
+                taken += 1
+            except CallFailed as again:
+                failing += [row] if type(again.__cause__) is type(failure.__cause__) else []
+            if taken and failing:
+                return self._sample(context, columns, failing[0])
+        return f"for the batch of {rows} responses, {'and for each of them alone' if failing else 'though for none of them alone'}"
 
 
 def scoring(
@@ -95,18 +110,46 @@ def scoring(
     """
     if not callable(function):
         raise GraphError(f"{where} was given {shown(function)}; a reward is a function that returns one number a response")
-    parameters = inspect.signature(function).parameters
-    if not parameters or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters.values()):
+    parameters = columns_wanted(where, function, carried)
+    if not parameters:
         raise GraphError(
             f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
             "as in (responses, answers)"
         )
-    single = any(p not in carried and (plural(p) in carried or plural(p) in TOKEN_COLUMNS) for p in parameters)
-    columns = tuple((p, plural(p) if single and (p not in carried) else p) for p in parameters)
+    known = {p: ALIASES.get(p, p) if p not in carried and plural(p) not in carried else p for p in parameters}
+    single = any(n not in carried and (plural(n) in carried or plural(n) in TOKEN_COLUMNS) for n in known.values())
+    columns = tuple((p, plural(n) if single and n not in carried else n) for p, n in known.items())
     as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
     tokens = [column for p, column in columns if column in TOKEN_COLUMNS and column not in texts and p not in as_tokens]
     decoded = tuple(tokens) if tokenizer else ()
     return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), at_once, deadline_s)
+
+
+def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:
+    """The parameters that get a column: all but those with a default that no input carries, or that `functools.partial` has filled in.
+
+    Raises GraphError for parameters that name no columns.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise GraphError(f"{where}: {_name(function)} does not tell its parameters; give a function of your own that calls it") from None
+    filled = function.keywords if isinstance(function, functools.partial) else {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        named = [ALIASES.get(p.name, p.name) for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+        raise GraphError(
+            f"{where}: {_name(function)}{inspect.signature(function)} takes any columns; name those it reads in place of **, as in "
+            f"({', '.join([*named, 'answers'])}): there are {list(carried)}"
+        )
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters.values()):
+        raise GraphError(
+            f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
+            "as in (responses, answers)"
+        )
+    there = {*carried, *TOKEN_COLUMNS}
+    return {
+        name: p for name, p in parameters.items() if name not in filled and (p.default is p.empty or name in there or plural(name) in there)
+    }
 
 
 def _named_by(carried: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
@@ -169,12 +212,18 @@ def checked_rewards(
         raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
     values = []
     for row, reward in enumerate(given):
+        if isinstance(reward, str | bytes):
+            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response, not text: give float(...)")
         try:
             value = float(reward)
         except (TypeError, ValueError) as error:
             raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response") from error
         if not math.isfinite(value):
             raise RlgraphError(f"{where} returned {value} {sample(row)}; a reward is a finite number")
+        if abs(value) > LARGEST:
+            raise RlgraphError(
+                f"{where} returned {value:g} {sample(row)}; a reward is a number of float32, at most {LARGEST:.3g} in size: scale it down"
+            )
         values.append(value)
     return torch.tensor(values, dtype=torch.float32)
 
@@ -185,4 +234,5 @@ def title(function: Callable[..., object]) -> str:
 
 
 def _name(function: Callable[..., object]) -> str:
-    return getattr(function, "__name__", repr(function))
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, "__name__", shown(inner))
