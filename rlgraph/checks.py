@@ -178,6 +178,18 @@ def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
             )
 
 
+def a_model_is_updated_once(graph: "Graph") -> None:
+    """A version of the weights is one step: two updates of a model would make two, and the edge carries the first alone."""
+    updates: dict[int, Any] = {}
+    for node in (node for node in graph.nodes if node.model is not None and node.operation.work == "train"):
+        other = updates.setdefault(id(node.model), node)
+        if other is not node:
+            raise GraphError(
+                f"nodes '{other.name}' and '{node.name}' both update one {getattr(node.model, 'role', 'model')}; a step "
+                "has one update of a model: give it epochs= or mini_batches= for several optimizer steps, or make a second model"
+            )
+
+
 def passes_come_before_the_update(graph: "Graph") -> None:
     """Old log-probs and values are those at the start of the update: nodes of a model fire as they are declared."""
     for node in graph.nodes:
@@ -235,6 +247,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     drawn_prompts_have_one_reader,
     depth_buys_something,
     continuous_rollouts_have_their_pool_alone,
+    a_model_is_updated_once,
     passes_come_before_the_update,
     parts_are_worked_on,
     parts_fit_a_channel,

@@ -19,6 +19,7 @@ from rlgraph.planning.period import simulate
 from rlgraph.planning.schedule import Event
 from rlgraph.planning.shapes import ModelShape
 from rlgraph.settings import Count, Natural, Seconds, checked
+from rlgraph.silent import teaches_nothing
 from rlgraph.views import draw, timeline
 from rlgraph.views.mermaid import mermaid
 from rlgraph.views.text import text
@@ -74,7 +75,7 @@ class Plan(values.Plan):
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
+        """Read the plan written by `to_json`. Raises PlanError for text that is none, or holds a key that means nothing."""
         return dressed(values.Plan.from_json(text), None)
 
     @checked(PlanError)
@@ -152,12 +153,13 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
 
     Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` they are estimated from the models' config.json and the
     cluster's kind of GPU, or nominal ones are used, and said so beside every number. Where the split of the devices is chosen by a
-    plain number of seconds, which counts the same on any of them, a PlanWarning says so, and the plan's text.
+    plain number of seconds, which counts the same on any of them, a PlanWarning says so, and the plan's text. Another one says where
+    groups of one, or greedy ones, are compared, which teaches nothing.
     Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
-    for warning in plan.prediction.warnings:
-        warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=2)
+    for warning in (*plan.prediction.warnings, *teaches_nothing(graph)):
+        warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
     return dressed(plan, graph)
 
 

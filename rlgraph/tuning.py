@@ -106,5 +106,5 @@ def tune(
         for c in found.ranked
     )
     for warning in found.warnings:
-        warnings.warn(f"tune: {warning}", PlanWarning, stacklevel=2)
+        warnings.warn(f"tune: {warning}", PlanWarning, stacklevel=3)
     return Tuning(ranked, found.looked_at, found.left_out, found.verdict, found.warnings)

@@ -277,8 +277,14 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
     from rlgraph.engines.model_files import check_tokenizer
     from rlgraph.engines.pretrained import check_model
 
-    summary = check_model(generator.path, loadable=True)
-    context = generator.max_context or summary.context_length
+    model = check_model(generator.path, loadable=True)
+    unknown = [token for token in sampling.stop_token_ids if token >= model.vocab_size]
+    if unknown:
+        raise DataError(
+            f"node '{node.name}' stops at the tokens {shown(unknown)}, which the vocabulary of '{generator.path}' does not have: its ids "
+            f"are 0 to {model.vocab_size - 1}; take them from the model's own tokenizer"
+        )
+    context = generator.max_context or model.context_length
     tokenizer = check_tokenizer(generator.path)
     room = context - sampling.max_tokens
     if room < 1:

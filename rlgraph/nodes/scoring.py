@@ -213,7 +213,7 @@ def checked_rewards(
     values = []
     for row, reward in enumerate(given):
         if isinstance(reward, str | bytes):
-            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response, not text: give float(...)")
+            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response, no text")
         try:
             value = float(reward)
         except (TypeError, ValueError) as error:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from rlgraph.errors import PlanError
 from rlgraph.graph import BUCKET_BYTES, Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.passes import Passes
@@ -211,8 +213,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Return the plan written by `to_json`. Raises msgspec.ValidationError for text that is none."""
-        return msgspec.json.decode(text, type=Plan)
+        """Read the plan written by `to_json`. Raises PlanError for text that is none, or holds a key that means nothing."""
+        here = f"this is rlgraph {_version()}, which reads the plans that it writes: compile the graph again"
+        try:
+            plan = msgspec.json.decode(text, type=Plan)
+            raw = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+            raise PlanError(f"Plan.from_json: {error}; {here}") from None
+        unknown = _unknown(raw, msgspec.to_builtins(plan), "plan")
+        if unknown:
+            raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
+        return plan
 
     def due_events(self) -> Mapping[str, Due]:
         """Return the events that do not happen at each step."""
@@ -234,3 +245,21 @@ class Plan:
 def bare(plan: Plan) -> Plan:
     """Return the plan's values alone, without what a subclass adds."""
     return Plan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})
+
+
+def _version() -> str:
+    try:
+        return version("rlgraph-dataflow")
+    except PackageNotFoundError:  # run from its source alone
+        return "of the present source"
+
+
+def _unknown(raw: Any, known: Any, where: str) -> list[str]:
+    """The places of keys that were read and are not in the plan."""
+    if isinstance(raw, dict) and isinstance(known, dict):
+        return [f"{where}.{key}" for key in raw if key not in known] + [
+            place for key in raw if key in known for place in _unknown(raw[key], known[key], f"{where}.{key}")
+        ]
+    if isinstance(raw, list) and isinstance(known, list | tuple):
+        return [place for i, (a, b) in enumerate(zip(raw, known, strict=False)) for place in _unknown(a, b, f"{where}[{i}]")]
+    return []

@@ -1,0 +1,34 @@
+"""What a graph may be by its rules and still teaches nothing: said when it is compiled, and the plan is made all the same."""
+
+from rlgraph.algorithms.group_advantages import GroupEstimator
+from rlgraph.graph import Graph, Node
+
+
+def teaches_nothing(graph: Graph) -> tuple[str, ...]:
+    """Say which advantages compare responses that cannot differ: groups of one, or greedy ones.
+
+    A group of one keeps its reward as it is, or 0; the responses of a greedy rollout to one prompt are all the same.
+    """
+    found = []
+    for node in graph.nodes:
+        estimator = getattr(getattr(node.operation, "function", None), "estimator", None)
+        rollout = _rollout(node)
+        if not isinstance(estimator, GroupEstimator) or rollout is None:
+            continue
+        name = type(estimator).__name__
+        if getattr(getattr(rollout.operation, "rollout", rollout.operation), "group_size", 2) == 1:
+            found.append(
+                f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples one to a prompt "
+                "(group_size=1), which leaves no baseline; sample several, or use an estimator without groups"
+            )
+        elif getattr(getattr(rollout.operation, "sampling", None), "temperature", 1.0) == 0:
+            found.append(
+                f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples at temperature=0, so that "
+                "all of a group are the same and every advantage is 0; use a temperature above 0"
+            )
+    return tuple(found)
+
+
+def _rollout(node: Node) -> Node | None:
+    """The rollout whose groups a node compares."""
+    return node.source_of("group_ids") if "group_ids" in node.reads else None
