@@ -1,5 +1,7 @@
 """RL post-training of LLMs as dataflow graphs: declare stages as nodes, compile them to a plan, run the plan on Ray."""
 
+from typing import TYPE_CHECKING, Any
+
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
 from rlgraph.columns import Columns
 from rlgraph.compiler import Plan, compile, profile
@@ -7,7 +9,24 @@ from rlgraph.config import config
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Sampling
 from rlgraph.engines.pretrained import model_folder
-from rlgraph.errors import RlgraphError
+from rlgraph.errors import (
+    CertificateError,
+    ChannelBroken,
+    ChannelClosed,
+    ChannelError,
+    ChannelTimeout,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GraphError,
+    GuardError,
+    NodeError,
+    PlanError,
+    PlanWarning,
+    RlgraphError,
+    StalenessError,
+    WorkerDied,
+)
 from rlgraph.graph import Graph, Pool, feedback
 from rlgraph.nodes import scorers, tools
 from rlgraph.nodes.advantages import advantages
@@ -33,22 +52,39 @@ from rlgraph.record import record
 from rlgraph.runtime.machine import local_cluster
 from rlgraph.tuning import replay, tune
 
+if TYPE_CHECKING:
+    from rlgraph.runtime.job import Job
+
 __all__ = [
     "GAE",
     "GRPO",
     "RLOO",
     "AdamW",
+    "CertificateError",
+    "ChannelBroken",
+    "ChannelClosed",
+    "ChannelError",
+    "ChannelTimeout",
+    "CheckpointError",
     "ClippedLoss",
     "Cluster",
     "Columns",
+    "ConfigError",
     "Costs",
     "Critic",
+    "DataError",
     "Generator",
     "Graph",
+    "GraphError",
+    "GuardError",
     "Guards",
+    "Job",
     "Lengths",
     "NodeCost",
+    "NodeError",
     "Plan",
+    "PlanError",
+    "PlanWarning",
     "Policy",
     "Pool",
     "Precision",
@@ -57,9 +93,11 @@ __all__ = [
     "RewardModel",
     "RlgraphError",
     "Sampling",
+    "StalenessError",
     "Tools",
     "TruncatedIS",
     "ValueLoss",
+    "WorkerDied",
     "advantages",
     "compile",
     "config",
@@ -82,3 +120,12 @@ __all__ = [
     "tools",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`rlgraph.Job`, which needs Ray: imported where it is asked for, since `import rlgraph` starts and loads nothing."""
+    if name == "Job":
+        from rlgraph.runtime.job import Job
+
+        return Job
+    raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlgraph.errors import ConfigError
@@ -33,11 +34,25 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
     for file in files:
         if not Path(file).is_file():
             raise ConfigError(f"config={file}: there is no such file")
+    loaded = [_loaded(file, list(base)) for file in files]
     try:
-        merged = OmegaConf.merge(base, *(OmegaConf.load(f) for f in files), OmegaConf.from_dotlist(pairs))
+        merged = OmegaConf.merge(base, *loaded, OmegaConf.from_dotlist(pairs))
         instance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"setting '{error.full_key}': {reason}; the keys are {sorted(base)}") from error
     assert isinstance(instance, cls)
     return instance
+
+
+def _loaded(file: str, keys: list[str]) -> DictConfig:
+    """Read a file of settings. Raises ConfigError for what is no YAML, or no mapping."""
+    try:
+        found = OmegaConf.load(file)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"config={file}: it is no YAML: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(found, DictConfig):
+        raise ConfigError(
+            f"config={file}: it holds a {type(found).__name__.removesuffix('Config').lower()}; write a line `key: value` for each of {keys}"
+        )
+    return found

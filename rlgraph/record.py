@@ -39,14 +39,14 @@ FILES = {
 
 
 @checked(PlanError)
-def record(job: "Job", steps: Natural, out: str | Path) -> Iterator[Step]:
+def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) -> Iterator[Step]:
     """Run `steps` steps of a job and give each, as `job.steps` does, with a progress bar and a folder of records.
 
     The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, and at the end
     `run.html` (the report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev),
     `costs.yaml`, `trace.json` and `reward.svg`. Once there are steps to learn from, picture and prediction use the measured seconds of
     each node. Files of an earlier run in the folder are replaced; a job that went on from a checkpoint goes on with
-    `metrics.jsonl`, with one line for each step, and reports on the steps since.
+    `metrics.jsonl`, with one line for each step, and reports on the steps since. With `quiet` nothing is printed.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def record(job: "Job", steps: Natural, out: str | Path) -> Iterator[Step]:
     plan.draw(folder / "graph.svg")
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []
-    console = Console()
+    console = Console(quiet=quiet)
     fields = (TextColumn("{task.fields[last]}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
     progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     try:

@@ -57,7 +57,7 @@ RESULTS = (Plan, algorithms.Totals)  # made by the library
 
 
 def public_dataclasses() -> list[type]:
-    exported = [vars(module)[name] for module in (rg, algorithms) for name in module.__all__]
+    exported = [getattr(module, name) for module in (rg, algorithms) for name in module.__all__]
     found = [value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in RESULTS]
     return sorted({*found, *BEHIND} - {cls for cls in found if inspect.isabstract(cls)}, key=lambda cls: cls.__name__)
 

@@ -1,8 +1,10 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -54,6 +56,12 @@ class Generator(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        limit = declared_context(self.path)
+        if self.max_context is not None and limit is not None and self.max_context > limit:
+            raise GraphError(
+                f"Generator(max_context={self.max_context}): the model '{self.path}' reads at most {limit} tokens "
+                "(max_position_embeddings of its config.json); lower it, or leave it out for all of them"
+            )
         if self.engines_per_gpu > 1 and self.tensor_parallel > 1:
             raise GraphError(
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
@@ -270,6 +278,20 @@ class Rollout:
 
 def _chained(parts: list[list[Request]]) -> list[Request]:
     return list(itertools.chain(*parts))
+
+
+def declared_context(path: str) -> int | None:
+    """The tokens that a model reads at most by its config.json, or None where the file or the entry is not at hand."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    found = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # which read further than they were trained
+    return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None
 
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
