@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "a field of lists": (
         lambda: rg.prompts([{"prompt": "?", "answer": [1]}], count=1),
         DataError,
-        "field 'answer' of the data set holds list",
+        "item 0 of the data set has answer=",
     ),
     "a node of two arguments": (lambda: rg.node(reads="a", writes="b")(lambda a, b: a), GraphError, "a function of one argument"),
     "a node that writes nothing": (lambda: rg.node(reads="a", writes="")(lambda a: a), GraphError, "reads and writes at least one column"),
