@@ -391,6 +391,14 @@ def _spread(times: list[float]) -> dict[str, float]:
     return {"count": len(times), "median": statistics.median(times), "p90": statistics.quantiles(times, n=10)[-1], "max": max(times)}
 
 
+def combined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the kills of all parts, by what was killed where."""
+    kills = {mode: Counter[str]() for mode in ("here", "ray")}
+    for part in parts:
+        kills[part["mode"]].update(part["kills"])
+    return {"kills": {mode: dict(found.most_common()) for mode, found in kills.items()}, "parts": list(parts)}
+
+
 def main() -> None:
     if sys.argv[1:2] == ["drive"]:
         run_on_ray(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
@@ -407,7 +415,7 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
     if given.json:
         before = json.loads(given.json.read_text())["parts"] if given.json.exists() else []
-        given.json.write_text(json.dumps({"parts": [*before, figures]}, indent=1) + "\n")
+        given.json.write_text(json.dumps(combined([*before, figures]), indent=1) + "\n")
     sys.exit(bool(figures["wrong"]))
 
 

@@ -41,6 +41,12 @@ def handles() -> dict[int, str]:
     }
 
 
+def new(before: dict[int, str]) -> dict[int, str]:
+    """Return the handles that were not there before. Others may have gone: relays and carriers of an earlier test's channels between
+    hosts close theirs on threads of their own, up to a few tenths of a second after `close`."""
+    return dict(handles().items() - before.items())
+
+
 def shared_memory(pid: int) -> set[str]:
     """Return the paths of all shared memory that a process maps."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -310,8 +316,8 @@ def test_nothing_is_left_after_close(make_shm, tmp_path, last):
     ends = [reader, writer] if last == "writer" else [writer, reader]
     for end in ends:
         end.close()
-    assert handles() == before
-    assert shared_memory(os.getpid()) == shared
+    assert new(before) == {}
+    assert shared_memory(os.getpid()) <= shared
     assert os.listdir(tmp_path) == []
 
 
@@ -325,7 +331,7 @@ def test_a_writer_closed_before_its_readers_came_leaves_nothing(tmp_path):
     reader.close()
     for thread in set(threading.enumerate()) - threads:
         thread.join(LONG)
-    assert (handles(), set(threading.enumerate()) - threads, os.listdir(tmp_path)) == (before, set(), [])
+    assert (new(before), set(threading.enumerate()) - threads, os.listdir(tmp_path)) == ({}, set(), [])
 
 
 def test_no_handle_is_inherited_by_child_processes(make_shm):
