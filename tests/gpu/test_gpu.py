@@ -40,6 +40,20 @@ def test_generator_and_policy_share_one_gpu_in_turns(alone: Alone) -> None:
     assert alone("job_here.py", "colocated").splitlines()[-1] == "staleness [0, 0, 0]"
 
 
+@pytest.mark.gpu
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_batches_and_losses_of_a_job_in_turns_are_those_of_one_process_on_a_cpu(alone: Alone) -> None:
+    assert alone("oracle_here.py", "colocated").splitlines()[-1] == "equal"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_batches_and_losses_of_a_job_one_step_off_are_those_of_one_process_on_a_cpu(alone: Alone) -> None:
+    assert alone("oracle_here.py", "one_step_off").splitlines()[-1] == "equal"
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.ray
 @pytest.mark.vllm
