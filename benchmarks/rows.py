@@ -261,6 +261,8 @@ ON_GPUS = [
     *PEERS,
     generation("SmolLM2", "generation_h200.json"),
     generation("4B", "generation_4b_h200.json"),
+    Row("0.6B in turns on one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
+        "benchmarks/start.py --shape 0.6B"),
     *(row for shape in ("8B", "4B", "0.6B") for row in weights(shape)),
     *(
         Row(f"{shape} into an engine over two GPUs, one of them the trainer's: decoding stopped",
@@ -321,7 +323,7 @@ FIGURES: Mapping[str, Figure] = {
 # Results that nobody has measured yet: their rows, or the peers in them, come with the file.
 AWAITED = (
     "verl_one_step_off_h200.json", "verl_colocated_h200.json", "verl_one_step_off_64_tokens_h200.json", "verl_4b_h200.json",
-    "peer_job_4b_h200.json", "generation_h200.json: seconds", "generation_4b_h200.json", "training_h200.json: runs › 8B:2:compiled",
+    "peer_job_4b_h200.json", "generation_h200.json", "training_h200.json: runs › 8B:2:compiled",
     "soak_cpu.json: seconds",
 )  # fmt: skip
 

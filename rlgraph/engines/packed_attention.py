@@ -118,7 +118,7 @@ def attend(
     _refuse(module, others)
     if cu_seq_lens_q is None:
         raise DataError(f"{type(module).__name__} does not hand on to its attention where sequences begin")
-    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in range(8, 257, 8):
+    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query.shape[-1]):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux)[None], None
     parts = []
     for start, end in zip(cu_seq_lens_q.tolist(), cu_seq_lens_q.tolist()[1:], strict=False):
@@ -136,6 +136,11 @@ def attend(
                 )
             )
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def kernel_takes(size: int) -> bool:
+    """Whether FlashAttention has heads of so many numbers. By arithmetic alone: in a compiled layer the size can be a symbol."""
+    return size <= 256 and size % 8 == 0
 
 
 def attend_half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, dtype: Any, **settings: Any) -> Any:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tiny import batch_of
 
 from rlgraph.batching.microbatches import micro_batches
+from rlgraph.engines import packed_attention
 from rlgraph.engines.packing import pack, pack_flat, plan_micro_batches, response_lengths
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(
@@ -104,3 +105,11 @@ def test_sequences_are_dealt_to_the_least_loaded_rank_and_cut_at_the_limit(sizes
         for size, r, p in zip(sizes, rank, part, strict=True):
             cut[r][p].append(size)
         assert cut == expected
+
+
+def test_whether_the_kernel_takes_a_head_can_be_asked_in_a_compiled_layer() -> None:
+    def asked(query: torch.Tensor) -> torch.Tensor:
+        return query + 1 if packed_attention.kernel_takes(query.shape[-1]) else query - 1
+
+    compiled = torch.compile(asked, dynamic=True, fullgraph=True, backend="eager")
+    assert [compiled(torch.zeros(2, size)).max().item() for size in (64, 12, 256, 264)] == [1, -1, 1, -1]
