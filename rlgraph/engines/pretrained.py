@@ -237,7 +237,7 @@ def model_folder(name: str, folder: str | Path = ".models") -> str:
 
     Raises DataError for a path that holds no model.
     """
-    makers = {"smollm2": smollm2, "tiny": tiny_model}
+    makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024)}
     if name in makers:
         return str(makers[name](Path(folder) / name))
     check_model(name)

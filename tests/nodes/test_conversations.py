@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
 from rlgraph.engines.base import GenerateEngine, Request, Response, Running
+from rlgraph.engines.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 
 CALL = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'
@@ -67,7 +67,7 @@ class Scripted(GenerateEngine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("models"))
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", context=1024)
 
 
 def converse(

@@ -240,9 +240,7 @@ def test_math_verify_finds_equal_answers_and_ends_those_that_take_too_long() -> 
     assert rg.scorers.math_verify(limit_s=0.5)("$9^{9^{9^{9^{9}}}}$", "$9^{9^{9^{9^{8}}}}$") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("function", "points"), [(of_verl, 1.0), (of_trl, 1.0), (worth, 1.0), (functools.partial(worth, points=0.5), 0.5)]
-)
+@pytest.mark.parametrize(("function", "points"), [(of_verl, 1.0), (of_trl, 1.0), (worth, 1.0), (functools.partial(worth, points=0.5), 0.5)])
 def test_functions_of_verl_and_trl_defaults_and_partials_score_as_they_are(function: Callable[..., Any], points: float) -> None:
     assert rewards(function) == [points * score for score in rewards(right)]
     assert sum(rewards(right)) > 0

@@ -168,13 +168,14 @@ def _graphs(draw: st.DrawFn) -> Graph:
         loop = loops[len(driven)] if len(driven) < len(loops) else None
         model = models[index % len(models)] if loop else draw(st.sampled_from([None, *models]))
         columns = tuple(f"{label}{index}" for label in labels[5 : 5 + draw(st.integers(1, 4))])
-        node = stage(f"{labels[4]}{index}", {n: n.writes[:1] for n in sources}, columns, "train" if model else "host", model, loop)
+        node = stage(f"{labels[4]}{index}", {n: n.writes[:1] for n in sources}, columns, "forward" if model else "host", model, loop)
         nodes.append(node)
         driven += [node] if loop else []
-    ends = []
+    ends: list[Node] = []
     for loop, reader in zip(loops, driven, strict=False):
-        elsewhere = [model for model in models if model.pool is not reader.pool]
-        ends.append(stage(f"update {loop.name}", {reader: reader.writes[:1]}, (), "train", draw(st.sampled_from(elsewhere))))
+        elsewhere = [model for model in models if model.pool is not reader.pool and all(model is not end.model for end in ends)]
+        trained = draw(st.sampled_from(elsewhere or [Model(path="m", pool=next(pool for pool in pools if pool is not reader.pool))]))
+        ends.append(stage(f"update {loop.name}", {reader: reader.writes[:1]}, (), "train", trained))
         loop.close(Output(ends[-1], "weights"))
     return Graph(labels[0], *(Output(node, "metrics") for node in [*nodes, *ends]))
 

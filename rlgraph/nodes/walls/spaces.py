@@ -53,10 +53,11 @@ def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
     trees = [(path, _tree(os.path.realpath(path), device=path in DEVICES)) for path in paths]
     mount("tmpfs", ".", "tmpfs", NO_SUID | NO_DEVICES, "size=1m,mode=755")
     os.chdir(os.getcwd())  # onto what was mounted
-    for path, (tree, is_folder) in trees:
-        _place(path, tree, is_folder)
     os.makedirs(f".{FOLDER}", exist_ok=True)
     mount("tmpfs", f".{FOLDER}", "tmpfs", NO_SUID | NO_DEVICES | NO_PROGRAMS, f"size={folder_bytes},nr_inodes={MOST_FILES},mode=1777")
+    # The folder comes first: Python itself may lie below it, as an environment in /tmp does.
+    for path, (tree, is_folder) in trees:
+        _place(path, tree, is_folder)
     call(PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
     checked(libc.umount2(b".", DETACH), "umount of the old root")
     call(MOUNT_SETATTR, "mount_setattr", HERE, b"/", 0, struct.pack("=4Q", READ_ONLY_NO_SUID, 0, 0, 0), 32)
