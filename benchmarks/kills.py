@@ -24,12 +24,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from victims import MARK, chosen, kill, processes
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
@@ -41,8 +42,6 @@ from rlgraph.runtime.local import LocalJob
 
 ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
 PROMPTS, GROUP, EVERY, SEED = 4, 4, 3, 3
-MARK = "RLGRAPH_FAULTS_RUN"
-VICTIMS = ("driver", "raylet", "worker")
 STEPPING = 0.8  # share of the kills on Ray that wait for a step to be done first
 
 
@@ -240,7 +239,7 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             continue
         name, victim = chosen(processes(folder), draw)
         before, killed_s = _beat(folder), time.time()
-        _kill(victim)
+        kill(victim)
         found.kills[name] += 1
         if name == "driver":
             driver.wait()
@@ -250,21 +249,6 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             found.back_s.append(float(_beat(folder)) - killed_s)
     if not _until(lambda: not processes(folder), 60):  # helpers of a Ray whose driver was killed end by themselves, in half a minute
         found.wrong.append(f"processes were left: {processes(folder)}")
-
-
-def chosen(there: Sequence[tuple[str, int]], draw: random.Random) -> tuple[str, int]:
-    """Draw whom to kill: a worker, the driver or the raylet as often as one another, now and then another of Ray's processes."""
-    kinds = sorted({name for name, _ in there})
-    wanted = [kind for kind in kinds if kind in VICTIMS] if draw.random() < 0.9 else kinds
-    kind = draw.choice(wanted or kinds)
-    return draw.choice(sorted(victim for victim in there if victim[0] == kind))
-
-
-def _kill(victim: int) -> None:
-    try:
-        os.kill(victim, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _beat(folder: Path) -> str:
@@ -282,36 +266,6 @@ def _until(done: Callable[[], bool], timeout_s: float, pause_s: float = 0.1) -> 
             return False
         time.sleep(pause_s)
     return True
-
-
-def processes(folder: Path) -> list[tuple[str, int]]:
-    """Return the live processes of a run, by the mark in their environment: what each is, and its id."""
-    return [(_name(pid), pid) for pid in _marked(str(folder).encode())]
-
-
-def _marked(mark: bytes) -> Iterator[int]:
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}=".encode() + mark in (path / "environ").read_bytes().split(b"\0"):
-                yield int(path.name)
-        except OSError:
-            continue
-
-
-def _name(pid: int) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return "gone"
-    for part, name in (
-        ("kills.py drive", "driver"),
-        ("ray::Process", "worker"),
-        ("gcs_server", "gcs_server"),
-        ("raylet/raylet", "raylet"),
-    ):
-        if part in command:
-            return name
-    return "another of Ray's"
 
 
 def ks_p(a: Sequence[float], b: Sequence[float]) -> float:

@@ -74,7 +74,7 @@ class Values:
 
 
 class CriticUpdate(Training):
-    """The critic's optimizer steps on a batch; the metrics tell how well its values foretold the returns."""
+    """The critic's optimizer steps on a batch; the metrics tell how well its values predicted the returns."""
 
     def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}

@@ -34,8 +34,8 @@ def weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
     """Return how many versions of the weights are staged at once, at most.
 
-    When the last step has been fired, `depth` versions and the newest are unread, and none may wait for room. On a GPU, whose
-    memory is dear, it counts that a second buffer takes one of them.
+    When the last step has been fired, `depth` versions and the newest are unread, and none may wait for room. On a GPU,
+    where memory is scarce, a second buffer takes one of them.
     """
     return max(feedback.depth + 2 - feedback.buffers, 1) if on_gpus else feedback.depth + 1
 

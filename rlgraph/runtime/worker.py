@@ -316,7 +316,7 @@ class Arriving:
 
     @contextmanager
     def _meanwhile(self) -> Iterator[None]:
-        """Say that the node runs again once new weights are there, lest what it does next is taken for their loading."""
+        """Say that the node runs again once new weights are there, so that what it does next is not counted as loading."""
         before = self.worker.context.version
         yield
         if self.worker.context.version > before:

@@ -1,4 +1,4 @@
-"""A batch is cut into passes as the trainer does it, and what the host takes for each pass is found in a run and foretold."""
+"""A batch is cut into passes as the trainer does it, and what the host takes for each pass is found in a run and predicted."""
 
 from collections.abc import Callable
 from dataclasses import replace

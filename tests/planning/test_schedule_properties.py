@@ -2,28 +2,19 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import Nothing
 
 import rlgraph as rg
-from rlgraph.graph import Graph, Model, Output, Work, declare
+from rlgraph.graph import Graph, Model, Output, declare
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.events import load_event, publish_event
 from rlgraph.planning.period import critical_cycle, simulate, simulated_period
 from rlgraph.planning.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Nothing:
-    by_group: bool = False
-    work: Work = "host"
-
-    def start(self, context: Any) -> Any:
-        raise AssertionError("never run")
 
 
 @dataclass(frozen=True)
@@ -51,12 +42,12 @@ def cases(draw: st.DrawFn) -> Case:
     node = declare(
         "rollout", Nothing(), (source,), reads=("prompts",), writes=("c0",), model=rollout_model, feedback=weights, chunks=chunks
     )
-    made = [Output(node), Output(declare("reward", Nothing(True), (Output(node),), reads=("c0",), writes=("r0",)))]
+    made = [Output(node), Output(declare("reward", Nothing(by_group=True), (Output(node),), reads=("c0",), writes=("r0",)))]
     for i in range(1, draw(st.integers(0, 6)) + 1):
         inputs = [made[j] for j in sorted(draw(st.sets(st.integers(0, len(made) - 1), min_size=1, max_size=3)))]
         reads = tuple(output.columns[0] for output in inputs)
         model = draw(st.sampled_from([None, *models]))
-        by_group = Nothing(draw(st.booleans()))
+        by_group = Nothing(by_group=draw(st.booleans()))
         made.append(Output(declare(f"node {i}", by_group, inputs, reads=reads, writes=(f"c{i}",), model=model)))
     reads = tuple(output.columns[0] for output in made)
     update = declare("update", Nothing(), made, reads=reads, writes=(), model=policy)

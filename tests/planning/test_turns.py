@@ -1,4 +1,4 @@
-"""Models that have one pool in turns: what their engines take to wake and to sleep is measured, scaled, estimated and foretold."""
+"""Models that have one pool in turns: what their engines take to wake and to sleep is measured, scaled, estimated and predicted."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -180,14 +180,14 @@ def test_a_tuning_knows_what_turns_cost() -> None:
     def build(depth: int) -> rg.Graph:
         return Loop(depth=depth, shared=depth == 0, generators=1 + (depth == 0), trainers=1 + (depth == 0)).graph()
 
-    free, dear = ({name: SleepCost(cost, cost) for name in SLEEP} for cost in (0.0, 2.0))
+    free, costly = ({name: SleepCost(cost, cost) for name in SLEEP} for cost in (0.0, 2.0))
     seconds = {**SECONDS, "rollout": {1: 3.0, 2: 3.0}, "update": {1: 3.0, 2: 3.0}}
     best = {
         name: rg.tune(build, rg.Cluster(gpus=2), rg.Costs(seconds, sleep=sleep), depth=(0, 1))
-        for name, sleep in (("free", free), ("dear", dear))
+        for name, sleep in (("free", free), ("costly", costly))
     }
     in_turns = {name: next(t for t in found if t.settings["depth"] == 0).step_s for name, found in best.items()}
-    assert in_turns["dear"] - in_turns["free"] == pytest.approx(4 * 2.0)
+    assert in_turns["costly"] - in_turns["free"] == pytest.approx(4 * 2.0)
 
 
 def test_firings_of_one_model_that_follow_each_other_are_one_turn() -> None:

@@ -1,4 +1,4 @@
-"""Engines that have one pool in turns: what they take to wake and to sleep has a name, and is foretold; one is awake at a time."""
+"""Engines that have one pool in turns: what they take to wake and to sleep has a name, and is predicted; one is awake at a time."""
 
 from collections.abc import Callable
 from dataclasses import replace
