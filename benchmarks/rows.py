@@ -42,6 +42,14 @@ def learned(what: str, file: str, script: str) -> list[Row]:
     ]  # fmt: skip
 
 
+def until_learned(instructions: str) -> Row:
+    """The row of the demo's seconds until it has learned, with some of the processor's instructions."""
+    file, at = "demo_cpu.json", ("runs", instructions)
+    return Row(f"`make demo`, {instructions}: seconds of steps until one has a mean reward of 0.90",
+               seconds(file, *at, "seconds_until_0.90", form="{:.0f} s"), "benchmarks/demo.py",
+               "a step (median)", seconds(file, *at, "median_step_s", form="{:.1f} s"))  # fmt: skip
+
+
 def stale(what: str, file: str, script: str) -> list[Row]:
     return [Row(f"{what}: oldest token, in versions", count(file, "staleness/max", reduce="max"), script, "bound 2")]
 
@@ -71,6 +79,9 @@ CHANNELS = [
 
 LEARNING = [
     *learned("`make demo`: SmolLM2 learns to add, one step off", "one_step_off_cpu.jsonl", "recipes/one_step_off.py"),
+    *map(until_learned, ("all instructions", "AVX2 alone")),
+    Row("SmolLM2, one step off: from the command to the end of the first step", seconds("start_cpu.json", "median_s", form="{:.0f} s"),
+        "benchmarks/start.py"),
     *learned("PPO with a critic", "ppo_cpu.jsonl", "recipes/ppo.py"),
     *learned("calls of a calculator, beside other work", "tools_cpu.jsonl", "recipes/tools.py"),
     Row("calls of 32 that fail, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
