@@ -240,7 +240,13 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
 def profile(case: Case) -> rg.Costs:
     if case.profiled:
         return rg.profile([graph() for graph in case.profiled], rg.Cluster(cpus=2), PROFILED[case.family])
-    return rg.profile(profiled_loop(case.family).graph(), rg.Cluster(cpus=3), PROFILED[case.family.split(",")[0]])
+    loop = profiled_loop(case.family)
+    return rg.profile(loop.graph(), cores_for(loop), PROFILED[case.family.split(",")[0]])
+
+
+def cores_for(loop: Loop) -> rg.Cluster:
+    """A core for each rank: with more, a rank would count as an engine of several cores, and be scaled to one of a single core."""
+    return rg.Cluster(cpus=loop.devices)
 
 
 def measure(cases: list[Case], steps: int) -> Iterator[Found]:
@@ -316,7 +322,8 @@ def figures(found: list[Found], steps: int, load: tuple[float, float, float]) ->
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
-    arguments.add_argument("--family", choices=["uniform", "long tail", REAL, "uneven"], help="only this one; the file keeps the others")
+    families = ["uniform", "long tail", REAL, "uneven", *UNEVEN]
+    arguments.add_argument("--family", choices=families, help="only those whose name begins so; the file keeps the others")
     arguments.add_argument("--steps", type=int, default=100, help="of stages that wait")
     arguments.add_argument("--only", default="", help="only configurations whose name has this in it")
     given = arguments.parse_args()

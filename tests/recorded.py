@@ -15,10 +15,10 @@ STEPS = 40
 
 
 def run_of(
-    loop: Loop, seconds: Callable[[str, list[int]], float], late_s: float = 0.0, lengths: Lengths = LONG_TAIL
+    loop: Loop, seconds: Callable[[str, list[int]], float], late_s: float = 0.0, lengths: Lengths = LONG_TAIL, cores: int | None = None
 ) -> tuple[rg.Plan, list[Span], list[Sampled]]:
     """Return the records of a run whose firings take `seconds(event, response lengths of the step)`, each begun late."""
-    cluster = rg.Cluster(gpus=loop.devices) if loop.micro_batch_tokens else rg.Cluster(cpus=loop.devices)
+    cluster = rg.Cluster(gpus=loop.devices) if loop.micro_batch_tokens else rg.Cluster(cpus=cores or loop.devices)
     plan = rg.compile(loop.graph(), cluster)
     drawn = lengths.batches(STEPS, loop.rows).astype(int)
 

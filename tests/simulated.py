@@ -185,6 +185,7 @@ class Loop:
     rows: int = 16
     generators: int = 1
     trainers: int = 1
+    rollout_share: int | None = None  # of the devices, where it is not a device for each engine
     chunks: int = 1
     shared: bool = False  # one pool for all
     micro_batch_tokens: int | None = None  # on GPUs, where a batch is cut into passes
@@ -202,7 +203,7 @@ class Loop:
     def graph(self) -> Graph:
         together = Pool("shared")
         pools = {
-            "rollout": together if self.shared else Pool("rollout", share=self.generators),
+            "rollout": together if self.shared else Pool("rollout", share=self.rollout_share or self.generators),
             "train": together if self.shared else Pool("train", share=self.trainers),
             "own": Pool("score"),
         }

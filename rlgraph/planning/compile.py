@@ -35,6 +35,7 @@ from rlgraph.planning.scheduling import candidates, first_workers, scheduled, se
 from rlgraph.planning.shapes import Shapes, known
 from rlgraph.planning.splitting import FEW
 from rlgraph.planning.turns import Sleeps, sleeping
+from rlgraph.planning.widths import assumed
 from rlgraph.planning.wires import batch_wires, staged_versions, weights_wire, wire
 
 NOTHING_KNOWN: Shapes = {}
@@ -99,6 +100,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             waits=expected.waits(),
             warnings=warnings,
             left_out=tuple(_left_out(graph)),
+            assumed=tuple(assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores")),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,

@@ -15,6 +15,7 @@ from rlgraph.planning.plan import Plan, PlannedNode
 from rlgraph.planning.regression import explained, fewest, spread, told_apart, varies
 from rlgraph.planning.schedule import MOVING, Sampled, Span
 from rlgraph.planning.training_law import by_passes, share_of
+from rlgraph.planning.widths import with_doubling
 
 WARM_UP = 1  # steps left out: engines compile, caches fill
 TOGETHER = ("train", "forward")  # work whose ranks do one thing, and cannot be ahead of each other
@@ -73,6 +74,8 @@ def costs_of(records: Sequence[Record]) -> Costs:
             nodes[node.name] = 0.0
             continue
         cost = _cost(plan, node, firings, tokens, settings)
+        if cost.decode is not None:
+            cost = replace(cost, decode=_at_other_widths(cost.decode, node.name, each, tokens[node.name], settings, width))
         nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late.get(event, 0.0) for event in sorted(own)))
     responses = [length for s in records[0].sampled for length in s.response_tokens]
     prompts = sum(s.prompt_tokens for s in records[0].sampled)
@@ -230,6 +233,21 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
     fitted = explained(columns, found)
     return NodeCost(decode=decode, spread=spread(*_by_step(both, seconds, fitted)), measured=setting)
+
+
+def _at_other_widths(
+    decode: Decode, node: str, firings: Firings, tokens: Tokens, settings: Mapping[tuple[str, int], Setting], width: float
+) -> Decode:
+    """The law with what wider and narrower engines keep of the ideal speed-up, where the runs have engines of other widths."""
+    both = sorted(key for key in firings.keys() & tokens.keys() if settings[node, key[1]].width != width)
+    if not both:
+        return decode
+    sampled = [tokens[key] for key in both]
+    own = [
+        decode.seconds(np.array([s.response_tokens], dtype=float), s.prompt_tokens / len(s.response_tokens), 1).item() for s in sampled
+    ]
+    wider = np.array([settings[node, step].width / width for _, step in both])
+    return with_doubling(decode, wider, np.array(own), np.array([firings[key] for key in both]))
 
 
 def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> tuple[Array, Array]:

@@ -45,7 +45,8 @@ class Decode:
 
     Decoding is bound by memory traffic: reading the weights costs every step `step_s`, each sequence that is still active
     adds `sequence_s`. So the longest response sets the tail. `slots` is how many sequences an engine decodes at once.
-    `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double.
+    `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double (None: nobody measured it, and
+    0.85 is assumed).
 
     `host_step_s` and `host_sequence_s` are the host's part of the same: more devices do not shorten it, and each doubling of the
     engines that share a device lengthens it by `host_sharing`.
@@ -56,7 +57,7 @@ class Decode:
     prefill_s: AtLeastZero = 0.0
     start_s: AtLeastZero = 0.0  # of a firing, whatever its rows
     slots: Count | None = None
-    doubling: PositiveFraction = DOUBLING
+    doubling: PositiveFraction | None = None
     host_step_s: AtLeastZero = 0.0
     host_sequence_s: AtLeastZero = 0.0
     host_sharing: AtLeastZero = 1.0
@@ -66,7 +67,8 @@ class Decode:
 
     def at_width(self, wider: float, width: float) -> "Decode":
         """The law of an engine `wider` times as wide as the one these times are of, `width` devices, with the host's part in it."""
-        faster = wider * self.doubling ** np.log2(max(wider, 1e-9))
+        kept = DOUBLING if self.doubling is None else self.doubling
+        faster = wider * kept ** np.log2(max(wider, 1e-9))
         held_up = self.host_sharing ** max(np.log2(1 / max(width, 1e-9)), 0.0)
         return replace(
             self,

@@ -174,6 +174,7 @@ class Prediction:
     waits: tuple[PlannedWait, ...]
     warnings: tuple[str, ...] = ()  # what the choice of this plan rests on and nobody has measured
     left_out: tuple[str, ...] = ()  # what the run does that the seconds do not count
+    assumed: tuple[str, ...] = ()  # what the seconds rest on that no run has measured, and how far they may be off
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,8 @@ def _predicted(run: Run) -> Iterator[str]:
     yield "</tbody></table>"
     for what in run.plan.prediction.left_out:
         yield f"<p>Not predicted: {escape(words.clean(what))}.</p>"
+    for what in run.plan.prediction.assumed:
+        yield f"<p>Assumed: {escape(words.clean(what))}.</p>"
     waits = [wait for wait in waited(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
     if waits:
         yield "<p>Waits of a step, as the schedule plays with the measured seconds of the nodes, and measured. "

@@ -27,6 +27,7 @@ def text(plan: Plan) -> str:
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
         _waits(plan),
         [line for what in predicted.left_out for line in wrapped(f"not predicted: {what}", indent=2)],
+        [line for what in predicted.assumed for line in wrapped(f"assumed: {what}", indent=2)],
         [line for warning in predicted.warnings for line in wrapped(f"warning: {warning}", indent=2)],
         [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
         _memory(plan),

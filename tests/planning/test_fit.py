@@ -135,6 +135,50 @@ def test_costs_are_scaled_to_other_rows_and_devices_and_say_so() -> None:
     assert "(scaled to this plan: prompts, rollout, reward, update)" in " ".join(str(larger).split())
 
 
+def rollout_on(cores: int, costs: rg.Costs) -> rg.Plan:
+    """A plan in which the one engine of the rollout has so many cores."""
+    return rg.compile(Loop(depth=1, lengths=UNIFORM, rollout_share=cores).graph(), rg.Cluster(cpus=1 + cores), costs)
+
+
+def profiled_on(cores: int, kept: float) -> Record:
+    """A run in which the one engine of the rollout has so many cores, of which each doubling keeps a share of the ideal speed-up."""
+    faster = cores * kept ** np.log2(cores)
+    loop = Loop(depth=1, rollout_share=cores)
+    plan, spans, sampled = run_of(
+        loop,
+        lambda event, lengths: by_length(event, lengths) / (faster if event == "rollout" else 1.0),
+        lengths=UNIFORM,
+        cores=1 + cores,
+    )
+    return Record(plan, spans, sampled)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.7, 1.0])
+def test_engines_of_two_widths_tell_what_a_wider_one_gains(kept: float) -> None:
+    costs = costs_of([profiled_on(2, kept), profiled_on(1, kept)])
+    decode = law(costs, "rollout").decode
+    assert decode is not None
+    assert decode.doubling == pytest.approx(kept, rel=0.02)
+    for cores in (1, 2, 4):
+        plan = rollout_on(cores, costs)
+        truth = np.mean([by_length("rollout", row.tolist()) for row in UNIFORM.batches(400, 16).astype(int)]) / cores / kept ** np.log2(cores)
+        assert plan.node("rollout").seconds == pytest.approx(truth, rel=0.05)
+        assert plan.prediction.assumed == ()
+
+
+def test_a_width_that_no_run_had_is_said_to_be_assumed_with_bounds_that_hold() -> None:
+    costs = costs_of([profiled_on(2, 0.5)])
+    plan = rollout_on(1, costs)
+    (said,) = plan.prediction.assumed
+    assert "'rollout' was measured on 2 cores an engine and is predicted on 1" in said
+    low, high = map(float, said.split(" of the ideal speed-up, ")[1].split(" s if")[0].split(" to "))
+    truth = np.mean([by_length("rollout", row.tolist()) for row in UNIFORM.batches(400, 16).astype(int)])
+    assert 0.97 * low <= truth <= high
+    assert low < plan.node("rollout").seconds < high
+    assert "assumed: 'rollout' was measured on 2 cores" in " ".join(str(plan).split())
+    assert rollout_on(2, costs).prediction.assumed == ()
+
+
 def test_the_lengths_of_a_run_are_in_its_costs() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=UNIFORM))
     assert costs.lengths is not None
