@@ -18,6 +18,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph import Feedback, Node, Output, Work, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.decoding import Joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardColumn, RewardFunction, check_column
@@ -94,6 +95,11 @@ class DynamicRollout:
     writes: str
     rounds: int
     work: Work = "generate"
+
+    @property
+    def joining(self) -> Joining:
+        """When versions join responses that are under way."""
+        return self.rollout.joining
 
     @property
     def running(self) -> Running:

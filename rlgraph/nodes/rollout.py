@@ -94,6 +94,11 @@ class Generator(Model):
     def engines(self) -> int:
         return self.engines_per_gpu
 
+    @property
+    def shares_steps(self) -> bool:
+        """Whether responses that joined later take one decode step together with those under way."""
+        return self.engine != "transformers"
+
     def load(self, context: Any) -> Any:
         from rlgraph.engines import load
 
@@ -206,6 +211,11 @@ class Rollout:
     def running(self) -> Running:
         """What becomes of the keys and values of running responses at new weights."""
         return self.joining.running
+
+    @property
+    def one_turn(self) -> bool:
+        """Whether a response is sampled in one go, no tool asked in between."""
+        return self.tools is None
 
     @property
     def dims(self) -> Mapping[str, int]:

@@ -7,7 +7,7 @@ from operator import itemgetter
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Node
-from rlgraph.planning import events
+from rlgraph.planning import events, joined
 from rlgraph.planning.advice import advise
 from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
@@ -73,7 +73,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
-    expected = outlook(schedule, graph.nodes, settings, priced)
+    expected = outlook(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
     loops = tuple(_loops(graph, crew, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
@@ -99,7 +99,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             first_step_s=expected.first_step_s,
             waits=expected.waits(),
             warnings=warnings,
-            left_out=tuple(_left_out(graph)),
+            left_out=tuple(joined.left_out(graph, priced)),
             assumed=tuple(assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores")),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
@@ -108,20 +108,6 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         models=tuple(_models(graph, cluster)),
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
-
-
-def _left_out(graph: Graph) -> Iterator[str]:
-    """Yield what nodes do that their laws know nothing of: batches and weights that join while responses decode."""
-    for node in graph.nodes:
-        joining = getattr(node.operation, "joining", None)
-        if getattr(joining, "continuous", False):
-            yield f"'{node.name}' is predicted as if batches did not join while others decode (continuous=True): the run may be faster"
-        interrupt = getattr(joining, "interrupt", None)
-        if interrupt is not None:
-            yield (
-                f"'{node.name}' is predicted as if no version came while it decodes (interrupt={interrupt!r}): each one that does "
-                "takes a swap, and where the keys and values are recomputed, a prefill of the responses under way"
-            )
 
 
 def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:

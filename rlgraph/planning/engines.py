@@ -1,6 +1,6 @@
 """The engines of a generator apart: one that is done goes on to the next step while another still decodes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ class Engines:
     causes: list[Array] = field(default_factory=list)  # the number of what each start waited for last
     held: list[Waited] = field(default_factory=list)
     waits: dict[int, Sequence[Wait]] = field(default_factory=dict)  # of the start (0) and of each put
+    others: Mapping[str, Sequence[float]] = field(default_factory=dict)  # when each event of the schedule ended, by step
 
     @property
     def count(self) -> int:

@@ -243,9 +243,7 @@ def _at_other_widths(
     if not both:
         return decode
     sampled = [tokens[key] for key in both]
-    own = [
-        decode.seconds(np.array([s.response_tokens], dtype=float), s.prompt_tokens / len(s.response_tokens), 1).item() for s in sampled
-    ]
+    own = [decode.seconds(np.array([s.response_tokens], dtype=float), s.prompt_tokens / len(s.response_tokens), 1).item() for s in sampled]
     wider = np.array([settings[node, step].width / width for _, step in both])
     return with_doubling(decode, wider, np.array(own), np.array([firings[key] for key in both]))
 

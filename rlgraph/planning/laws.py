@@ -206,7 +206,11 @@ class NodeCost:
         if self.decode is None or lengths is None or chunks == 1:
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
-        return self._decode_at(self.decode, setting).parts(batch, lengths.prompt_tokens, chunks)
+        return self.decode_at(self.decode, setting).parts(batch, lengths.prompt_tokens, chunks)
+
+    def paces(self, steps: int) -> Sequence[float]:
+        """The seconds of single firings over those of the law."""
+        return _spread(self.spread, steps).tolist() if self.spread else [1.0] * steps
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
         floor = self.sharded_pass_s or self.pass_s if setting.engines > 1 else self.pass_s
@@ -221,9 +225,9 @@ class NodeCost:
         return setting.rows / self.measured.rows if self.measured else 1.0
 
     def _decode(self, decode: Decode, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
-        return self._decode_at(decode, setting).seconds(batch, prompt_tokens, setting.engines)
+        return self.decode_at(decode, setting).seconds(batch, prompt_tokens, setting.engines)
 
-    def _decode_at(self, decode: Decode, setting: Setting) -> Decode:
+    def decode_at(self, decode: Decode, setting: Setting) -> Decode:
         return decode.at_width(setting.width / (self.measured.width if self.measured else 1.0), setting.width)
 
 

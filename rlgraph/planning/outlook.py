@@ -1,11 +1,12 @@
 """What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlgraph.graph import Feedback, Graph, Node
+from rlgraph.graph import Feedback, Graph
+from rlgraph.planning import joined
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.engines import Engines
 from rlgraph.planning.events import load_event, publish_event, readers
@@ -84,13 +85,15 @@ class Outlook:
         return sum(gaps) / len(gaps)
 
 
-def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs: Costs) -> Outlook:
+def outlook(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Outlook:
     """Return the schedule played with the lengths and spreads of the costs, or with plain seconds where there are none."""
+    nodes = graph.nodes
     varying = [node.name for node in nodes if costs.varies(node.name)]
     if not varying:
         return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
-    steps = costs.steps_drawn(rows)
+    together = [node for node in nodes if joined.is_played(graph, node, costs)]
+    steps = joined.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
     relative: dict[str, Array] = {}  # of each firing `[steps, engines]`, to the mean one of the last engine
     parts: dict[str, Array] = {}
     for node in (node for node in nodes if node.name in varying):
@@ -108,8 +111,10 @@ def outlook(schedule: Schedule, nodes: Sequence[Node], settings: Settings, costs
         return found
 
     drawn_times = {event.name: times(event) for event in schedule.events if event.node in relative}
-    apart = {name: Engines(list(each)) for name, each in drawn_times.items() if each.shape[1] > 1}
-    alone = {name: each[:, 0].tolist() for name, each in drawn_times.items() if each.shape[1] == 1}
+    apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn_times.items() if each.shape[1] > 1}
+    for node in together:
+        apart |= joined.played(node, settings[node.name], costs, schedule, steps, rows)
+    alone = {name: each[:, 0].tolist() for name, each in drawn_times.items() if name not in apart}
 
     def seconds(event: Event, step: int) -> float:
         return alone[event.name][step] if event.name in alone else event.seconds

@@ -210,6 +210,7 @@ def _lines(schedule: Schedule, found: Played) -> list[tuple[Event, list[_Put]]]:
     for name, each in found.engines.items():
         each.puts = {number: [] for number in puts[name] if number}
         each.waits = {number: put.waits for number, put in puts[name].items()}
+        each.others = found.ends
     nodes = {event.name: event.node for event in found.order}
     for d in schedule.dependencies:
         times: Sequence[Any] = puts[d.before][d.left_at].done if d.left_at else found.ends[d.before]

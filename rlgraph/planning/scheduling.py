@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rlgraph.graph import Graph, Node
-from rlgraph.planning import events
+from rlgraph.planning import events, joined
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.laws import Setting
@@ -43,10 +43,17 @@ def scheduled(
     crew, settings = settled(graph, cluster, counts)
     hosts = first_workers(crew)
     rows = max(node.rows for node in graph.nodes)
-    seconds = {n.name: costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes}
+    seconds = {n.name: _mean(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
     batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
     schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
     return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
+
+
+def _mean(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+    """Return the mean seconds of a firing; of one whose batches join others, where every version is there in time."""
+    if joined.is_played(graph, node, costs):
+        return joined.saturated(node, setting, costs, rows)
+    return costs.mean(node.name, setting, rows)
 
 
 def _rate(node: Node) -> float:

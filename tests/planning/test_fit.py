@@ -161,7 +161,9 @@ def test_engines_of_two_widths_tell_what_a_wider_one_gains(kept: float) -> None:
     assert decode.doubling == pytest.approx(kept, rel=0.02)
     for cores in (1, 2, 4):
         plan = rollout_on(cores, costs)
-        truth = np.mean([by_length("rollout", row.tolist()) for row in UNIFORM.batches(400, 16).astype(int)]) / cores / kept ** np.log2(cores)
+        truth = (
+            np.mean([by_length("rollout", row.tolist()) for row in UNIFORM.batches(400, 16).astype(int)]) / cores / kept ** np.log2(cores)
+        )
         assert plan.node("rollout").seconds == pytest.approx(truth, rel=0.05)
         assert plan.prediction.assumed == ()
 
