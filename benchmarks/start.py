@@ -87,10 +87,10 @@ class Looks:
 
     def _run(self, states: Callable[[], Any]) -> None:
         while not self._ended.wait(LOOK_S):
-            for worker, doing in states().items():
-                if doing.step <= 0:
-                    own = self.found.setdefault(worker, {})
-                    own[doing.what] = max(own.get(doing.what, 0.0), doing.for_s)
+            for worker, state in states().items():
+                if state.step <= 0:
+                    own, what = self.found.setdefault(worker, {}), str(state.activity)
+                    own[what] = max(own.get(what, 0.0), state.for_s)
 
     def stop(self) -> dict[str, dict[str, float]]:
         self._ended.set()

@@ -1,6 +1,7 @@
 """Every error rlgraph raises. Each message says where, what was found, the rule and the fix.
 
-All of them cross process boundaries, so each carries one string and nothing else. What a user gave is put into a message by `shown`.
+All of them cross process boundaries, so each carries one string, and a channel's error plain values beside it that say who is at its
+other end. What a user gave is put into a message by `shown`.
 """
 
 import dataclasses
@@ -104,6 +105,9 @@ class DataError(RlgraphError):
 
 class ChannelError(RlgraphError):
     """Base of the three ways in which a channel stops a worker."""
+
+    channel: str = ""  # its name, where the other end has stopped it
+    peer: int = 0  # the process at that end, where it is known
 
 
 class ChannelClosed(ChannelError):

@@ -98,7 +98,9 @@ class End:
 
     def stopped(self, step: int, stop: "Stop") -> ChannelClosed | ChannelBroken:
         kind = ChannelClosed if stop.reason is None else ChannelBroken
-        return kind(f"{self._at(step)}: {stop.who} {stop.reason or 'closed the channel, so no further message can pass'}")
+        error = kind(f"{self._at(step)}: {stop.who} {stop.reason or 'closed the channel, so no further message can pass'}")
+        error.channel, error.peer = self.channel, stop.peer
+        return error
 
     def timeout(self, step: int, timeout_s: float, state: str) -> ChannelTimeout:
         return ChannelTimeout(f"{self._at(step)}: waited {timeout_s:g} s, {state}")
@@ -112,10 +114,11 @@ class End:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why no message can pass any more: `who` closed the channel, or broke it for a reason."""
+    """Why no message can pass any more: `who` closed the channel, or broke it for a reason; `peer` is its process, 0 where unknown."""
 
     who: str
     reason: str | None = None
+    peer: int = 0
 
 
 class Meter:

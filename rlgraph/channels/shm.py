@@ -232,7 +232,7 @@ class ShmReader:
             try:
                 columns, taken = self._read(full)
             except layout.Malformed as error:
-                self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}")
+                self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}", self._link.pid)
                 raise self._end.stopped(step, self._stop) from error
         self._taken.append((full.slot, taken))
         self._meter.message(full.size + full.carried, len(self._taken))

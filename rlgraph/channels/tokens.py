@@ -154,14 +154,14 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
 
 
 def stop(token: Token | Lost, who: str, link: Link) -> Stop:
-    """Return why the peer sends no more, from its last token or what came instead of one."""
+    """Why the peer sends no more, from its last token or what came instead of one."""
     who = f"{who} ({link.peer})"
     match token:
         case Goodbye():
-            return Stop(who)
+            return Stop(who, None, link.pid)
         case Failed():
-            return Stop(who, f"failed: {token.reason}")
+            return Stop(who, f"failed: {token.reason}", link.pid)
         case Lost():
-            return Stop(who, token.why)
+            return Stop(who, token.why, link.pid)
         case _:
-            return Stop(who, f"sent {token!r} where no such token belongs; the channel is of no further use")
+            return Stop(who, f"sent {token!r} where no such token belongs; the channel is of no further use", link.pid)

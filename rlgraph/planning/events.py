@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import networkx as nx
@@ -140,18 +140,18 @@ def _firings(node: Node, host: str, seconds: float) -> list[Event]:
 
 
 def publish_event(feedback: str) -> str:
-    """Return the name of the event that stages a version of a feedback edge."""
+    """The name of the event that stages a version of a feedback edge."""
     return f"publish {feedback}"
 
 
 def receive_event(feedback: str, reader: str) -> str:
-    """Return the name of the event that brings a version to the workers of node `reader`."""
+    """The name of the event that brings a version to the workers of node `reader`."""
     return f"receive {feedback} for {reader}"
 
 
-def load_event(feedback: str, reader: str) -> str:
-    """Return the name of the event that puts a version into the engine of node `reader`."""
-    return f"load {feedback}" if feedback.endswith(f" to {reader}") else f"load {feedback} for {reader}"
+def load_event(feedback: str, reader: str, *, apart: bool = False) -> str:
+    """The name of the event that puts a version into the engine of node `reader`; `apart` is an edge to that reader alone."""
+    return f"load {feedback}" if apart else f"load {feedback} for {reader}"
 
 
 def readers(graph: Graph, feedback: Feedback) -> list[Node]:
@@ -165,7 +165,7 @@ def evaluations(graph: Graph, feedback: Feedback) -> list[Node]:
 
 
 def evaluation_loop(feedback: str, node: str) -> str:
-    """Return the name of the edge that brings the weights of a feedback edge to an evaluation apart."""
+    """The name of the edge that brings the weights of a feedback edge to an evaluation apart."""
     return f"{feedback} to {node}"
 
 
@@ -186,19 +186,22 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
     found = []
     for feedback in graph.feedbacks:
         assert feedback.source is not None
-        source = feedback.source.node
-        found.append(Event(publish_event(feedback.name), "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s))
+        source, edge = feedback.source.node, feedback.name
+        trained = Event("", "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s)
+        found.append(replace(trained, name=publish_event(edge), edge=edge))
         for node, _ in loads(graph, feedback):
             load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
-            found.append(Event(load_event(feedback.name, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s))
+            load = Event(load_event(edge, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge)
+            found.append(load)
             if feedback.buffers == 2:  # received beside decoding, so on no pool's time
-                found.append(Event(receive_event(feedback.name, node.name), "receive", node.name, hosts[node.name], None, costs.receive_s))
+                received = receive_event(edge, node.name)
+                found.append(replace(load, name=received, kind="receive", pool=None, seconds=costs.receive_s))
         for node in evaluations(graph, feedback):
             assert node.due is not None
-            name, share = evaluation_loop(feedback.name, node.name), 1 / node.due.every
-            found.append(Event(publish_event(name), "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s * share))
-            load_s = (costs.receive_s + costs.swap_s) * share
-            found.append(Event(load_event(name, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s))
+            edge, share = evaluation_loop(feedback.name, node.name), 1 / node.due.every
+            found.append(replace(trained, name=publish_event(edge), seconds=costs.publish_s * share, edge=edge))
+            load_s, name = (costs.receive_s + costs.swap_s) * share, load_event(edge, node.name, apart=True)
+            found.append(Event(name, "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge))
     return found
 
 
@@ -311,7 +314,7 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[
     assert feedback.source is not None
     assert node.due is not None
     update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)
-    publish, load = publish_event(name), load_event(name, node.name)
+    publish, load = publish_event(name), load_event(name, node.name, apart=True)
     chain = [Dependency(a, b, 0, "loop", name) for a, b in pairwise((update, publish, load, node.name))]
     return [
         *chain,

@@ -83,7 +83,10 @@ def costs_of(records: Sequence[Record]) -> Costs:
         nodes,
         publish_s=sum(moving(publish_event(loop.name)) for loop in plan.loops),
         receive_s=max((moving(receive_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
-        swap_s=max((moving(load_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
+        swap_s=max(
+            (moving(load_event(loop.name, reader, apart=loop.due is not None)) for loop in plan.loops for reader in loop.readers),
+            default=0.0,
+        ),
         source="measured",
         lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
         publish_bytes=records[0].published_bytes or None,

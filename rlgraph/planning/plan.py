@@ -85,6 +85,15 @@ class PlannedChannel:
 
 
 @dataclass(frozen=True)
+class ChannelEnd:
+    """One end of a channel in one worker: where it puts, or where it takes what rank `rank` of the writer has put."""
+
+    name: str
+    side: Literal["put", "take"]
+    rank: int = 0
+
+
+@dataclass(frozen=True)
 class PlannedLoop:
     """A feedback edge: its staleness bound and what it costs."""
 

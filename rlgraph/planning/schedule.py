@@ -21,7 +21,8 @@ Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
 @dataclass(frozen=True)
 class Event:
     """Something that takes time once a step: a node fires, weights are published, received or loaded, or an engine that shares
-    its devices with other models wakes or sleeps: it takes their memory, or gives it back."""
+    its devices with other models wakes or sleeps: it takes their memory, or gives it back. `edge` is the feedback edge whose weights
+    move."""
 
     name: str
     kind: EventKind
@@ -30,6 +31,7 @@ class Event:
     pool: str | None
     seconds: float
     part: int = 0  # of the batch, for a node that fires for each of several parts
+    edge: str = ""
 
 
 @dataclass(frozen=True)

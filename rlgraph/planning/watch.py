@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlgraph.errors import CertificateError
 from rlgraph.planning.events import publish_event
-from rlgraph.planning.plan import Plan, PlannedLoop
+from rlgraph.planning.plan import ChannelEnd, Plan, PlannedLoop
 from rlgraph.planning.schedule import Span
 
 
@@ -29,7 +29,7 @@ class Watch:
         self._slots = {channel.name: channel.slots for channel in plan.channels}
         self.observed = Observed()
 
-    def see(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[str, int]) -> None:
+    def see(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int]) -> None:
         """Check one finished step: its spans, its staleness, and the most slots in use at each channel end.
 
         Raises CertificateError naming what was exceeded.
@@ -42,15 +42,13 @@ class Watch:
             raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {proof.open_batches} open")
         used = dict(so_far.channel_slots or {})
         for end, peak in peaks.items():
-            name = end.split(" ", 1)[1]  # "take rollout[1]" is the end that reads what rank 1 wrote
-            name = name if name in self._slots else name.rsplit("[", 1)[0]
-            if name in self._slots and peak > self._slots[name]:
-                raise self._broken(step, f"channel '{name}' held {peak} messages", f"{self._slots[name]} slots")
-            used[name] = max(peak, used.get(name, 0))
+            if end.name in self._slots and peak > self._slots[end.name]:
+                raise self._broken(step, f"channel '{end.name}' held {peak} messages", f"{self._slots[end.name]} slots")
+            used[end.name] = max(peak, used.get(end.name, 0))
         self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
 
     def _open(self, loop: PlannedLoop, spans: Sequence[Span]) -> int:
-        """Return how many batches of a loop were open when this step's was admitted, itself included. A run may begin at any step.
+        """How many batches of a loop were open when this step's was admitted, itself included. A run may begin at any step.
 
         A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
         """

@@ -16,7 +16,7 @@ from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.muster import muster
 from rlgraph.runtime.signals import held
-from rlgraph.runtime.status import Doing, under_way
+from rlgraph.runtime.status import Heartbeat, under_way
 from rlgraph.runtime.tasks import Start, setups
 from rlgraph.runtime.watchdog import FIRST_S
 
@@ -51,7 +51,7 @@ class Attempt:
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
-        self.did: Doing | None = None  # what the worker did that failed
+        self.did: Heartbeat | None = None  # what the worker did that failed
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -60,7 +60,7 @@ class Attempt:
 
     def under_way(self) -> str:
         """What the nodes do now and how far they are, in words; nothing before the workers are ready and after they ended."""
-        return under_way(self._crew.states()) if self.ready and not self.ended else ""
+        return under_way(self._crew.states(), self.plan) if self.ready and not self.ended else ""
 
     @property
     def in_flight(self) -> bool:
@@ -108,7 +108,7 @@ class Attempt:
         return Hosts(self.folder, (Host(self.folder), *others), tuple(address for _, address in found), placed)
 
     def step(self, last: int) -> Sequence[messages.Report]:
-        """Return what the workers report of the next step; those after it, up to `last`, are at work by then.
+        """Wait for what the workers report of the next step; those after it, up to `last`, are at work by then.
 
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
         """
@@ -138,7 +138,7 @@ class Attempt:
         return reports
 
     def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
-        """Return what the workers have said of checkpoints since it was asked last."""
+        """What the workers have said of checkpoints since it was asked last."""
         news, self._crew.saved = self._crew.saved, []
         return news
 

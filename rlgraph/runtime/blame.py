@@ -4,19 +4,13 @@ Worker `score` waits for channel 'rollout', its writer `generator` waits for cha
 `prompts` is to blame, whichever of the others is the first to lose patience.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.runtime.activity import edge_of
 from rlgraph.runtime.messages import Failure
-from rlgraph.runtime.status import Doing
-
-MESSAGE = re.compile(r"waiting for channel '(.*)' \(written by")
-VERSION = re.compile(r"waiting for version (\d+) of '(.*)' \(published by")
-ROOM = re.compile(r"waiting for room in channel '(.*)' \(read by")
-PUBLISHING = re.compile(r"publishing version (\d+) of '(.*)' \(read by")
-PEER = re.compile(r"channel '(.*?)', .* \(process (\d+)\)")
+from rlgraph.runtime.status import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -29,28 +23,27 @@ class Wait:
     version: int = 0  # of weights
 
 
-def wait_of(plan: Plan, doing: Doing) -> Wait | None:
+def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
     """What a worker waits for, None where it works. One that publishes may do either."""
-    ends: dict[str, PlannedChannel | PlannedLoop] = {channel.name: channel for channel in plan.channels}
-    ends |= {loop.name: loop for loop in plan.loops}
-    for pattern, room in ((MESSAGE, False), (VERSION, False), (ROOM, True), (PUBLISHING, True)):
-        found = pattern.match(doing.what)
-        if found and (end := ends.get(found.groups()[-1])):
-            nodes = end.readers if room else (end.writer,)
-            of = tuple(dict.fromkeys(worker for node in nodes for worker in plan.node(node).workers))
-            return Wait(end, of, room, int(found[1]) if len(found.groups()) > 1 else 0)
-    return None
+    activity = state.activity
+    end = edge_of(plan, activity) if activity.waits or activity.kind == "publish" else None
+    if end is None:
+        return None
+    room = activity.kind in ("put", "publish")
+    nodes = end.readers if room else (end.writer,)
+    of = tuple(dict.fromkeys(worker for node in nodes for worker in plan.node(node).workers))
+    return Wait(end, of, room, activity.version)
 
 
-def keeps_slots(wait: Wait, writer: Doing, reader: Doing) -> bool:
+def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
     """Whether a reader has done with the message whose slot the writer waits for, and did not give the slot back."""
     if isinstance(wait.end, PlannedChannel):
         wanted = (writer.step + 1) * wait.end.parts - 1 - wait.end.slots  # or an earlier one, where a batch has parts
-        return (reader.step + reader.idle) * wait.end.parts - wait.end.tokens > wanted
+        return (reader.step + reader.activity.idle) * wait.end.parts - wait.end.tokens > wanted
     if wait.end.due is not None or wait.end.freshest:
         return False
-    waits = VERSION.match(reader.what)
-    loaded = int(waits[1]) - 1 if waits and waits[2] == wait.end.name else reader.step - 1 - wait.end.depth
+    receives = reader.activity.kind == "receive" and reader.activity.edge == wait.end.name
+    loaded = reader.activity.version - 1 if receives else reader.step - 1 - wait.end.depth
     return loaded >= max(wait.version - wait.end.slots, 1)
 
 
@@ -62,7 +55,7 @@ class Culprit:
     keeps: str | None = None
 
 
-def culprit(plan: Plan, states: Mapping[str, Doing], waiting: str, held: Mapping[tuple[str, str], int]) -> Culprit | None:
+def culprit(plan: Plan, states: Mapping[str, Heartbeat], waiting: str, held: Mapping[tuple[str, str], int]) -> Culprit | None:
     """Find whom a waiting worker waits for in the end; None where all that are known wait for one another.
 
     `held` says how many slots of a channel a worker held between its last two steps.
@@ -75,21 +68,21 @@ def culprit(plan: Plan, states: Mapping[str, Doing], waiting: str, held: Mapping
         if name in seen or name not in states:
             continue
         seen.add(name)
-        doing = states[name]
-        wait = None if doing.stopped else wait_of(plan, doing)
+        state = states[name]
+        wait = None if state.stopped else wait_of(plan, state)
         if wait is None:
             at_work.append(name)
             continue
         others = [other for other in wait.of if other != name]
         for other in others if wait.room else ():
             known = other in states and not states[other].stopped
-            if known and held.get((other, wait.end.name), 1) and keeps_slots(wait, doing, states[other]):
+            if known and held.get((other, wait.end.name), 1) and keeps_slots(wait, state, states[other]):
                 return Culprit(other, wait.end.name)
-        if wait.room and PUBLISHING.match(doing.what) and name != waiting:
+        if state.activity.kind == "publish" and name != waiting:
             at_work.append(name)
             continue
         todo += others
-    found = max(at_work, key=lambda name: (states[name].stopped, not states[name].idle, states[name].for_s), default=None)
+    found = max(at_work, key=lambda name: (states[name].stopped, not states[name].activity.idle, states[name].for_s), default=None)
     return Culprit(found) if found is not None else None
 
 
@@ -104,7 +97,7 @@ class Cut:
 def cut(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
     """Find the worker that has lost its channels, from what it and its peers say of them; two where one connection is all that ended."""
     names = {pid: name for name, pid in pids.items()}
-    lost = [(failure.worker, names.get(int(found[2])), found[1]) for failure in failures if (found := PEER.match(failure.message))]
+    lost = [(failure.worker, names.get(failure.peer), failure.channel) for failure in failures if failure.peer]
     ends: list[Collection[str]] = [{worker, peer} for worker, peer, _ in lost if peer is not None]
     if not ends:
         return None

@@ -15,9 +15,10 @@ from rlgraph.channels.link import Link
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
+from rlgraph.runtime.activity import described
 from rlgraph.runtime.blame import cut
 from rlgraph.runtime.hosts import Hosts
-from rlgraph.runtime.status import Doing
+from rlgraph.runtime.status import Heartbeat
 from rlgraph.runtime.watchdog import LOOK_S, Watchdog
 
 CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
@@ -102,7 +103,7 @@ class Crew:
             self._listen(missing, since_s, self.start_s)
 
     def reports(self, step: int) -> Sequence[messages.Report]:
-        """Return the reports of all workers on `step`, in the plan's order.
+        """Wait for the reports of all workers on `step`, in the plan's order.
 
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever explains best what happened.
         """
@@ -184,16 +185,16 @@ class Crew:
             case _:
                 raise OSError(f"a message that no worker sends: {message!r}")
 
-    def did(self) -> Doing | None:
-        """Return what the worker that failed or died did at that moment, where that is known."""
+    def did(self) -> Heartbeat | None:
+        """What the worker that failed or died did at that moment, where that is known."""
         failed, perhaps = ([failure.worker for failure in self._failed(of_peers=peers)] for peers in (False, True))
         states = self.states() if failed or perhaps or self._dead else {}
         return next((states.get(name) for name in (*failed, *self._died(), *perhaps)), None)
 
     def explanation(self) -> RlgraphError | None:
-        """Return the error of the node that failed, else of the worker that died, listening a moment for either.
+        """The error of the node that failed, else of the worker that died, listening a moment for either.
 
-        A rank that fails in a collective may be told to have failed before the peer is known to have died that it waited for.
+        A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
         """
         stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
         end = time.monotonic() + (0 if stalled else SETTLE_S)
@@ -202,13 +203,13 @@ class Crew:
         return self._cause() or next(map(self._node_error, self._failed(of_peers=True)), None)
 
     def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
-        """Return the failures that nobody else has caused; or those of ranks in a collective, which the end of a peer may have."""
+        """The failures that nobody else has caused; or those of ranks in a collective, which the end of a peer may have."""
         several = {worker.name for worker in self.plan.workers if worker.world > 1}
         own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
         return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
 
     def _died(self) -> list[str]:
-        """Return the workers that are gone and had not failed before."""
+        """The workers that are gone and had not failed before."""
         failed = {failure.worker for failure in self._failures}
         return [name for name in self._dead if name not in failed]
 
@@ -227,7 +228,7 @@ class Crew:
         for name in died:
             last = states.get(name)
             unknown = "at work" if name in self._ready else "before its first step"
-            did = f"while {last.what}, step {last.step}" if last else unknown
+            did = f"while {described(last.activity, self.plan)}, step {last.step}" if last else unknown
             where = self._hosts.place(name) if self._hosts else ""
             return WorkerDied(
                 f"worker '{name}' (process {self.pids[name]}){where} died {did}; "
@@ -257,10 +258,10 @@ class Crew:
         reads, writes = [e.name for e in ends if set(e.readers) & set(nodes)], [e.name for e in ends if e.writer in nodes]
         return f"worker '{worker}' runs nodes {list(nodes)}, reads channels {reads} and writes {writes}"
 
-    def states(self) -> Mapping[str, Doing]:
-        """Return what each worker does now."""
+    def states(self) -> Mapping[str, Heartbeat]:
+        """What each worker does now."""
         return self._hosts.states(self._names) if self._hosts else {}
 
     def stacks(self, workers: Collection[str]) -> Mapping[str, str]:
-        """Return the Python stacks of the workers."""
+        """The Python stacks of the workers."""
         return self._hosts.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._hosts else {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlgraph.runtime.stacks import read_stacks
-from rlgraph.runtime.status import Doing, read_status
+from rlgraph.runtime.status import Heartbeat, read_status
 
 ANSWER_S = 3.0  # of another host
 
@@ -15,11 +15,11 @@ ANSWER_S = 3.0  # of another host
 class Keeper(Protocol):
     """Who looks after workers."""
 
-    def states(self, workers: Collection[str]) -> Mapping[str, Doing]:
-        """Return what each worker does, of those that have begun something."""
+    def states(self, workers: Collection[str]) -> Mapping[str, Heartbeat]:
+        """What each worker does, of those that have begun something."""
 
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
-        """Return the Python stacks of each worker, by its process."""
+        """The Python stacks of each worker, by its process."""
 
     def sweep(self) -> None:
         """Remove the job's folder."""
@@ -35,9 +35,9 @@ class Host:
     def ready(self) -> bool:
         return True
 
-    def states(self, workers: Collection[str]) -> dict[str, Doing]:
+    def states(self, workers: Collection[str]) -> dict[str, Heartbeat]:
         found = {worker: read_status(self.folder, worker) for worker in workers}
-        return {worker: doing for worker, doing in found.items() if doing is not None}
+        return {worker: state for worker, state in found.items() if state is not None}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, str]:
         return read_stacks(self.folder, pids)
@@ -53,7 +53,7 @@ class Distant:
         self.actor = actor
         self._ask("ready", 60.0)
 
-    def states(self, workers: Collection[str]) -> Mapping[str, Doing]:
+    def states(self, workers: Collection[str]) -> Mapping[str, Heartbeat]:
         return self._ask("states", ANSWER_S, list(workers)) or {}
 
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
@@ -80,8 +80,8 @@ class Hosts:
     addresses: tuple[str, ...]  # of the hosts, where there are several
     of: Mapping[str, int]
 
-    def states(self, workers: Collection[str]) -> dict[str, Doing]:
-        return {name: doing for index, own in self._by_host(workers).items() for name, doing in self.keepers[index].states(own).items()}
+    def states(self, workers: Collection[str]) -> dict[str, Heartbeat]:
+        return {name: state for index, own in self._by_host(workers).items() for name, state in self.keepers[index].states(own).items()}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -90,7 +90,7 @@ class Hosts:
         return {worker: found[worker] for worker in pids if worker in found}
 
     def place(self, worker: str) -> str:
-        """Return in words where a worker is; nothing where there is one host."""
+        """Say where a worker is; nothing where there is one host."""
         return f" on host {self.of[worker]} ({self.addresses[self.of[worker]]})" if self.addresses else ""
 
     def sweep(self) -> None:

@@ -212,7 +212,7 @@ class Job:
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
-        self._watch.see(index, spans, behind, {end: peak for report in reports for end, peak in report.peaks.items()})
+        self._watch.see(index, spans, behind, {slots.end: slots.peak for report in reports for slots in report.slots})
         self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
 

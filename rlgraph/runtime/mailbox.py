@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rlgraph.channels.base import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows
-from rlgraph.planning.plan import PlannedChannel
+from rlgraph.planning.plan import ChannelEnd, PlannedChannel
 
 
 @dataclass
@@ -18,14 +18,14 @@ class Inbox:
     held: dict[int, Mapping[str, Column]] = field(default_factory=dict)
 
     def take(self, messages: Iterable[int], timeout_s: float) -> Mapping[str, Column]:
-        """Return these messages as one batch, the rows of all writing ranks below one another."""
+        """Take these messages as one batch, the rows of all writing ranks below one another."""
         for message in messages:
             if message not in self.held:
                 self.held[message] = concat_rows([reader.take(message, timeout_s) for reader in self.readers])
         return concat_rows([self.held[message] for message in messages])
 
     def blocked_s(self) -> float:
-        """Return how long `take` has waited for messages so far."""
+        """How long `take` has waited for messages so far."""
         return sum(reader.statistics().blocked_s for reader in self.readers)
 
     def done(self, node: str, messages: Iterable[int]) -> None:
@@ -49,7 +49,7 @@ class Outbox:
         self.writer.put(message, {name: columns[name] for name in self.channel.columns}, timeout_s)
 
     def blocked_s(self) -> float:
-        """Return how long `put` has waited for a free slot so far."""
+        """How long `put` has waited for a free slot so far."""
         return self.writer.statistics().blocked_s
 
 
@@ -66,12 +66,12 @@ class Mailbox:
     def written_by(self, node: str) -> list[Outbox]:
         return [box for box in self.outboxes if box.channel.writer == node]
 
-    def statistics(self) -> dict[str, Statistics]:
-        """Return the statistics of each end, by channel and direction."""
-        found = {f"put {box.channel.name}": box.writer.statistics() for box in self.outboxes}
+    def statistics(self) -> dict[ChannelEnd, Statistics]:
+        """What each end has seen."""
+        found = {ChannelEnd(box.channel.name, "put"): box.writer.statistics() for box in self.outboxes}
         for box in self.inboxes:
             for rank, reader in enumerate(box.readers):
-                found[f"take {box.channel.name}" + (f"[{rank}]" if len(box.readers) > 1 else "")] = reader.statistics()
+                found[ChannelEnd(box.channel.name, "take", rank)] = reader.statistics()
         return found
 
     def fail(self, reason: str) -> None:

@@ -5,6 +5,7 @@ from typing import TypeAlias
 import msgspec
 
 from rlgraph.channels.link import UNREADABLE, Garbled, Link
+from rlgraph.planning.plan import ChannelEnd
 from rlgraph.planning.schedule import Sampled, Span
 
 
@@ -34,6 +35,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     worker: str
 
 
+class Slots(msgspec.Struct, frozen=True):
+    """How many slots of a channel one end holds in use, and the most that it ever did."""
+
+    end: ChannelEnd
+    used: int
+    peak: int
+
+
 class Report(msgspec.Struct, tag=True, frozen=True):
     """A worker has fired all its nodes for a step."""
 
@@ -41,8 +50,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     step: int
     metrics: dict[str, float]
     spans: list[Span]
-    used: dict[str, int]  # slots in use by channel end
-    peaks: dict[str, int]  # the most slots ever in use, by channel end
+    slots: list[Slots]
     sampled: list[Sampled]
     published_bytes: int  # of one version, of this worker's rows
     notices: list[str] = []  # what works otherwise than asked, each said once
@@ -57,6 +65,8 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     error: str  # class name
     message: str
     traceback: str
+    channel: str = ""  # that gave up because of its peer
+    peer: int = 0  # the process at the other end of it, where that is known
 
 
 class Written(msgspec.Struct, frozen=True):

@@ -13,15 +13,16 @@ from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.channels.tokens import Kind
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
-from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Span
 from rlgraph.runtime import messages
+from rlgraph.runtime.activity import IDLE, Activity
 from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
 from rlgraph.runtime.progress import Progress
 from rlgraph.runtime.stacks import offer_stacks
-from rlgraph.runtime.status import BETWEEN, StatusWriter, status_path
+from rlgraph.runtime.status import StatusWriter, status_path
 from rlgraph.runtime.tasks import Post, WorkerSetup
 from rlgraph.runtime.worker import Loop, Worker
 
@@ -67,11 +68,11 @@ class Process:
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(-1, "start", error)
             return
-        self.status.enter(-1, BETWEEN)
+        self.status.enter(-1, IDLE)
         messages.send(self.control, messages.Ready(self.name))
 
     def _open(self) -> None:
-        self.status.enter(-1, "opening its channels")
+        self.status.enter(-1, Activity("open"))
         for channel, posts in self.setup.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         worker = self.setup.worker
@@ -94,7 +95,7 @@ class Process:
     def _start(self) -> None:
         import torch
 
-        self.status.enter(-1, "connecting to its channels")
+        self.status.enter(-1, Activity("connect"))
         torch.set_num_threads(self.setup.worker.threads)
         for channel, posts in self.setup.channels:
             users = tuple(task.name for task in self.setup.tasks if task.name in channel.readers)
@@ -118,7 +119,7 @@ class Process:
             counted=self.status.count,
         )
         self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
-        self.status.enter(-1, "loading its engine")
+        self.status.enter(-1, Activity("load_engine"))
         with no_collector():
             self.progress.load()
 
@@ -146,7 +147,7 @@ class Process:
     def _fire(self, step: int, progress: Progress) -> None:
         try:
             metrics, spans = progress.step(step)
-            self.status.enter(step, BETWEEN)
+            self.status.enter(step, IDLE)
             self._report(step, metrics, spans)
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(step, progress.worker.doing, error)
@@ -154,9 +155,9 @@ class Process:
     def _report(self, step: int, metrics: Mapping[str, float], spans: list[Span]) -> None:
         assert self.progress is not None
         ends, worker = self.mailbox.statistics(), self.progress.worker
-        used, peaks = ({name: getattr(end, what) for name, end in ends.items()} for what in ("used", "peak_used"))
+        slots = [messages.Slots(end, seen.used, seen.peak_used) for end, seen in ends.items()]
         sampled, published = worker.taken_sampled(), worker.published_bytes()
-        self._tell(messages.Report(self.name, step, dict(metrics), spans, used, peaks, sampled, published, notices.here.taken()))
+        self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.taken()))
 
     def _save(self, step: int) -> None:
         assert self.progress is not None
@@ -176,8 +177,10 @@ class Process:
         told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
         if not told:
             self.mailbox.fail(reason)
+        name, trace = type(error).__name__, traceback.format_exc()
+        channel, peer = (error.channel, error.peer) if isinstance(error, ChannelError) else ("", 0)
         with contextlib.suppress(OSError):  # the driver is gone, which the wait for its next word finds out
-            self._tell(messages.Failure(self.name, step, node, type(error).__name__, str(error), traceback.format_exc()))
+            self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer))
 
     def _sleep(self, step: int) -> None:
         """Wait for the driver's word that a further tick has been sent: polling for the tick itself would cost a core."""

@@ -1,20 +1,11 @@
 """Prompts that kill their worker: found by firing for one prompt at a time, set aside when that has killed a worker twice."""
 
-import re
 from dataclasses import dataclass
 
 from rlgraph.graph import Graph
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.planning.plan import Plan
-from rlgraph.runtime.status import Doing
-
-RUNNING = re.compile(r"running node '(.*)'")
-PROBING = re.compile(r"trying prompt (\d+) alone in node '(.*)'")
-
-
-def probing(node: str, prompt: int) -> str:
-    """Return what a worker says of itself while it fires a node for one prompt of the batch."""
-    return f"trying prompt {prompt} alone in node '{node}'"
+from rlgraph.runtime.status import Heartbeat
 
 
 @dataclass
@@ -26,19 +17,19 @@ class Suspects:
     probe: tuple[str, int] | None = None
     accused: int | None = None  # the place in the data order of the prompt at which the last probe died
 
-    def saw(self, did: Doing | None, set_aside: tuple[int, ...]) -> int | None:
+    def saw(self, did: Heartbeat | None, set_aside: tuple[int, ...]) -> int | None:
         """Learn from what a worker did when it failed; return the place of a prompt that has now killed its worker twice."""
         if did is None:
             return None
-        if tried := PROBING.fullmatch(did.what):
-            place = self._place(did.step, int(tried[1]), set_aside)
+        activity = did.activity
+        if activity.kind == "probe":
+            place = self._place(did.step, activity.prompt, set_aside)
             guilty, self.accused = place == self.accused, place
             if guilty:
                 self.probe = self.accused = None
             return place if guilty else None
-        running = RUNNING.fullmatch(did.what)
         self.accused = None
-        self.probe = (running[1], did.step) if running and self._can_probe(running[1]) else None
+        self.probe = (activity.node, did.step) if activity.kind == "fire" and self._can_probe(activity.node) else None
         return None
 
     def _source(self) -> Prompts | None:
@@ -51,13 +42,13 @@ class Suspects:
         return source.positions(step, set_aside)[prompt]
 
     def _can_probe(self, node: str) -> bool:
-        """Return whether a node may be fired for a part of its batch without a trace: what is trained may not."""
+        """Whether a node may be fired for a part of its batch without a trace: what is trained may not."""
         planned = next((found for found in self.plan.nodes if found.name == node), None)
         trained = {found.model for found in self.plan.nodes if found.work == "train"}
         return planned is not None and bool(planned.reads) and planned.model not in {*trained} - {None} and self._source() is not None
 
     def describe(self, place: int) -> str:
-        """Return a prompt in words."""
+        """Describe a prompt in words."""
         source = self._source()
         assert source is not None
         return f"prompt {place} of the data order ({source.item(place)[source.prompt_field]!r:.80})"

@@ -19,13 +19,13 @@ from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.planning.turns import Turn
+from rlgraph.runtime.activity import Activity
 from rlgraph.runtime.ledger import Ledger
 from rlgraph.runtime.mailbox import Inbox, Mailbox
 from rlgraph.runtime.parts import joined
-from rlgraph.runtime.suspects import probing
 from rlgraph.runtime.tasks import Task, WorkerSetup
 
-OnEnter = Callable[[int, str], None]
+OnEnter = Callable[[int, Activity], None]
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Loop:
 
 @dataclass
 class Worker:
-    """The nodes of one worker, ready to fire. `on_enter(step, what)` is told whatever begins, so that a stall has a name."""
+    """The nodes of one worker, ready to fire. `on_enter(step, activity)` is told whatever begins, so that a stall has a name."""
 
     setup: WorkerSetup
     mailbox: Mailbox
     loops: list[Loop]
     context: Context
-    on_enter: OnEnter = lambda step, doing: None
+    on_enter: OnEnter = lambda step, activity: None
     stages: dict[str, Stage] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Worker:
             self._wake(step)
         if self.setup.probe == (task.name, step) and task.chunks == 1 and getattr(task.operation, "source", None) is None:
             self._probe(task, step, columns)
-        self.on_enter(step, f"running node '{task.name}'")
+        self.on_enter(step, Activity("fire", task.name))
         self.context.arrivals = self._arrivals(task, step)
         self.ledger.carry(task.name, step)
         with nullcontext() if idle else self.ledger.span(fire_event(task.name, part, task.chunks), "fire", step):
@@ -117,7 +117,7 @@ class Worker:
 
     def _publish(self, loop: Loop, writer: WeightsWriter, step: int) -> None:
         name, version = loop.plan.name, step + 1
-        self.on_enter(step, f"publishing version {version} of '{name}' (read by {list(loop.plan.readers)})")
+        self.on_enter(step, Activity("publish", loop.plan.writer, name, version))
         with self.ledger.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
             writer.publish(version, self.context.engine.weights(), self.setup.deadline_s)
 
@@ -138,7 +138,7 @@ class Worker:
         if self.turn is None or self.awake:
             return
         self.ledger.carry(self.doing, step)
-        self.on_enter(step, f"giving its engine the devices ('{self.turn.wake}')")
+        self.on_enter(step, Activity("wake", self.turn.firings[0][0]))
         with self.ledger.span(self.turn.wake, "wake", step):
             self.context.engine.wake()
         self.awake = True
@@ -147,7 +147,7 @@ class Worker:
         """Let an engine give the memory of its devices back, if it has it: where nothing was due, it has not."""
         if not self.awake:
             return
-        self.on_enter(step, f"taking the devices from its engine ('{turn.sleep}')")
+        self.on_enter(step, Activity("sleep", turn.firings[-1][0]))
         with self.ledger.span(turn.sleep, "sleep", step) as moved:
             moved.append(self.context.engine.sleep() or 0)
         self.awake = False
@@ -160,7 +160,7 @@ class Worker:
         mine = share(count, rank, world) if task.operation.work == "generate" else range(count)
         self.context.rank, self.context.world = 0, 1
         for prompt in mine:
-            self.on_enter(step, probing(task.name, prompt))
+            self.on_enter(step, Activity("probe", task.name, prompt=prompt))
             stage(
                 step,
                 {name: column[len(column) * prompt // count : len(column) * (prompt + 1) // count] for name, column in columns.items()},
@@ -179,7 +179,7 @@ class Worker:
             wanted = task.messages(box.channel, step, part)
             if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.setup.begin[box.channel.writer]):
                 continue
-            self.on_enter(step, f"waiting for channel '{box.channel.name}' (written by node '{box.channel.writer}')")
+            self.on_enter(step, Activity("take", task.name, box.channel.name))
             self.doing = task.name
             if step == self.setup.first and part == 0 and task.name == box.users[0]:
                 self._drop(box)
@@ -216,7 +216,7 @@ class Worker:
         for box in self.mailbox.written_by(task.name):
             if step < min(self.setup.begin[reader] for reader in box.channel.readers):
                 continue  # read before the checkpoint that this run goes on from
-            self.on_enter(step, f"waiting for room in channel '{box.channel.name}' (read by {list(box.channel.readers)})")
+            self.on_enter(step, Activity("put", task.name, box.channel.name))
             with self.ledger.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
                 box.put(message, columns, self.setup.deadline_s)
 
@@ -247,7 +247,7 @@ class Worker:
 
     def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
         assert loop.reader is not None
-        self.on_enter(step, f"waiting for version {version} of '{loop.plan.name}' (published by node '{loop.plan.writer}')")
+        self.on_enter(step, Activity("receive", node, loop.plan.name, version))
         with self.ledger.span(loop.plan.name, "wait", step, version=version):
             weights = loop.reader.receive(version, self.setup.deadline_s)
         self._swap(loop, node, step, version, weights)
@@ -266,8 +266,8 @@ class Worker:
         assert loop.reader is not None
         engine = self.context.engine
         self._wake(step)
-        self.on_enter(step, f"loading version {version} of '{loop.plan.name}' before node '{node}'")
-        with self.ledger.span(load_event(loop.plan.name, node), "load", step, version=version):
+        self.on_enter(step, Activity("load", node, loop.plan.name, version))
+        with self.ledger.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
                 running: Running = getattr(self.setup.task(node).operation, "running", "recompute")
                 engine.load_weights(weights, version=version, running=running)
@@ -320,7 +320,7 @@ class Arriving:
         before = self.worker.context.version
         yield
         if self.worker.context.version > before:
-            self.worker.on_enter(self.step, f"running node '{self.node}'")
+            self.worker.on_enter(self.step, Activity("fire", self.node))
 
 
 def owned(written: Columns, read: Columns) -> Columns:

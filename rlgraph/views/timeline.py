@@ -138,9 +138,7 @@ def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Pl
 
 def _events(plan: Plan, loop: PlannedLoop, kind: str) -> set[str]:
     """Return the names of the events of one kind on a feedback edge."""
-    kinds = {event.name: event.kind for event in plan.schedule.events}
-    ends = {name for d in plan.schedule.dependencies if d.reason == "loop" and d.via == loop.name for name in (d.before, d.after)}
-    return {name for name in ends if kinds[name] == kind}
+    return {event.name for event in plan.schedule.events if event.kind == kind and event.edge == loop.name}
 
 
 def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[int, int]:

@@ -8,6 +8,7 @@ from simulated import Loop
 import rlgraph as rg
 from rlgraph.errors import CertificateError
 from rlgraph.planning.period import simulate
+from rlgraph.planning.plan import ChannelEnd
 from rlgraph.planning.schedule import Schedule, Span
 from rlgraph.planning.watch import Watch
 
@@ -23,7 +24,7 @@ def test_a_run_that_keeps_the_plan_passes_and_reaches_its_bound(depth: int) -> N
     plan = rg.compile(Loop(depth=depth).graph(), rg.Cluster(cpus=2), costs)
     watch = Watch(plan)
     for step, spans in enumerate(played(plan)):
-        watch.see(step, spans, min(step, depth), {"put rollout": depth + 1})
+        watch.see(step, spans, min(step, depth), {ChannelEnd("rollout", "put"): depth + 1})
     assert (watch.observed.staleness, watch.observed.open_batches) == (depth, depth + 1)
     assert watch.observed.channel_slots == {"rollout": depth + 1}
 
@@ -64,7 +65,7 @@ def test_a_batch_too_far_behind_and_a_channel_too_full_are_named() -> None:
     with pytest.raises(CertificateError, match=r"staleness at most 1\): its oldest token is 2 versions behind"):
         Watch(plan).see(5, [], 2, {})
     with pytest.raises(CertificateError, match=r"2 slots\): channel 'rollout' held 3 messages"):
-        Watch(plan).see(5, [], 1, {"take rollout[1]": 3})
+        Watch(plan).see(5, [], 1, {ChannelEnd("rollout", "take", 1): 3})
 
 
 def test_a_wait_for_a_channel_that_has_its_writers_name_is_no_admission() -> None:

@@ -11,6 +11,7 @@ from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens, p
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.engines.pretrained import tiny_model
+from rlgraph.runtime.activity import Activity
 
 LENGTHS = rg.Sampling(max_tokens=14, stop_token_ids=tuple(range(10, 50)))  # most responses are short, some are not
 
@@ -59,13 +60,13 @@ def test_a_continuous_run_has_the_prompts_of_one_batch_by_batch_and_keeps_the_bo
 
 
 def test_a_rollout_that_weights_have_interrupted_is_said_to_run_again(model: Path) -> None:
-    entered: list[str] = []
+    entered: list[Activity] = []
     with plan(loop(model, 2, continuous=True)).run_here() as job:
-        job.progress["generator"].worker.on_enter = lambda step, what: entered.append(what.split(" (")[0])
+        job.progress["generator"].worker.on_enter = lambda step, activity: entered.append(activity)
         list(job.steps(6))
-    running, pairs = "running node 'rollout'", list(pairwise(entered))
-    assert any(before == running and "version" in then for before, then in pairs), "no weights came within a firing: this shows nothing"
-    assert {before for before, then in pairs if then.startswith("waiting for room") and "room" not in before} == {running}
+    running, pairs = Activity("fire", "rollout"), list(pairwise(entered))
+    assert any(before == running and then.version for before, then in pairs), "no weights came within a firing: this shows nothing"
+    assert {before for before, then in pairs if then.kind == "put" and before.kind != "put"} == {running}
 
 
 @pytest.mark.parametrize(("depth", "buffers"), [(1, 1), (2, 2)])

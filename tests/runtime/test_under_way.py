@@ -19,35 +19,70 @@ import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.graph import Output, Work, declare
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.activity import KINDS, WORKS, Activity, described, event_name
 from rlgraph.runtime.job import Job
-from rlgraph.runtime.status import Doing, StatusWriter, read_status, status_path, under_way
+from rlgraph.runtime.status import Heartbeat, StatusWriter, read_status, status_path, under_way
 
 
 def test_what_is_counted_is_read_until_something_else_begins(tmp_path: Path) -> None:
     status = StatusWriter(status_path(str(tmp_path), "generator"))
     assert read_status(str(tmp_path), "generator") is None
-    status.enter(3, "running node 'rollout'")
+    status.enter(3, Activity("fire", "rollout"))
     status.count(34, 128, "responses")
     found = read_status(str(tmp_path), "generator")
     assert found is not None
     assert str(found).startswith("running node 'rollout' (34 of 128 responses), step 3, for ")
-    status.enter(4, "running node 'rollout'")
+    loading = Activity("load", "über den Rand", "the policy's weights to it", 1 << 40)
+    status.enter(4, loading)
     again = read_status(str(tmp_path), "generator")
     assert again is not None
-    assert again.total == 0
+    assert (again.step, again.activity, again.total, again.unit) == (4, loading, 0, "")
+    status.enter(5, Activity("fire", "ü" * 200))  # longer than there is room for: cut, and nothing beside it touched
+    longest = read_status(str(tmp_path), "generator")
+    assert longest is not None
+    assert longest.activity == Activity("fire", "ü" * 127 + "\ufffd")
     assert read_status(str(tmp_path), "nobody") is None
 
 
 def test_ranks_are_counted_together_and_waits_left_out() -> None:
+    plan = compile_plan(fakes.vector_loop(0), rg.Cluster(cpus=2))
     states = {
-        "generator[0]": Doing(1, "running node 'rollout'", 2.0, 3, 8, "responses"),
-        "generator[1]": Doing(1, "running node 'rollout'", 2.0, 5, 8, "responses"),
-        "policy": Doing(0, "running node 'update'", 1.0, 1, 6, "micro-batches"),
-        "rewards": Doing(0, "waiting for channel 'rollout' (written by node 'rollout')", 1.0),
+        "generator[0]": Heartbeat(1, Activity("fire", "rollout"), 2.0, 3, 8, "responses"),
+        "generator[1]": Heartbeat(1, Activity("fire", "rollout"), 2.0, 5, 8, "responses"),
+        "policy": Heartbeat(0, Activity("fire", "update"), 1.0, 1, 6, "micro-batches"),
+        "score": Heartbeat(0, Activity("take", "score", "rollout"), 1.0),
     }
-    assert under_way(states) == "rollout 8 of 16 responses, update 1 of 6 micro-batches"
-    assert under_way({"policy": Doing(0, "running node 'update'", 1.0)}) == "update"
-    assert under_way({}) == ""
+    assert under_way(states, plan) == "rollout 8 of 16 responses, update 1 of 6 micro-batches"
+    assert under_way({"policy": Heartbeat(0, Activity("fire", "update"), 1.0)}, plan) == "update"
+    assert under_way({"policy": Heartbeat(0, Activity("publish", "update", "weights", 1), 1.0)}, plan) == "publish weights"
+    assert under_way({}, plan) == ""
+
+
+def test_words_name_who_is_at_the_other_end_where_the_plan_is_known() -> None:
+    plan = compile_plan(fakes.vector_loop(1), rg.Cluster(cpus=2))
+    told = {activity.kind: described(activity, plan) for activity in every_activity()}
+    assert told.keys() == set(KINDS)
+    assert told["take"] == "waiting for channel 'rollout' (written by node 'rollout')"
+    assert told["put"] == "waiting for room in channel 'rollout' (read by ['score', 'update'])"
+    assert told["receive"] == "waiting for version 3 of 'weights' (published by node 'update')"
+    assert told["publish"] == "publishing version 3 of 'weights' (read by ['rollout'])"
+    assert told["load"] == "loading version 3 of 'weights' before node 'rollout'"
+    assert told["probe"] == "trying prompt 7 alone in node 'rollout'"
+    assert described(Activity("take", "score", "a channel of another plan"), plan) == "waiting for channel 'a channel of another plan'"
+    assert len(set(told.values())) == len(KINDS)
+
+
+def every_activity() -> list[Activity]:
+    edges = {"take": "rollout", "put": "rollout", "receive": "weights", "publish": "weights", "load": "weights"}
+    return [Activity(kind, "rollout", edges.get(kind, ""), 3, 7) for kind in KINDS]
+
+
+def test_what_works_has_the_name_of_its_event() -> None:
+    plan = compile_plan(fakes.vector_loop(1), rg.Cluster(cpus=2))
+    for event in plan.schedule.events:
+        if event.kind in WORKS:
+            assert event_name(Activity(event.kind, event.node, event.edge), plan) == event.name  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

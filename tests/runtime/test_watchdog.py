@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -19,20 +20,22 @@ import torch.distributed as dist
 
 from rlgraph.channels.address import listen
 from rlgraph.channels.link import Link
+from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.graph import Work
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime import crew as crew_module
 from rlgraph.runtime import messages
-from rlgraph.runtime.blame import Culprit, culprit
+from rlgraph.runtime.activity import Activity
+from rlgraph.runtime.blame import Culprit, Cut, culprit, cut
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host, Hosts
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.stacks import offer_stacks, read_stacks
-from rlgraph.runtime.status import Doing
+from rlgraph.runtime.status import Heartbeat
 from rlgraph.runtime.tasks import setups
 
 DEADLINE_S = 3.0
@@ -141,16 +144,45 @@ def test_the_first_line_names_the_culprit_and_no_bystander(tmp_path: Path, kind:
 def test_who_waits_is_followed_to_who_works() -> None:
     plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
     states = {
-        "policy": Doing(2, "waiting for channel 'score' (written by node 'score')", 9),
-        "score": Doing(2, "waiting for channel 'rollout' (written by node 'rollout')", 8),
-        "generator": Doing(2, "waiting for version 1 of 'weights' (published by node 'update')", 7),
-        "prompts": Doing(5, "waiting for room in channel 'prompts' (read by ['rollout'])", 6),
+        "policy": Heartbeat(2, Activity("take", "update", "score"), 9),
+        "score": Heartbeat(2, Activity("take", "score", "rollout"), 8),
+        "generator": Heartbeat(2, Activity("receive", "rollout", "weights", 1), 7),
+        "prompts": Heartbeat(5, Activity("put", "prompts", "prompts"), 6),
     }
     assert culprit(plan, states, "policy", {}) is None  # they wait for one another
-    states["generator"] = Doing(2, "running node 'rollout'", 5)
+    states["generator"] = Heartbeat(2, Activity("fire", "rollout"), 5)
     assert [culprit(plan, states, worker, {}) for worker in states] == [Culprit("generator")] * 4
-    states["prompts"] = Doing(2, "running node 'prompts'", 30)  # which nobody waits for
+    states["prompts"] = Heartbeat(2, Activity("fire", "prompts"), 30)  # which nobody waits for
     assert culprit(plan, states, "policy", {}) == Culprit("generator")
+
+
+def test_a_node_whose_name_reads_like_a_message_is_followed_like_any_other() -> None:
+    def scored(batch: Columns) -> dict[str, Column]:
+        return fakes.score.function(batch)
+
+    scored.__name__ = name = "score' (written by node 'update'), (read by ['prompts'"
+    plan = compile_plan(fakes.vector_loop(1, middle=node(reads="values group_ids", writes="rewards")(scored)), Cluster(cpus=2))
+    [worker] = plan.node(name).workers
+    states = {"policy": Heartbeat(2, Activity("take", "update", name), 9), worker: Heartbeat(2, Activity("fire", name), 8)}
+    assert culprit(plan, states, "policy", {}) == Culprit(worker)
+    states[worker] = Heartbeat(2, Activity("receive", name, "weights", 1), 8)
+    states["prompts"] = Heartbeat(2, Activity("put", "prompts", "prompts"), 7)
+    assert culprit(plan, states, "prompts", {}) is None  # they wait for one another, and nobody is accused by his name
+
+
+def test_a_broken_channel_says_as_values_which_it_is_and_which_process_was_at_its_other_end(tmp_path: Path) -> None:
+    address = str(tmp_path / "rollout")
+    writer = ShmWriter("rollout", 1, 1, b"key", address)
+    reader = ShmReader("rollout", b"key", address, 20)
+    reader.fail("enough")
+    with pytest.raises(ChannelBroken) as raised:
+        writer.put(0, {"values": torch.zeros(1)}, 20)
+    writer.close()
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert (error.channel, error.peer) == ("rollout", os.getpid())
+    told = messages.Failure("score", 0, "score", "ChannelBroken", "whatever it says", "", error.channel, error.peer)
+    assert cut([told], {"generator": os.getpid(), "score": 1}) == Cut(("generator", "score"), ("rollout",))
+    assert cut([messages.Failure("score", 0, "score", "ChannelBroken", f"channel 'x', (process {os.getpid()})", "")], {"score": 1}) is None
 
 
 @node(reads="values group_ids", writes="rewards")
