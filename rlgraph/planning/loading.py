@@ -9,7 +9,6 @@ from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import Shapes
 
 FLOAT32 = 4  # bytes
-LOADING = " while models load"
 
 
 def is_sharded(model: Model) -> bool:
@@ -43,12 +42,12 @@ def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shape
             held[worker.model] = held.get(worker.model, 0) + size
     for pool, gpus in on_gpus.items():
         if pool not in unknown:
-            yield _fullest(f"a GPU of '{pool}'{LOADING}", gpus.values(), cluster.gpu_memory_bytes)
+            yield _fullest(pool, gpus.values(), cluster.gpu_memory_bytes)
     if hosts := [parts for host, parts in on_hosts.items() if host not in unknown]:
-        yield _fullest(f"host{LOADING}", hosts, cluster.host_memory_bytes)
+        yield _fullest(None, hosts, cluster.host_memory_bytes)
 
 
-def _fullest(place: str, each: Iterable[dict[str, int]], limit: int | None) -> PlannedMemory:
+def _fullest(pool: str | None, each: Iterable[dict[str, int]], limit: int | None) -> PlannedMemory:
     parts = max(each, key=lambda held: sum(held.values()))
-    total = sum(parts.values())
-    return PlannedMemory(place, tuple((f"whole weights of {model}", size) for model, size in parts.items()), total, total, limit)
+    total, whole = sum(parts.values()), tuple((f"whole weights of {model}", size) for model, size in parts.items())
+    return PlannedMemory(pool, whole, total, total, limit, loading=True)

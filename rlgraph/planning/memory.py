@@ -9,7 +9,7 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.loading import LOADING, is_sharded, loading
+from rlgraph.planning.loading import is_sharded, loading
 from rlgraph.planning.plan import PlannedMemory, PlannedWorker, Transport
 from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import ModelShape, Shapes
@@ -61,12 +61,9 @@ def needs(
     if host:
         spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # pages of a host come as they are touched
         total = sum(host.values())
-        found.append(PlannedMemory("host", tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
-    later = {need.place: need.least_bytes for need in found}
-    return (
-        *found,
-        *(need for need in loading(graph, cluster, crew, shapes) if need.peak_bytes > later.get(need.place.split(LOADING)[0], 0)),
-    )
+        found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
+    later = {need.pool: need.least_bytes for need in found}
+    return (*found, *(need for need in loading(graph, cluster, crew, shapes) if need.peak_bytes > later.get(need.pool, 0)))
 
 
 def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemory:
@@ -79,7 +76,7 @@ def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemo
     for what, size in turn.items():
         parts[what] = parts.get(what, 0) + size
     stays = sum(size for need in each for size in need.stays.values())
-    return PlannedMemory(f"a GPU of '{pool.name}'", tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
+    return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
 
 
 def _need(
@@ -164,7 +161,7 @@ def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
         if need.limit is not None and need.least_bytes > need.limit:
             largest = sorted(need.parts, key=lambda part: -part[1])[:3]
             parts = ", ".join(f"{what} {size / GIB:.1f} GiB" for what, size in largest)
-            fix = FIXES.get(largest[0][0].split(" of ")[0], FIXES["weights"])
+            fix = FIXES["whole weights" if need.loading else largest[0][0] if largest[0][0] in FIXES else "weights"]
             raise PlanError(
                 f"graph '{graph}' needs at least {need.least_bytes / GIB:.1f} GiB on {need.place}, which has {need.limit / GIB:.1f} GiB: "
                 f"{parts}; {fix}"

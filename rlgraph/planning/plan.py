@@ -140,13 +140,20 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Estimated bytes at one place: its parts, the peak, the `least_bytes` that must fit, and what there is, where known."""
+    """Estimated bytes on a GPU of a pool, or on the host (None), while the job runs or while it loads its models: the parts, the
+    peak, the `least_bytes` that must fit, and what there is, where known."""
 
-    place: str
+    pool: str | None
     parts: tuple[tuple[str, int], ...]
     peak_bytes: int
     least_bytes: int
     limit: int | None
+    loading: bool = False
+
+    @property
+    def place(self) -> str:
+        """The place and the time in words."""
+        return ("host" if self.pool is None else f"a GPU of '{self.pool}'") + (" while models load" if self.loading else "")
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, e
     return Bubbles(
         start_s=start_s,
         end_s=end_s,
-        pools=_summed(row for device in devices(plan) for row in _rows(device, trace, start_s, end_s)),
-        workers=_summed(row for lane in lanes for row in _rows(lane, trace, start_s, end_s)),
+        pools=_summed((row for device in devices(plan) for row in _rows(device, trace, start_s, end_s)), plan),
+        workers=_summed((row for lane in lanes for row in _rows(lane, trace, start_s, end_s)), plan),
     )
 
 
@@ -79,12 +79,13 @@ def devices(plan: Plan) -> Iterator[Device]:
             yield Device(None, (worker.name,), 1.0)
 
 
-def _summed(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Add up rows that differ in seconds only, largest first within each pool and worker."""
+def _summed(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
+    """Add up rows that differ in seconds only."""
+    models = {worker.name: worker.model or "" for worker in plan.workers if worker.world > 1}
     total: dict[tuple[str | None, str, Use, str, str], float] = defaultdict(float)
     for row in rows:
         total[row.pool, row.worker, row.use, row.name, row.cause] += row.seconds
-    return tuple(Row(*key, seconds) for key, seconds in total.items() if seconds > 0)
+    return tuple(Row(*key, seconds, models.get(key[1], "")) for key, seconds in total.items() if seconds > 0)
 
 
 def _rows(device: Device, trace: "_Trace", start_s: float, end_s: float) -> Iterator[Row]:

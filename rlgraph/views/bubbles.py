@@ -1,6 +1,5 @@
 """Every device-second of a run, as rows that add up to 100 %: data, and a table for the terminal."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -26,6 +25,8 @@ class Row:
     gave their memory back, or took it again; `carry` rlgraph's own work around a node;
     `data` the message was not there; `weights` the version was not there; `room` no slot was free; `turn` another node of the
     pool came first; `idle` between two steps; `start` before the first one; `unexplained` no span says what.
+
+    `model` is that of which the worker is one of several ranks.
     """
 
     pool: str | None
@@ -34,6 +35,7 @@ class Row:
     name: str
     cause: str
     seconds: float
+    model: str = ""
 
     def __str__(self) -> str:
         kept = " on its way" if self.cause == HAND_OVER else f", since {words.clean(self.cause)} was not done" if self.cause else ""
@@ -102,7 +104,7 @@ class Bubbles:
 
 
 def table(bubbles: Bubbles) -> Table:
-    """Return the rows of each pool as a table: seconds of one device, and the share of the pool's time."""
+    """Print the rows of each pool as a table: seconds of one device, and the share of the pool's time."""
     span_s = bubbles.end_s - bubbles.start_s
     title = f"where {words.seconds(span_s)} went; {bubbles.residual:.2%} not explained"
     drawn = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -125,10 +127,10 @@ def table(bubbles: Bubbles) -> Table:
 
 
 def by_model(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows of workers with the ranks of each model added up, largest first."""
+    """Add up the ranks of each model, largest first."""
     total: dict[Row, float] = {}
     for row in rows:
-        key = replace(row, worker=re.sub(r"\[\d+\]$", "", row.worker), seconds=0.0)
+        key = replace(row, worker=row.model or row.worker, seconds=0.0)
         total[key] = total.get(key, 0.0) + row.seconds
     return _sorted(replace(key, seconds=seconds) for key, seconds in total.items())
 

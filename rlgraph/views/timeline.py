@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") 
     names.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}})
     for track, number in numbers.items():
         common = {"ph": "M", "pid": process, "tid": number}
-        names.append({**common, "name": "thread_name", "args": {"name": track}})
+        names.append({**common, "name": "thread_name", "args": {"name": str(track)}})
         names.append({**common, "name": "thread_sort_index", "args": {"sort_index": number}})
     complete = [_complete(span, process, numbers[track]) for span, track in zip(spans, tracks, strict=True)]
     arrows = list(_arrows(spans, process, [numbers[track] for track in tracks], plan))
@@ -79,21 +79,32 @@ def _complete(span: Span, process: int, track: int) -> dict[str, Any]:
     return {**event, "cname": "grey"} if waits else event
 
 
-def _tracks(spans: Sequence[Span], plan: Plan) -> list[str]:
-    """Return the track of each span: the first of its worker's on which spans nest; receiving never takes the main one."""
-    found = [""] * len(spans)
-    open_spans: dict[str, list[float]] = {}
+@dataclass(frozen=True, order=True)
+class Track:
+    """A line of a worker in the trace: its main one, or one beside it, numbered from 1."""
+
+    worker: str
+    place: int = 0
+
+    def __str__(self) -> str:
+        return self.worker if self.place == 0 else f"{self.worker} beside" if self.place == 1 else f"{self.worker} beside {self.place}"
+
+
+def _tracks(spans: Sequence[Span], plan: Plan) -> list[Track]:
+    """Find the track of each span: the first of its worker's on which spans nest; receiving never takes the main one."""
+    found = [Track("")] * len(spans)
+    open_spans: dict[Track, list[float]] = {}
     for index in sorted(range(len(spans)), key=lambda i: (_us(spans[i].start_s), -_us(spans[i].end_s))):
         span = spans[index]
         place = 1 if span.kind == "receive" else 0
-        while not _nests(span, open_spans.setdefault(_track_name(span.worker, place), [])):
+        while not _nests(span, open_spans.setdefault(Track(span.worker, place), [])):
             place += 1
-        found[index] = _track_name(span.worker, place)
+        found[index] = Track(span.worker, place)
     return found
 
 
 def _nests(span: Span, ends: list[float]) -> bool:
-    """Return whether a span lies within the open spans of a track, whose ends are given; if so it is open there as well."""
+    """Whether a span lies within the open spans of a track, whose ends are given; if so it is open there as well."""
     while ends and ends[-1] <= _us(span.start_s):
         ends.pop()
     if ends and _us(span.end_s) > ends[-1]:
@@ -102,20 +113,12 @@ def _nests(span: Span, ends: list[float]) -> bool:
     return True
 
 
-def _track_name(worker: str, place: int) -> str:
-    return worker if place == 0 else f"{worker} beside" if place == 1 else f"{worker} beside {place}"
-
-
-def _numbers(tracks: Sequence[str], plan: Plan) -> dict[str, int]:
-    """Return the number of each track, every worker of the plan first of its own; others follow in order of appearance."""
+def _numbers(tracks: Sequence[Track], plan: Plan) -> dict[Track, int]:
+    """Number the tracks, every worker of the plan first of its own; others follow in order of appearance."""
     known = [worker.name for worker in plan.workers]
-    unknown = [track for track in dict.fromkeys(tracks) if not any(_belongs(track, name) for name in known)]
-    ordered = [track for name in known for track in (name, *sorted(t for t in set(tracks) if t != name and _belongs(t, name)))]
-    return {track: number for number, track in enumerate((*dict.fromkeys(ordered), *unknown), start=1)}
-
-
-def _belongs(track: str, worker: str) -> bool:
-    return track == worker or track.startswith(f"{worker} beside")
+    unknown = [track for track in dict.fromkeys(tracks) if track.worker not in known]
+    ordered = [track for name in known for track in (Track(name), *sorted(t for t in set(tracks) if t.worker == name and t.place))]
+    return {track: number for number, track in enumerate((*ordered, *unknown), start=1)}
 
 
 def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,53 @@
+"""What rlgraph says is made when it is printed, and nothing reads it back: regular expressions are for the text of others alone."""
+
+import ast
+from pathlib import Path
+
+import rlgraph
+
+PACKAGE = Path(rlgraph.__file__).parent
+FOREIGN = {  # the text of others that a module reads with regular expressions
+    "algorithms/rejection.py": "a threshold that a user writes, as verl does",
+    "channels/layout.py": "names of PyTorch's dtypes",
+    "engines/model_files.py": "names of parameters in a file of weights",
+    "engines/pretrained.py": "names of models on a hub",
+    "engines/shards.py": "paths in a manifest that is read from a disk",
+    "nodes/scorers.py": "what a model has written",
+    "nodes/tools.py": "what a model has written",
+    "runtime/dispatch.py": "names of semaphores that Ray leaves",
+    "runtime/leftovers.py": "names of folders that Ray leaves",
+}
+
+
+def modules() -> dict[str, ast.Module]:
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_regular_expressions_read_the_text_of_others_alone() -> None:
+    using = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Import) and any(alias.name == "re" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module == "re")
+    }
+    assert using <= set(FOREIGN), f"{using - set(FOREIGN)}: carry a value beside the message instead of reading the message"
+
+
+def test_no_part_of_the_runtime_or_the_planner_looks_for_words_in_a_text() -> None:
+    words = {"startswith", "endswith", "partition", "rpartition", "find", "index"}
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        if name.startswith(("runtime/", "planning/"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in words
+        and any(isinstance(argument, ast.JoinedStr) or _sentence(argument) for argument in node.args)
+    ]
+    assert found == []
+
+
+def _sentence(argument: ast.expr) -> bool:
+    return isinstance(argument, ast.Constant) and isinstance(argument.value, str) and " " in argument.value
