@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlgraph.channels.base import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.factory import Site, Transport
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 
@@ -30,6 +31,8 @@ class _Shared:
     name: str
     slots: int
     queues: list[_Queue]
+    address: str = ""
+    opened: int = 0  # readers
     stop: Stop | None = None  # what the writer did, for the readers
     reader_stop: Stop | None = None  # what a reader did, for the writer
 
@@ -43,6 +46,7 @@ class LocalWriter:
 
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
+        self.address = shared.address
         self._end = End(shared.name, "the writer")
         self._meter = Meter(shared.slots)
 
@@ -136,6 +140,28 @@ def local_channel(name: str, slots: int, readers: int) -> tuple[LocalWriter, lis
     check_channel(name, slots, readers)
     shared = _Shared(name, slots, [_Queue() for _ in range(readers)])
     return LocalWriter(shared), [LocalReader(shared, queue) for queue in shared.queues]
+
+
+def open_writer(transport: Transport, site: Site) -> LocalWriter:
+    return LocalWriter(_shared(site))
+
+
+def open_reader(transport: Transport, site: Site) -> LocalReader:
+    """Make the next of the readers. Raises ChannelError where all of them have been made."""
+    shared = _shared(site)
+    if shared.opened == len(shared.queues):
+        raise ChannelError(f"channel '{site.channel}' has {len(shared.queues)} readers, and all of them have been made")
+    shared.opened += 1
+    return LocalReader(shared, shared.queues[shared.opened - 1])
+
+
+def _shared(site: Site) -> _Shared:
+    """Find what the ends at this site share in this process; the first of them makes it."""
+    if site.address not in site.here:
+        check_channel(site.channel, site.slots, site.readers)
+        site.here[site.address] = _Shared(site.channel, site.slots, [_Queue() for _ in range(site.readers)], site.address)
+    found: _Shared = site.here[site.address]
+    return found
 
 
 def _stored(column: Column, dtype: torch.dtype | None) -> Column:

@@ -22,12 +22,22 @@ from rlgraph.channels.base import MAX_SLOTS, End, Meter, Statistics, Stop, Taken
 from rlgraph.channels.carry import DEVICES, Cargo
 from rlgraph.channels.device import DeviceMemory, Handle, Mapped
 from rlgraph.channels.door import Door
+from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.link import Garbled, Link
 from rlgraph.channels.memory import map_segment, segment_of
 from rlgraph.channels.relay import relayed
 from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, Kind, Lost, More, Token
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
+
+
+def open_writer(transport: Transport, site: Site) -> "ShmWriter":
+    address = f"{site.host}:0" if transport.reach == "hosts" else site.address
+    return ShmWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier)
+
+
+def open_reader(transport: Transport, site: Site) -> "ShmReader":
+    return ShmReader(site.channel, site.authkey, site.address, site.timeout_s)
 
 
 class ShmWriter:

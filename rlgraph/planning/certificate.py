@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
+from rlgraph.channels.factory import transport_of
 from rlgraph.graph import Graph
 from rlgraph.planning.events import fire_events, open_batches, publish_event, readers
 from rlgraph.planning.plan import Certificate, PlannedChannel
@@ -12,7 +13,11 @@ from rlgraph.planning.schedule import Dependency, Schedule
 
 def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
     """Return the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered."""
-    sizes = [None if channel.bytes is None else channel.slots * channel.bytes for channel in channels if channel.transport != "local"]
+    sizes = [
+        None if channel.bytes is None else channel.slots * channel.bytes
+        for channel in channels
+        if transport_of(channel.transport).writer_keeps
+    ]
     return Certificate(
         staleness_bound=staleness_bound(graph, schedule),
         deadlock_free=deadlock_free(schedule),

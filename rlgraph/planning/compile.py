@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
+from rlgraph.channels.factory import first_choice, transport_of
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Node
@@ -190,9 +191,9 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
         for transport, found in by_transport.items():
             needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
-            name = writer.name if transport == "shm" else f"{writer.name} ({transport})"
+            name = writer.name if transport == first_choice("host") else f"{writer.name} ({transport})"
             readers = tuple(reader.name for reader in found)
-            size = _bytes(graph, writer, columns) if transport != "local" else None
+            size = _bytes(graph, writer, columns) if transport_of(transport).writer_keeps else None
             held = events.slots(graph, writer) * writer.chunks
             planned.append(
                 PlannedChannel(name, writer.name, readers, columns, transport, held, size, parts=writer.chunks, stream=_stream(writer))
@@ -242,10 +243,9 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
     for feedback in graph.feedbacks:
         for node in events.evaluations(graph, feedback):
             assert feedback.source is not None
-            writer = feedback.source.node.name
-            planned.append(
-                PlannedChannel(events.turn_name(writer, node.name), writer, (node.name,), (), "shm", events.ahead(graph) + 1, 0, "order")
-            )
+            writer = feedback.source.node
+            name, slots = events.turn_name(writer.name, node.name), events.ahead(graph) + 1
+            planned.append(PlannedChannel(name, writer.name, (node.name,), (), wire(crew, writer, node), slots, 0, "order"))
     return planned
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlgraph.channels.factory import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph import Feedback, Graph, Model, Pool
 from rlgraph.planning.cluster import Cluster
@@ -10,7 +11,7 @@ from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.loading import is_sharded, loading
-from rlgraph.planning.plan import PlannedMemory, PlannedWorker, Transport
+from rlgraph.planning.plan import PlannedMemory, PlannedWorker
 from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import ModelShape, Shapes
 from rlgraph.planning.wires import staged_versions, weights_wire
@@ -55,7 +56,7 @@ def needs(
             ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
             for what, size in [*need.stays.items(), *need.turn.items()]:
                 host[what] = host.get(what, 0) + size * ranks
-    staged = sum(weights.bytes for weights in moving if weights.transport in ("shm", "tcp"))
+    staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:
         host["weights in staging"] = staged
     if host:
@@ -132,7 +133,7 @@ class _Moving:
 
     source: Model | None
     readers: tuple[Model | None, ...]
-    transport: Transport
+    transport: str
     bytes: int
 
 
@@ -149,8 +150,8 @@ def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], sha
 def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> _Need:
     """Return what weights take that move from GPU to GPU: each rank that trains stages its rows, and NCCL brings all of them into
     memory of the GPU that reads, of an engine over several GPUs the first."""
-    staged = sum(w.bytes for w in moving if w.source is model and w.transport in ("peer", "nccl")) // setting.engines
-    carried = sum(w.bytes for w in moving if model in w.readers and w.transport == "nccl")
+    staged = sum(w.bytes for w in moving if w.source is model and transport_of(w.transport).writer_keeps == "gpu") // setting.engines
+    carried = sum(w.bytes for w in moving if model in w.readers and transport_of(w.transport).reader_keeps == "gpu")
     parts = {"weights in staging": staged, "weights carried by NCCL": carried}
     return _Need({what: size for what, size in parts.items() if size}, {}, 0)
 

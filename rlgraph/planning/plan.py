@@ -7,13 +7,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from rlgraph.channels.factory import TRANSPORTS
 from rlgraph.errors import PlanError
 from rlgraph.graph import BUCKET_BYTES, Due
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.passes import Passes
 from rlgraph.planning.schedule import Reason, Schedule
 
-Transport: TypeAlias = Literal["local", "shm", "tcp", "peer", "nccl"]
 CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline", "estimated"]
 
 
@@ -75,7 +75,7 @@ class PlannedChannel:
     writer: str
     readers: tuple[str, ...]
     columns: tuple[str, ...]
-    transport: Transport
+    transport: str  # a name of `channels.factory.TRANSPORTS`
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order"] = "batch"
@@ -104,7 +104,7 @@ class PlannedLoop:
     buffers: int
     freshest: bool
     staleness: float  # expected in the steady state; the bound is `depth`
-    transport: Transport
+    transport: str  # a name of `channels.factory.TRANSPORTS`
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing
@@ -237,6 +237,10 @@ class Plan:
             raw = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(f"Plan.from_json: {error}; {here}") from None
+        ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
+        for end in ends:
+            if end.transport not in TRANSPORTS:
+                raise PlanError(f"Plan.from_json: '{end.name}' has transport '{end.transport}', and there are {list(TRANSPORTS)}; {here}")
         unknown = _unknown(raw, msgspec.to_builtins(plan), "plan")
         if unknown:
             raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")

@@ -2,33 +2,37 @@
 
 from collections.abc import Mapping, Sequence
 
+from rlgraph.channels.factory import Reach, first_choice
 from rlgraph.graph import Feedback, Graph, Node
-from rlgraph.planning.plan import PlannedWorker, Transport
+from rlgraph.planning.plan import PlannedWorker
 
 
-def wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> Transport:
-    """Return shared memory where all workers of the nodes are on one host, else TCP."""
-    return "shm" if len({worker.host for worker in _of(crew, writer, *readers)}) == 1 else "tcp"
+def wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> str:
+    """Name the transport for columns in host memory: it reaches other hosts only where the nodes' workers are on several."""
+    return first_choice(_reach(crew, writer, *readers))
 
 
-def batch_wires(graph: Graph, crew: Sequence[PlannedWorker]) -> Mapping[Node, Mapping[Transport, Sequence[Node]]]:
+def _reach(crew: Sequence[PlannedWorker], *nodes: Node) -> Reach:
+    return "host" if len({worker.host for worker in _of(crew, *nodes)}) == 1 else "hosts"
+
+
+def batch_wires(graph: Graph, crew: Sequence[PlannedWorker]) -> Mapping[Node, Mapping[str, Sequence[Node]]]:
     """Group the readers of each node by how its batch travels to them: a channel each, in the order in which the writer puts."""
     home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
-    found: dict[Node, dict[Transport, list[Node]]] = {}
+    found: dict[Node, dict[str, list[Node]]] = {}
     for writer in graph.nodes:
         found[writer] = {}
         for reader in graph.forward.successors(writer):
-            transport: Transport = "local" if home[reader.name] == home[writer.name] else wire(crew, writer, reader)
+            transport = first_choice("process") if home[reader.name] == home[writer.name] else wire(crew, writer, reader)
             found[writer].setdefault(transport, []).append(reader)
     return found
 
 
-def weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> Transport:
-    """Return how weights travel: of GPUs, by memory that readers of the same host map, and by NCCL between hosts."""
-    found = wire(crew, writer, *readers)
-    if on_gpus and found == "shm":
-        return "peer"
-    return "nccl" if found == "tcp" and all(worker.gpus for worker in _of(crew, writer, *readers)) else found
+def weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> str:
+    """Name the transport for weights: they lie on GPUs where those of the writer do, between hosts if those of all readers do too."""
+    reach = _reach(crew, writer, *readers)
+    all_on_gpus = reach == "host" or all(worker.gpus for worker in _of(crew, writer, *readers))
+    return first_choice(reach, "gpu" if on_gpus and all_on_gpus else "host")
 
 
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:

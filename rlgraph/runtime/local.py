@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from rlgraph.channels.base import Reader, Writer
-from rlgraph.channels.local import local_channel
+from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph import Graph
@@ -34,7 +35,7 @@ class LocalJob:
             if worker.world > 1:
                 raise PlanError(f"worker '{worker.name}' is one of {worker.world} ranks, which need a process each; launch the plan on Ray")
         self.plan = plan
-        self._ends: dict[str, tuple[Writer, dict[str, Reader]]] = {}
+        self._here: dict[str, Any] = {}  # what the ends of its channels share
         self.checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.open()
@@ -72,14 +73,14 @@ class LocalJob:
                 mailbox.outboxes.append(Outbox(channel, self._writer(posts[0])))
             users = tuple(task.name for task in setup.tasks if task.name in channel.readers)
             if users:
-                mailbox.inboxes.append(Inbox(channel, [self._reader(posts[0], name)], users))
+                mailbox.inboxes.append(Inbox(channel, [self._reader(posts[0])], users))
         loops = []
         for plan, posts, dtype in setup.loops:
             loop = Loop(replace(plan, buffers=1))  # nothing decodes while weights arrive
             if posts[0].writer == name:
                 loop.writer = WeightsWriter(self._writer(posts[0]), getattr(torch, dtype), plan.bucket_bytes, plan.checksum)
             if any(task.name in plan.readers for task in setup.tasks):
-                loop.reader = WeightsReader([self._reader(posts[0], name)], buffers=1)
+                loop.reader = WeightsReader([self._reader(posts[0])], buffers=1)
             loops.append(loop)
         worker = Worker(
             setup,
@@ -89,17 +90,11 @@ class LocalJob:
         )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 
-    def _channel(self, post: Post) -> tuple[Writer, dict[str, Reader]]:
-        if post.address not in self._ends:
-            writer, readers = local_channel(post.name, post.slots, post.readers)
-            self._ends[post.address] = (writer, dict(zip(post.read_by, readers, strict=True)))
-        return self._ends[post.address]
-
     def _writer(self, post: Post) -> Writer:
-        return self._channel(post)[0]
+        return open_writer(first_choice("process"), post.site(post.address, self._here))
 
-    def _reader(self, post: Post, worker: str) -> Reader:
-        return self._channel(post)[1][worker]
+    def _reader(self, post: Post) -> Reader:
+        return open_reader(first_choice("process"), post.site(post.address, self._here))
 
     @checked(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:

@@ -6,12 +6,13 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlgraph import notices
 from rlgraph.channels.address import bound, dial, listen
+from rlgraph.channels.base import Reader, Writer
+from rlgraph.channels.factory import open_reader, open_writer
 from rlgraph.channels.link import Link
-from rlgraph.channels.shm import ShmReader, ShmWriter
-from rlgraph.channels.tokens import Kind
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
@@ -52,6 +53,7 @@ class Process:
         self.mailbox = Mailbox()
         self.meeting = -1
         self.addresses: dict[str, str] = {}
+        self.here: dict[str, Any] = {}  # what channel ends of this process share
         self.progress: Progress | None = None
         self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
         self.stopped = self.failed = False
@@ -82,15 +84,15 @@ class Process:
             self.meeting = meeting.detach()  # the engine's to close: from here on nobody else can take the port
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
 
-    def _listen(self, post: Post) -> ShmWriter:
-        address = f"{self.setup.listen_at}:0" if post.remote else post.address
-        carrier: Kind | None = "nccl" if post.transport == "nccl" else None
-        writer = ShmWriter(post.name, post.slots, post.readers, self.setup.authkey, address, carrier)
+    def _listen(self, post: Post) -> Writer:
+        site = post.site(post.address, self.here, authkey=self.setup.authkey, host=self.setup.listen_at)
+        writer = open_writer(post.transport, site)
         self.addresses[post.address] = writer.address
         return writer
 
-    def _connect(self, post: Post) -> ShmReader:
-        return ShmReader(post.name, self.setup.authkey, self.addresses[post.address], self.setup.deadline_s)
+    def _connect(self, post: Post) -> Reader:
+        site = post.site(self.addresses[post.address], self.here, authkey=self.setup.authkey, timeout_s=self.setup.deadline_s)
+        return open_reader(post.transport, site)
 
     def _start(self) -> None:
         import torch

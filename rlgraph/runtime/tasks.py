@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from rlgraph.channels.factory import Site, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.graph import Due, Graph, Model, Node, Operation
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.planning.cut import leads, open_nodes
-from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker, Transport
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.planning.turns import Turn, turns_of
 
 
@@ -54,12 +56,11 @@ class Post:
     readers: int
     writer: str
     read_by: tuple[str, ...]
-    transport: Transport = "shm"
+    transport: str
 
-    @property
-    def remote(self) -> bool:
-        """Whether another host may connect."""
-        return self.transport in ("tcp", "nccl")
+    def site(self, address: str, here: dict[str, Any], *, authkey: bytes = b"", host: str = "", timeout_s: float = 0.0) -> Site:
+        """Where this worker makes its end: `address` is the post's own, or where its writer was found to listen."""
+        return Site(self.name, self.slots, self.readers, address, authkey, host, timeout_s, here)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _sequences(node: Node, world: int) -> int:
 
 def _copies(loop: PlannedLoop) -> int:
     """Return how many versions a reader of the loop has room for: in its buffers, and where NCCL brings them."""
-    return loop.buffers + (loop.slots if loop.transport == "nccl" else 0)
+    return loop.buffers + (loop.slots if transport_of(loop.transport).reader_keeps == "gpu" else 0)
 
 
 def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWorker) -> Saving:
@@ -229,7 +230,7 @@ def _task(graph: Graph, name: str) -> Task:
 
 
 def _posts(
-    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: Transport, *, shards: bool = False
+    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: str, *, shards: bool = False
 ) -> tuple[Post, ...]:
     """Return the writing ends. Ranks of a generator write their own rows each; of a trained model rank 0 writes all of them,
     but for weights (`shards`), of which each rank holds its own part."""
@@ -237,4 +238,6 @@ def _posts(
     many = shards or node.work == "generate"
     listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
     ranks = node.workers if many else node.workers[:1]
+    if transport_of(transport).reach == "process" and listening != ranks:
+        transport = first_choice("host")  # ranks of one model are processes of their own
     return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, transport) for rank, worker in enumerate(ranks))

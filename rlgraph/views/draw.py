@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
+from rlgraph.channels.factory import transport_of
 from rlgraph.planning.plan import Plan, PlannedChannel
 from rlgraph.views import words
 from rlgraph.views.layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout
@@ -84,12 +85,12 @@ def _is_red(edge: Edge, picture: Layout) -> bool:
 
 def _layer(edge: Edge, picture: Layout) -> int:
     """Return the order of drawing: what matters most lies on top."""
-    return 2 if _is_red(edge, picture) else int(edge.channel.transport != "local")
+    return 2 if _is_red(edge, picture) else int(transport_of(edge.channel.transport).reach != "process")
 
 
 def _edge(edge: Edge, plan: Plan, picture: Layout) -> str:
     red, channel = _is_red(edge, picture), edge.channel
-    colour = RED if red else LOCAL_COLOUR if channel.transport == "local" else EDGE_COLOUR
+    colour = RED if red else LOCAL_COLOUR if transport_of(channel.transport).reach == "process" else EDGE_COLOUR
     columns = [column for column in channel.columns if column in plan.node(edge.reader).reads]
     tip = _title(
         f"{words.clean(channel.writer)} → {words.clean(edge.reader)}",

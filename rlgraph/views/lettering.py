@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from rlgraph.channels.factory import transport_of
 from rlgraph.planning.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.views import words
 from rlgraph.views.critical import Critical
@@ -142,7 +143,7 @@ def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple
     pools = [node.pool for node in plan.nodes if node.pool is not None]
     said: list[tuple[Mark, str, bool]] = [
         ("critical", "critical cycle: sets the step", bool(red.nodes)),
-        ("local", "within one process", any(c.transport == "local" for c in plan.channels)),
+        ("local", "within one process", any(transport_of(c.transport).reach == "process" for c in plan.channels)),
         ("weights", "weights for a later step", bool(plan.loops)),
         ("turn", "turn in its pool", len(set(pools)) < len(pools)),
     ]

@@ -1,6 +1,5 @@
 """Channels of every transport, for tests that hold for all of them."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,11 +7,16 @@ from typing import TypeAlias
 
 import pytest
 
-from rlgraph.channels import Reader, ShmReader, ShmWriter, Writer, local_channel
+from rlgraph.channels import TRANSPORTS, Reader, ShmReader, ShmWriter, Site, Writer, open_reader, open_writer
 from rlgraph.channels.tokens import Kind
 
 Ends: TypeAlias = tuple[Writer, list[Reader]]
 MakeShm: TypeAlias = Callable[..., tuple[ShmWriter, list[ShmReader]]]
+WITHOUT_GPUS = [
+    pytest.param(name, marks=pytest.mark.ray if found.needs_ray else ())
+    for name, found in TRANSPORTS.items()
+    if found.writer_keeps != "gpu"
+]
 
 
 @pytest.fixture
@@ -31,13 +35,20 @@ def make_shm(tmp_path: Path) -> Iterator[MakeShm]:
         end.close()
 
 
-@pytest.fixture(params=["local", "shm", "tcp", "gloo"])
-def make(request: pytest.FixtureRequest, make_shm: MakeShm) -> Callable[..., Ends]:
+@pytest.fixture(params=WITHOUT_GPUS)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Ends]]:
     """Return a function of (slots, readers) that gives the ends of a new channel called 'edge'."""
-    if request.param == "shm":
-        return make_shm
-    if request.param == "tcp":
-        return functools.partial(make_shm, address="127.0.0.1:0")
-    if request.param == "gloo":
-        return functools.partial(make_shm, address="127.0.0.1:0", carrier="gloo")
-    return lambda slots=2, readers=1: local_channel("edge", slots, readers)
+    numbers, made, here = itertools.count(), [], {}
+
+    def ends(slots: int = 2, readers: int = 1) -> Ends:
+        path = str(tmp_path / str(next(numbers)))
+        writer = open_writer(request.param, Site("edge", slots, readers, path, b"key", "127.0.0.1", here=here))
+        made.append(writer)
+        site = Site("edge", slots, readers, writer.address, b"key", timeout_s=10, here=here)
+        found = [open_reader(request.param, site) for _ in range(readers)]
+        made.extend(found)
+        return writer, found
+
+    yield ends
+    for end in made:
+        end.close()
