@@ -34,11 +34,11 @@ from shapes import SHAPES, VOCAB
 from ways import Way
 
 import rlgraph as rg
-from rlgraph.compiler import shapes_of
 from rlgraph.planning import host_times
 from rlgraph.planning.compile import priced_for
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import PROBABILITIES
+from rlgraph.planning.model_configs import shapes_of
 from rlgraph.planning.passes import Passes
 from rlgraph.planning.roofline import DECODING, DEVICES, PREFILL, TRAINING
 from rlgraph.planning.shapes import ModelShape

@@ -121,7 +121,7 @@ def run_here(folder: Path, depth: int, steps: int, *, recover: bool = True) -> N
     """Run (on) in this process; a killed one is run again with the same arguments. Metrics go to `metrics.jsonl` in the folder."""
     torch.set_num_threads(1)
     plan = plan_of(folder, depth)
-    assert plan.source is not None
+    assert isinstance(plan.source, rg.Graph)
     checkpoints = Checkpoints(plan.source, plan, Recovery(folder / "checkpoints", EVERY, 2)) if recover else None
     with LocalJob(plan.source, plan, checkpoints) as job, open_metrics(folder / "metrics.jsonl", job.finished) as lines:
         for step in job.steps(steps):

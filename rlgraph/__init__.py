@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rlgraph import api
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
+from rlgraph.api import compile, profile, record, replay, tune
 from rlgraph.columns import Columns
-from rlgraph.compiler import Plan, compile, profile
 from rlgraph.config import config
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Sampling
@@ -48,9 +49,8 @@ from rlgraph.planning.cluster import Cluster, Precision
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.laws import NodeCost
 from rlgraph.planning.lengths import Lengths
-from rlgraph.record import record
+from rlgraph.planning.plan import Plan
 from rlgraph.runtime.machine import local_cluster
-from rlgraph.tuning import replay, tune
 
 if TYPE_CHECKING:
     from rlgraph.runtime.job import Job
@@ -120,6 +120,8 @@ __all__ = [
     "tools",
     "tune",
 ]
+
+Plan.facade = api
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rlgraph.compiler import Plan
 from rlgraph.errors import PlanError
 from rlgraph.runtime.measure import Step
 from rlgraph.settings import Natural, checked
@@ -51,7 +50,6 @@ def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) 
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     plan = job.plan
-    assert isinstance(plan, Plan)
     plan.draw(folder / "graph.svg")
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlgraph.compiler import Plan, dressed, shapes_of
 from rlgraph.errors import PlanError, PlanWarning, shown
 from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
+from rlgraph.planning.model_configs import shapes_of
+from rlgraph.planning.plan import Plan
 from rlgraph.planning.replay import Replayed, Trace, replayed
 from rlgraph.planning.search import Objective, search
 from rlgraph.settings import Natural, Positive, checked
@@ -59,7 +60,7 @@ class Tuning:
 
 @checked(PlanError)
 def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None = None, depth: Natural | None = None) -> Replayed:
-    """Return what a recorded run would have taken with other shares of the devices or another depth; prints as a line.
+    """Play a recorded run again: what it would have taken with other shares of the devices or another depth; prints as a line.
 
     `trace` is a job, the folder that `rlgraph.record` left, or a trace file. The recorded firings are played again, one by
     one; on other numbers of devices each is scaled by the laws that the run showed. `shares` divide the devices of the pools
@@ -85,7 +86,7 @@ def tune(
     max_staleness: Natural | None = None,
     **choices: Iterable[Any],
 ) -> Tuning:
-    """Return plans of the graphs that `build` gives, ranked by predicted tokens a second, or device-seconds a response.
+    """Plan the graphs that `build` gives and rank them by predicted tokens a second, or device-seconds a response.
 
     Each further keyword is a setting of `build` with the values to try, as `depth=range(4), buffers=(1, 2)`; pools with
     `share=None` are split in every way. What `build` or the cluster refuses, memory included, is left out and counted.
@@ -102,8 +103,7 @@ def tune(
             raise PlanError(f"tune({name}={shown(choices[name])}): give the values to try, as {name}=(1, 2)")
     found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness, shapes_of)
     ranked = tuple(
-        Tuned(c.settings, dressed(c.plan, c.graph), c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness)
-        for c in found.ranked
+        Tuned(c.settings, c.plan, c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness) for c in found.ranked
     )
     for warning in found.warnings:
         warnings.warn(f"tune: {warning}", PlanWarning, stacklevel=3)

@@ -23,11 +23,7 @@ def played(plan: Plan, steps: int, *, scale: float = 1.0, tail: float = 2.0, pri
     taken = [ends[0], *(b - a for a, b in pairwise(ends))]
     metrics = tuple(_metrics(plan, step, taken[step], tail, draw) for step in range(steps))
     settings = {"generator of rollout": {"path": "some/model", "engine": "vllm"}, "node <odd> & name": {"value": "<1> & 'quoted'"}}
-    return Run(_bare(plan), metrics, tuple(spans), LAUNCH_S, ends[-1], _bare(priced) if priced else None, settings)
-
-
-def _bare(plan: Plan) -> Plan:
-    return Plan.from_json(plan.to_json())
+    return Run(plan, metrics, tuple(spans), LAUNCH_S, ends[-1], priced, settings)
 
 
 def _spans(event: Event, worker: str, found: Played, plan: Plan, steps: int) -> list[Span]:

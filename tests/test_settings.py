@@ -12,7 +12,6 @@ import torch
 
 import rlgraph as rg
 from rlgraph import algorithms, settings
-from rlgraph.compiler import Plan
 from rlgraph.errors import GraphError, PlanError, RlgraphError, shown
 from rlgraph.graph import Due, Output
 from rlgraph.nodes.mini_batches import Walks
@@ -20,6 +19,7 @@ from rlgraph.nodes.sandbox import Limits
 from rlgraph.nodes.tools import Python, Tool
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Lengths
+from rlgraph.planning.plan import Plan
 from rlgraph.runtime.local import LocalJob
 
 POOL = rg.Pool("p")

@@ -44,7 +44,7 @@ HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
 
 
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
-    """Return the plan with the least predicted period among the splits that the graph's shares leave open.
+    """Choose the plan with the least predicted period among the splits that the graph's shares leave open.
 
     `shapes` are those of the models whose configuration is at hand: they give estimates of memory and, without costs, of time.
 
@@ -107,6 +107,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         memory=memory,
         sleeps=tuple(_sleeps(crew, settings, sleeps, priced)),
         models=tuple(_models(graph, cluster)),
+        source=graph,
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
 

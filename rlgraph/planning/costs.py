@@ -1,16 +1,15 @@
 """What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from rlgraph import settings
 from rlgraph.errors import PlanError
 from rlgraph.graph import Graph, Node, Work
-from rlgraph.kinds import Range, Real, Wrong
-from rlgraph.planning.laws import NodeCost, Setting, SleepCost, refuse_seconds
+from rlgraph.planning.costs_file import read, written
+from rlgraph.planning.laws import NodeCost, Setting, SleepCost, law_or_number
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.placement import model_names
 from rlgraph.planning.plan import CostSource
@@ -19,7 +18,6 @@ from rlgraph.settings import AtLeastZero, Natural
 DRAWN_STEPS = 400  # of a prediction that follows lengths and spreads
 DRAWN_ROWS = 1 << 20  # at most, over all steps
 LEAST_STEPS = 64
-SECONDS = Real(Range(least=0))
 
 
 @dataclass(frozen=True)
@@ -118,28 +116,20 @@ class Costs:
 
     def to_file(self, path: str | Path) -> None:
         """Write the costs as YAML; `Costs.from_file` reads them again."""
-        from rlgraph.planning.costs_file import written
-
         Path(path).write_text(written(self), encoding="utf-8")
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Costs":
-        """Return the costs of a YAML file. Raises PlanError for a file that is missing, or holds something else."""
-        from rlgraph.planning.costs_file import read
+        """Read the costs of a YAML file. Raises PlanError for a file that is missing, or holds something else."""
+        found = read(path, _Written)
+        return Costs(**{each.name: getattr(found, each.name) for each in fields(Costs)})
 
-        return read(path)
 
+@dataclass(frozen=True)
+class _Written(Costs):
+    """Costs as their file holds them: what maps device counts is a NodeCost there, since msgspec tells one kind of mapping only."""
 
-def law_or_number(name: str, cost: object) -> Any:
-    """Turn seconds by device count into a law. Raises PlanError for what is neither a law nor a number of seconds."""
-    if isinstance(cost, NodeCost):
-        return cost
-    try:
-        if isinstance(cost, Mapping) and cost:
-            return NodeCost.on(cost)
-        return SECONDS.take(name, cost)
-    except (Wrong, PlanError, TypeError):
-        refuse_seconds(name, cost)
+    nodes: Mapping[str, float | NodeCost]
 
 
 @lru_cache(maxsize=4096)

@@ -1,17 +1,17 @@
 """Costs as a YAML file that people read and change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
 from rlgraph.errors import PlanError
-from rlgraph.planning.costs import Costs, law_or_number
-from rlgraph.planning.laws import NodeCost
+from rlgraph.planning.laws import law_or_number
 
+C = TypeVar("C")
 HEAD = """\
 # What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or the
 # seconds by count of devices, as {1: 38.2, 2: 19.0}, or
@@ -22,8 +22,8 @@ HEAD = """\
 """
 
 
-def written(costs: Costs) -> str:
-    """Return the costs as YAML."""
+def written(costs: object) -> str:
+    """Write costs as YAML."""
     raw = msgspec.to_builtins(costs)
     short = {**_short(raw), "nodes": {name: _cost(_short(cost)) for name, cost in raw["nodes"].items()}}
     text: str = yaml.safe_dump(short, sort_keys=False, default_flow_style=None, width=120)
@@ -36,7 +36,7 @@ def _cost(value: Any) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """Return the same values with six digits and without those that count as 0, which a reader would leave out."""
+    """Round the values to six digits, and leave out those that count as 0, which a reader would add again."""
     if isinstance(value, dict):
         return {key: _short(part) for key, part in value.items() if part not in (None, "", [], (), 0)}
     if isinstance(value, list | tuple):
@@ -44,8 +44,8 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def read(path: str | Path) -> Costs:
-    """Return the costs of a file. Raises PlanError naming the file and the place in it."""
+def read(path: str | Path, kind: type[C]) -> C:
+    """Read the costs of a file, as the dataclass that says which there are. Raises PlanError naming the file and the place in it."""
     file = Path(path)
     if not file.is_file():
         raise PlanError(f"costs file '{path}': there is no such file; write one with job.costs().to_file('{path}')")
@@ -55,20 +55,13 @@ def read(path: str | Path) -> Costs:
             if isinstance(cost, dict) and cost and all(isinstance(key, int) for key in cost):
                 law_or_number(name, cost)
                 raw["nodes"][name] = {"by_devices": [list(pair) for pair in sorted(cost.items())]}
-        costs = msgspec.convert(raw, _Written)
+        costs = msgspec.convert(raw, kind)
         _check_keys("costs", raw, costs)
-        return Costs(**{field.name: getattr(costs, field.name) for field in fields(Costs)})
+        return costs
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise PlanError(f"costs file '{path}': {error}; it holds what Costs.to_file writes: nodes, each with its seconds") from None
     except PlanError as error:
         raise PlanError(f"costs file '{path}': {error}") from None
-
-
-@dataclass(frozen=True)
-class _Written(Costs):
-    """Costs as their file holds them: what maps device counts is a NodeCost there, since msgspec tells one kind of mapping only."""
-
-    nodes: Mapping[str, float | NodeCost]
 
 
 def _nodes(raw: Any) -> Mapping[str, Any]:

@@ -5,12 +5,13 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from rlgraph import settings
 from rlgraph.errors import PlanError, shown
+from rlgraph.kinds import Range, Real, Wrong
 from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.passes import Passes
 from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction
@@ -18,6 +19,7 @@ from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction
 # The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
 # step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
 DOUBLING = 0.85
+SECONDS = Real(Range(least=0))
 
 
 @dataclass(frozen=True)
@@ -276,3 +278,15 @@ def refuse_seconds(name: str, value: object) -> NoReturn:
         f"the cost of '{name}' is {shown(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
         "as {1: 38.2, 2: 19.0}"
     )
+
+
+def law_or_number(name: str, cost: object) -> Any:
+    """Turn seconds by device count into a law. Raises PlanError for what is neither a law nor a number of seconds."""
+    if isinstance(cost, NodeCost):
+        return cost
+    try:
+        if isinstance(cost, Mapping) and cost:
+            return NodeCost.on(cost)
+        return SECONDS.take(name, cost)
+    except (Wrong, PlanError, TypeError):
+        refuse_seconds(name, cost)

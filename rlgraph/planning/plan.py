@@ -1,18 +1,26 @@
 """The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from rlgraph.channels.factory import TRANSPORTS
 from rlgraph.errors import PlanError
-from rlgraph.graph import BUCKET_BYTES, Due
+from rlgraph.graph import BUCKET_BYTES, Due, Graph
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.passes import Passes
 from rlgraph.planning.schedule import Reason, Schedule
+from rlgraph.settings import Count, Natural, Seconds, checked
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.local import LocalJob
+
+DEADLINE_S = 600.0  # of each wait of one worker for another, unless a launch says otherwise
 
 CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline", "estimated"]
 
@@ -113,7 +121,7 @@ class PlannedLoop:
     due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
 
     def carries(self, step: int) -> bool:
-        """Return whether the weights that `step` publishes go this way."""
+        """Whether the weights that `step` publishes go this way."""
         return self.due is None or (self.due(step) and not self.due.begins(step))
 
 
@@ -204,9 +212,29 @@ class Certificate:
     period_s: float
 
 
+class Facade(Protocol):
+    """`rlgraph.api`, as a plan calls it."""
+
+    def text(self, plan: "Plan") -> str: ...
+
+    def svg(self, plan: "Plan") -> str: ...
+
+    def draw(self, plan: "Plan", path: str | Path) -> None: ...
+
+    def timeline(self, plan: "Plan", path: str | Path, steps: int) -> None: ...
+
+    def run_here(self, plan: "Plan") -> "LocalJob": ...
+
+    @property
+    def launch(self) -> "Callable[..., Job]": ...
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Placement, workers, channels, loops, schedule, prediction and certificate of one graph on one cluster."""
+    """What a graph becomes on a cluster: placement, workers, channels, loops, schedule, prediction and certificate.
+
+    It prints, draws, compares, serialises and runs. One read back with `from_json` has no graph, so it cannot be launched.
+    """
 
     graph: str
     cluster: Cluster
@@ -223,10 +251,70 @@ class Plan:
     memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
     sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
     models: tuple[PlannedModel, ...] = ()  # those that have a dtype
+    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # none where it was read from JSON
+    facade: ClassVar[Facade]  # set by the package: planning imports nothing that draws or launches
+
+    @property
+    def values(self) -> "Plan":
+        """The same plan without its graph: what a record of a run keeps."""
+        return replace(self, source=msgspec.UNSET)
+
+    def __str__(self) -> str:
+        return self.facade.text(self)
+
+    def _repr_svg_(self) -> str:
+        return self.facade.svg(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+        self.facade.draw(self, path)
+
+    def timeline(self, path: str | Path, steps: Count = 6) -> None:
+        """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
+        self.facade.timeline(self, path, steps)
+
+    @checked(PlanError)
+    def launch(
+        self,
+        *,
+        dispatch: Literal["compiled_graph", "calls"] | None = None,
+        deadline_s: Seconds = DEADLINE_S,
+        checkpoint: str | Path | None = None,
+        every: Count = 10,
+        keep: Count = 2,
+        restarts: Natural = 0,
+        fresh: bool = False,
+    ) -> "Job":
+        """Make the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
+
+        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
+        by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
+
+        `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
+        folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
+        a further checkpoint, the job starts again by itself when a worker dies or a node fails.
+
+        Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
+        cannot be used: before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
+        """
+        return self.facade.launch(
+            self,
+            dispatch=dispatch,
+            deadline_s=deadline_s,
+            checkpoint=checkpoint,
+            every=every,
+            keep=keep,
+            restarts=restarts,
+            fresh=fresh,
+        )
+
+    def run_here(self) -> "LocalJob":
+        """Make a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""
+        return self.facade.run_here(self)
 
     def to_json(self) -> str:
-        """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        """Write the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""
+        return msgspec.json.format(msgspec.json.encode(self.values), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -247,7 +335,7 @@ class Plan:
         return plan
 
     def due_events(self) -> Mapping[str, Due]:
-        """Return the events that do not happen at each step."""
+        """The events that do not happen at each step."""
         found = {name: node.due for node in self.nodes if node.due is not None for name in (node.name,)}
         ends = {d.via: (d.before, d.after) for d in self.schedule.dependencies if d.reason == "slots"}
         return found | {name: loop.due for loop in self.loops if loop.due is not None for name in ends[loop.name]}
@@ -261,11 +349,6 @@ class Plan:
 
     def worker(self, name: str) -> PlannedWorker:
         return next(worker for worker in self.workers if worker.name == name)
-
-
-def bare(plan: Plan) -> Plan:
-    """Return the plan's values alone, without what a subclass adds."""
-    return Plan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})
 
 
 def _version() -> str:

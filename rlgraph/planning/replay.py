@@ -31,11 +31,11 @@ class Trace:
 
     def to_file(self, path: str | Path) -> None:
         """Write the record as JSON; `Trace.from_file` reads it again."""
-        Path(path).write_bytes(msgspec.json.encode(self))
+        Path(path).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values)))
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Trace":
-        """Return a record. Raises PlanError for a file that is missing or holds something else."""
+        """Read a record. Raises PlanError for a file that is missing or holds something else."""
         file = Path(path)
         if not file.is_file():
             raise PlanError(f"replay('{path}'): there is no such record; rg.record writes trace.json into its folder")

@@ -15,7 +15,7 @@ from rlgraph.graph import Graph
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.fit import Record, costs_of
-from rlgraph.planning.plan import Plan, bare
+from rlgraph.planning.plan import Plan
 from rlgraph.planning.replay import Trace
 from rlgraph.planning.schedule import Sampled, Span
 from rlgraph.planning.watch import Observed, Watch
@@ -137,7 +137,7 @@ class Job:
         return self._asked if self._signals.asked is None else min(self._asked, self._attempt.ticked)
 
     def _next(self, last: int) -> Step:
-        """Return the first step that was not handed over yet; those that an attempt repeats are not handed over again."""
+        """Wait for the first step that was not handed over yet; those that an attempt repeats are not handed over again."""
         self._start_s = self._start_s or time.monotonic()
         self._last_s = self._last_s or self._start_s
         while True:
@@ -148,7 +148,7 @@ class Job:
                 return self._step(step, reports)
 
     def _reports(self, last: int) -> Sequence[Report] | None:
-        """Return what the workers report, or None if one of them failed and all were started again."""
+        """Wait for what the workers report; None if one of them failed and all were started again."""
         try:
             return self._attempt.step(last)
         except (RlgraphError, ray.exceptions.RayError) as error:
@@ -246,12 +246,12 @@ class Job:
             raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
 
     def spans(self) -> Sequence[Span]:
-        """Return what each worker did so far, in seconds from the first tick."""
+        """What each worker did so far, in seconds from the first tick."""
         return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
-        """Return the record of the run so far, for `rlgraph.replay`."""
-        return Trace(bare(self.plan), tuple(self.spans()), tuple(self._sampled))
+        """The record of the run so far, for `rlgraph.replay`."""
+        return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled))
 
     @property
     def observed(self) -> Observed:
@@ -259,7 +259,7 @@ class Job:
         return self._watch.observed
 
     def run(self) -> Run:
-        """Return the run so far as values: what bubbles, advice and report are read off, and `Run.save` keeps.
+        """The run so far as values: what bubbles, advice and report are read off, and `Run.save` keeps.
 
         While steps are still to be given, it ends where the first worker's last report ends. Of a run so long that its first
         spans are no longer kept, it begins with the first whole step.
@@ -270,7 +270,7 @@ class Job:
             start_s = max(span.end_s for span in spans if span.step == spans[0].step)
         ends = [max((s.end_s for s in spans if s.worker == worker.name), default=0.0) for worker in self.plan.workers]
         return Run(
-            plan=bare(self.plan),
+            plan=self.plan.values,
             steps=tuple(self._metrics),
             spans=tuple(spans),
             start_s=start_s,
@@ -282,11 +282,11 @@ class Job:
         )
 
     def bubbles(self) -> Bubbles:
-        """Return what every device-second was spent on since the launch: rows that add up to 100 %, as data and as a table."""
+        """What every device-second was spent on since the launch: rows that add up to 100 %, as data and as a table."""
         return self.run().bubbles
 
     def advice(self) -> tuple[str, ...]:
-        """Return what this run suggests to change, in words, most important first."""
+        """What this run suggests to change, in words, most important first."""
         return findings(self.run())
 
     def report(self, path: str | Path) -> None:
@@ -294,15 +294,15 @@ class Job:
         report.write(path, self.run())
 
     def costs(self) -> Costs:
-        """Return what each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
+        """What each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
 
         The first step, which warms up, is left out; the lengths of the responses are those of all steps.
         """
         return costs_of([self.record()])
 
     def record(self) -> Record:
-        """Return what the costs of this run are read off, as values."""
-        return Record(bare(self.plan), self._spans.since(0.0), tuple(self._sampled), self._published_bytes)
+        """What the costs of this run are read off, as values."""
+        return Record(self.plan.values, self._spans.since(0.0), tuple(self._sampled), self._published_bytes)
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.

@@ -93,11 +93,12 @@ class Run:
     def save(self, folder: str | Path) -> None:
         """Write the run into a folder, from which `load` reads it. JSON has no NaN: such a metric is left out of its step."""
         finite = tuple({name: value for name, value in step.items() if math.isfinite(value)} for step in self.steps)
-        (Path(folder) / FILE).write_bytes(msgspec.json.encode(replace(self, steps=finite)))
+        priced = None if self.priced is None else self.priced.values
+        (Path(folder) / FILE).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=finite)))
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":
-        """Return the run that is recorded in a folder. Raises DataError where there is none, or what is there is no run."""
+        """Read the run that is recorded in a folder. Raises DataError where there is none, or what is there is no run."""
         path = Path(folder) / FILE
         if not path.is_file():
             raise DataError(f"'{path}': there is no recorded run; rlgraph.record(job, steps, folder) leaves one")

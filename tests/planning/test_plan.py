@@ -1,14 +1,20 @@
 """Compiling: placement, workers, channels, and what a plan predicts and guarantees."""
 
+import inspect
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from simulated import Loop
 
 import rlgraph as rg
+from rlgraph import api
 from rlgraph.errors import PlanError
+from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.laws import Decode, NodeCost
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.placement import nodes_needed
+from rlgraph.planning.replay import Trace
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
 
@@ -207,3 +213,34 @@ def test_a_plan_for_gpus_is_not_launched_where_there_are_none(tmp_path: object) 
     plan = rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(gpus=8))
     with pytest.raises(rg.RlgraphError, match=r"no such folder|for 8 GPUs"):
         plan.launch()
+
+
+def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(tmp_path: Path) -> None:
+    graph = Loop(depth=1).graph()
+    plan = rg.compile(graph, rg.Cluster(cpus=2))
+    read = rg.Plan.from_json(plan.to_json())
+    tuned = rg.tune(lambda depth: Loop(depth=depth).graph(), rg.Cluster(cpus=2), depth=(1,)).best.plan
+    assert {type(each) for each in (plan, read, tuned, plan.values, compile_plan(graph, rg.Cluster(cpus=2)))} == {rg.Plan}
+    assert plan.source is graph
+    assert read == plan == plan.values
+    assert '"source"' not in plan.to_json()
+    Trace(plan, (), ()).to_file(tmp_path / "trace.json")
+    assert Trace.from_file(tmp_path / "trace.json").plan == plan
+    for without in (read, plan.values):
+        with pytest.raises(rg.PlanError, match="was read from JSON and has no graph to run"):
+            without.launch()
+        with pytest.raises(rg.PlanError, match="was read from JSON and has no graph to run"):
+            without.run_here()
+
+
+def test_a_plan_does_what_the_facade_does(tmp_path: Path) -> None:
+    plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
+    plan.draw(tmp_path / "a.svg")
+    api.draw(plan, tmp_path / "b.svg")
+    plan.timeline(tmp_path / "a.json", steps=2)
+    api.timeline(plan, tmp_path / "b.json", steps=2)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes() == plan._repr_svg_().encode()
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert str(plan) == api.text(plan)
+    told = [inspect.signature(function).parameters for function in (rg.Plan.launch, api.launch)]
+    assert [(p.name, p.default) for p in list(told[0].values())[1:]] == [(p.name, p.default) for p in list(told[1].values())[1:]]

@@ -9,7 +9,6 @@ from simulated import LONG_TAIL, PROMPT_TOKENS, Loop
 import rlgraph as rg
 from rlgraph.errors import PlanError
 from rlgraph.planning.period import simulate
-from rlgraph.planning.plan import bare
 from rlgraph.planning.replay import Replayed, Trace, replayed
 from rlgraph.planning.schedule import Event, Sampled
 
@@ -33,7 +32,7 @@ def recorded(loop: Loop) -> Trace:
 
     spans = simulate(plan.schedule, STEPS, taken)
     sampled = [Sampled("rollout", s, "generator", PROMPT_TOKENS * 16, tuple(LENGTHS[s].tolist())) for s in range(STEPS)]
-    return Trace(bare(plan), tuple(spans), tuple(sampled))
+    return Trace(plan, tuple(spans), tuple(sampled))
 
 
 @pytest.fixture(scope="module")

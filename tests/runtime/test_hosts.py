@@ -9,7 +9,7 @@ import fakes
 import forked
 import pytest
 
-from rlgraph.compiler import compile
+from rlgraph.api import compile
 from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.graph import Pool
 from rlgraph.planning.cluster import Cluster

@@ -109,7 +109,7 @@ KILL = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 import fakes
-from rlgraph.compiler import compile
+from rlgraph.api import compile
 from rlgraph.planning.cluster import Cluster
 
 job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
@@ -188,7 +188,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import fakes
-from rlgraph.compiler import compile
+from rlgraph.api import compile
 from rlgraph.planning.cluster import Cluster
 from rlgraph.runtime import crew, dispatch
 

@@ -1,0 +1,160 @@
+"""What a user does with a graph: compile it, look at its plan, launch it, record it, tune it. The one facade; a plan calls it too."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlgraph.errors import PlanError, PlanWarning
+from rlgraph.graph import Graph
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.planning.costs import Costs
+from rlgraph.planning.fit import costs_of
+from rlgraph.planning.model_configs import shapes_of
+from rlgraph.planning.period import simulate
+from rlgraph.planning.plan import DEADLINE_S, Plan
+from rlgraph.planning.schedule import Event
+from rlgraph.record import record
+from rlgraph.settings import Count, Natural, Seconds, checked
+from rlgraph.silent import teaches_nothing
+from rlgraph.tuning import replay, tune
+from rlgraph.views.draw import svg
+from rlgraph.views.mermaid import mermaid
+from rlgraph.views.text import text
+from rlgraph.views.timeline import write
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.checkpoint import Recovery
+    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.local import LocalJob
+
+__all__ = ["compile", "draw", "launch", "profile", "record", "replay", "run_here", "svg", "text", "timeline", "tune"]
+
+
+@checked(PlanError)
+def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
+    """Plan a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
+
+    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` they are estimated from the models' config.json and the
+    cluster's kind of GPU, or nominal ones are used, and said so beside every number. Where the split of the devices is chosen by a
+    plain number of seconds, which counts the same on any of them, a PlanWarning says so, and the plan's text. Another one says where
+    groups of one, or greedy ones, are compared, which teaches nothing.
+    Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
+    """
+    plan = compile_plan(graph, cluster, costs, shapes_of(graph))
+    for warning in (*plan.prediction.warnings, *teaches_nothing(graph)):
+        warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
+    return plan
+
+
+@checked(PlanError)
+def draw(plan: Plan, path: str | Path) -> None:
+    """Draw a plan: as SVG, or as Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+    writers: dict[str, Callable[[Plan], str]] = {".svg": svg, ".mmd": mermaid}
+    if Path(path).suffix not in writers:
+        raise PlanError(f"draw('{path}'): a plan is drawn as .svg or .mmd; choose one of these endings")
+    Path(path).write_text(writers[Path(path).suffix](plan), encoding="utf-8")
+
+
+@checked(PlanError)
+def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
+    """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
+    nodes = {worker.name: worker.nodes for worker in plan.workers}
+    due = plan.due_events()
+
+    def seconds(event: Event, step: int) -> float:  # an event's own are those of a step on average
+        happens = due.get(event.name)
+        return event.seconds if happens is None else event.seconds * happens.every * happens(step)
+
+    spans = [span for span in simulate(plan.schedule, steps, seconds) if span.name not in due or due[span.name](span.step)]
+    ranks = [replace(span, worker=name) for span in spans for name, fired in nodes.items() if fired == nodes[span.worker]]
+    write(path, ranks, plan)
+
+
+@checked(PlanError)
+def launch(
+    plan: Plan,
+    *,
+    dispatch: Literal["compiled_graph", "calls"] | None = None,
+    deadline_s: Seconds = DEADLINE_S,
+    checkpoint: str | Path | None = None,
+    every: Count = 10,
+    keep: Count = 2,
+    restarts: Natural = 0,
+    fresh: bool = False,
+) -> "Job":
+    """Make the job of a plan: what `Plan.launch` does, and says."""
+    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.machine import local_cluster
+    from rlgraph.runtime.sendable import check_sendable
+
+    graph = _checked_source(plan)
+    check_sendable(graph)
+    here = local_cluster()
+    if plan.cluster.gpus > here.gpus and plan.cluster.hosts == 1:
+        raise PlanError(
+            f"the plan is for {plan.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() instead"
+        )
+    chosen = dispatch or ("calls" if plan.cluster.hosts > 1 else "compiled_graph")
+    if chosen == "compiled_graph" and plan.cluster.hosts > 1:
+        raise PlanError(
+            f"dispatch='compiled_graph' and {plan.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
+            "launch with dispatch='calls'"
+        )
+    recovery = _recovery(checkpoint, every, keep, restarts, fresh)
+    return Job(graph, plan, dispatch_name=chosen, deadline_s=deadline_s, recovery=recovery)
+
+
+def run_here(plan: Plan) -> "LocalJob":
+    """Make a job that runs the plan in this one process, without Ray: the oracle for tests, and for debuggers."""
+    from rlgraph.runtime.local import LocalJob
+
+    return LocalJob(_checked_source(plan), plan)
+
+
+def _checked_source(plan: Plan) -> Graph:
+    if not isinstance(plan.source, Graph):
+        raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
+    for node in plan.source.nodes:
+        if hasattr(node.operation, "check"):
+            node.operation.check(node)
+    return plan.source
+
+
+def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool) -> "Recovery | None":
+    from rlgraph.runtime.checkpoint import Recovery
+
+    if checkpoint is None:
+        if (every, keep, restarts, fresh) != (10, 2, 0, False):
+            raise PlanError("launch(every=, keep=, restarts=, fresh=) are about checkpoints; say where: launch(checkpoint='folder', ...)")
+        return None
+    return Recovery(Path(checkpoint), every, keep, restarts, fresh)
+
+
+@checked(PlanError)
+def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) -> Costs:
+    """Run a few steps of a graph on Ray and return what its nodes cost, for `compile` and `tune`.
+
+    One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
+    been seen is not foreseen. Several graphs, as one more with half the prompts, run one after another, and the costs explain all
+    of them: what a node takes whatever its batch is told from what grows with it. Lengths and devices are those of the first. One
+    on other devices, as in turns, tells what engines and ranks take there, and what waking and sleeping take.
+
+    Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and whatever `launch` and the steps raise.
+    """
+    graphs = [graph] if isinstance(graph, Graph) else list(graph)
+    plans = [compile(each, cluster) for each in graphs]
+    if not plans or any([node.name for node in plan.nodes] != [node.name for node in plans[0].nodes] for plan in plans):
+        raise PlanError(
+            f"profile({[plan.graph for plan in plans]}): graphs profiled together are at least one, with the same nodes; they may "
+            "differ in prompts, groups, lengths, depth and devices"
+        )
+    records = []
+    for plan in plans:
+        with plan.launch() as job:
+            for _ in job.steps(steps + 1):
+                pass
+            records.append(job.record())
+    return costs_of(records)
