@@ -18,6 +18,10 @@ def ms(file: str, *path: Any, form: str = "{:.1f} ms", reduce: str | None = None
     return Figure(file, path, form, 1e3, reduce)
 
 
+def gigabytes(file: str, *path: Any, form: str = "{:.1f} GB", reduce: str | None = None) -> Figure:
+    return Figure(file, path, form, 1e-9, reduce)
+
+
 def percent(file: str, *path: Any, form: str = "{:.1f} %", reduce: str | None = None) -> Figure:
     return Figure(file, path, form, 100, reduce)
 
@@ -270,11 +274,28 @@ def overlap(file: str, what: str) -> list[Row]:
 
 ON_GPUS = [
     *PEERS,
+    Row("SmolLM2-135M, 1024 tokens, one step off: a step", seconds("peer_job_h200.json", "one_step_off", "step_s", form="{:.1f} s"),
+        "benchmarks/peer_job.py", "estimated with nothing measured",
+        seconds("peer_job_h200.json", "one_step_off", "predicted_s", form="{:.1f} s")),
+    Row("SmolLM2-135M, 1024 tokens, in turns on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
+        "benchmarks/peer_job.py mode=colocated costs=…", "predicted before it from the run one step off",
+        seconds("peer_job_h200.json", "colocated", "predicted_s", form="{:.1f} s")),
+    Row("log-probs and their gradient, 8192 rows of 151,936 logits: rlgraph, in chunks",
+        ms("kernels_h200.json", "log_probs", "rlgraph", "seconds"), "benchmarks/kernels.py", "Liger, logits as float32",
+        ms("kernels_h200.json", "log_probs", "liger, float32", "seconds")),
+    Row("the same: memory", gigabytes("kernels_h200.json", "log_probs", "rlgraph", "bytes"), "benchmarks/kernels.py",
+        "Liger, logits as float32", gigabytes("kernels_h200.json", "log_probs", "liger, float32", "bytes")),
+    Row("the same: worst error in nats", share("kernels_h200.json", "log_probs", "rlgraph", "worst_error_nats", form="{:.6f}"),
+        "benchmarks/kernels.py",
+        "Liger, logits as bfloat16", share("kernels_h200.json", "log_probs", "liger", "worst_error_nats", form="{:.6f}")),
+    Row("RMS norm and its gradients, 8192 × 2560",
+        ms("kernels_h200.json", "rms_norm, hidden of 4B", "rlgraph (torch's kernel)", "seconds", form="{:.2f} ms"),
+        "benchmarks/kernels.py", "Liger", ms("kernels_h200.json", "rms_norm, hidden of 4B", "liger", "seconds", form="{:.2f} ms")),
     generation("SmolLM2", "generation_h200.json"),
     generation("4B", "generation_4b_h200.json"),
     Row("0.6B in turns on one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
         "benchmarks/start.py --shape 0.6B"),
-    *(row for shape in ("8B", "4B", "0.6B") for row in weights(shape)),
+    *(row for shape in ("8B", "0.6B") for row in weights(shape)),
     *(
         Row(f"{shape} into an engine over two GPUs, one of them the trainer's: decoding stopped",
             ms("weights_two_gpus_h200.json", "shapes", shape, "median", "decode_gap_s"), "benchmarks/weights.py --tensor-parallel 2")
@@ -334,7 +355,7 @@ FIGURES: Mapping[str, Figure] = {
 # Results that nobody has measured yet: their rows, or the peers in them, come with the file.
 AWAITED = (
     "verl_one_step_off_h200.json", "verl_colocated_h200.json", "verl_one_step_off_64_tokens_h200.json", "verl_4b_h200.json",
-    "peer_job_4b_h200.json", "generation_h200.json", "training_h200.json: runs › 8B:2:compiled",
+    "peer_job_4b_h200.json",
     "soak_cpu.json: seconds",
 )  # fmt: skip
 

@@ -192,6 +192,15 @@ def _version(name: str) -> str | None:
         return None
 
 
+def with_earlier(result: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Put runs behind those that the file has of the same model on such a machine: starts differ between hosts of one kind."""
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    if any(earlier.get(name) != result[name] for name in ("model", "machine")):
+        return result
+    runs = earlier["runs"] + result["runs"]
+    return result | {"runs": runs, "median_s": statistics.median(run["seconds"] for run in runs)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a folder, or a name that rg.model_folder knows")
@@ -227,7 +236,7 @@ def main() -> None:
         "runs": runs,
     }
     if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        given.json.write_text(json.dumps(with_earlier(result, given.json), indent=1) + "\n")
 
 
 if __name__ == "__main__":
