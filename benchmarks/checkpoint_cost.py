@@ -19,18 +19,17 @@ from typing import Any
 import torch
 
 import rlgraph as rg
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Output, declare
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.operation import Operation
 
 EVERY, ROWS, PROMPT, RESPONSE = 10, 64, 22, 8
 WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "advantages")
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class MadeUp(Operation):
     """The same batch at every step."""
-
-    work: Work = "host"
 
     def start(self, context: Context) -> Stage:
         draw = torch.Generator().manual_seed(0)

@@ -23,17 +23,16 @@ import ray
 import torch
 
 import rlgraph as rg
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Output, declare
+from rlgraph.operation import Operation
 from rlgraph.runtime.dispatch import start_ray
 
 STEPS, WARM_UP = 300, 50
 
 
 @dataclass(frozen=True)
-class Idle:
+class Idle(Operation):
     """Does nothing, so that what is left is dispatch."""
-
-    work: Work = "host"
 
     def start(self, context: Any) -> Any:
         return lambda step, columns: {"rewards": torch.zeros(1)}

@@ -26,8 +26,9 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.graph import Output, Pool, Work, declare
+from rlgraph.graph import Output, Pool, declare
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.runtime.dispatch import start_ray
 
 STEPS, WARM_UP = 24, 4
@@ -43,11 +44,14 @@ WAITS = [  # depth, and the seconds of rollout, reference and update
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Operation):
     """A reference that waits."""
 
     seconds: float
-    work: Work = "forward"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Columns:

@@ -118,8 +118,7 @@ def _checked_source(plan: Plan) -> Graph:
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
     for node in plan.source.nodes:
-        if hasattr(node.operation, "check"):
-            node.operation.check(node)
+        node.operation.check(node)
     return plan.source
 
 

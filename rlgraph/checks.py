@@ -138,12 +138,12 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
 
 
 def drawn_prompts_have_one_reader(graph: "Graph") -> None:
-    takers = {id(n.operation.draws_from): n for n in graph.nodes if hasattr(n.operation, "draws_from")}
+    takers = {id(n.traits.draws_from): n for n in graph.nodes if n.traits.draws_from is not None}
     for node in graph.nodes:
         drawn = [o.node for o in node.inputs if id(o.node.operation) in takers]
-        if hasattr(node.operation, "draws_from") and takers[id(node.operation.draws_from)] is not node:
+        if node.traits.draws_from is not None and takers[id(node.traits.draws_from)] is not node:
             raise GraphError(
-                f"nodes '{node.name}' and '{takers[id(node.operation.draws_from)].name}' draw from one source of prompts, each as many as "
+                f"nodes '{node.name}' and '{takers[id(node.traits.draws_from)].name}' draw from one source of prompts, each as many as "
                 "it needs, so that prompts would be trained twice; declare a source for each"
             )
         if drawn:
@@ -168,7 +168,7 @@ def depth_buys_something(graph: "Graph") -> None:
 def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
     """Responses stay in the engine between two firings: no other model may take the memory that they need."""
     for node in graph.nodes:
-        if not getattr(getattr(node.operation, "joining", None), "continuous", False):
+        if not node.traits.continuous:
             continue
         others = [n.name for n in graph.nodes if n.pool is node.pool and n.model is not node.model]
         if others:
@@ -181,11 +181,11 @@ def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
 def a_model_is_updated_once(graph: "Graph") -> None:
     """A version of the weights is one step: two updates of a model would make two, and the edge carries the first alone."""
     updates: dict[int, Any] = {}
-    for node in (node for node in graph.nodes if node.model is not None and node.operation.work == "train"):
+    for node in (node for node in graph.nodes if node.model is not None and node.traits.work == "train"):
         other = updates.setdefault(id(node.model), node)
         if other is not node:
             raise GraphError(
-                f"nodes '{other.name}' and '{node.name}' both update one {getattr(node.model, 'role', 'model')}; a step "
+                f"nodes '{other.name}' and '{node.name}' both update one {node.model.role if node.model else 'model'}; a step "
                 "has one update of a model: give it epochs= or mini_batches= for several optimizer steps, or make a second model"
             )
 
@@ -193,7 +193,7 @@ def a_model_is_updated_once(graph: "Graph") -> None:
 def passes_come_before_the_update(graph: "Graph") -> None:
     """Old log-probs and values are those at the start of the update: nodes of a model fire as they are declared."""
     for node in graph.nodes:
-        trained = next((n for n in graph.nodes if n.model is node.model and n.operation.work == "train" and n.serial < node.serial), None)
+        trained = next((n for n in graph.nodes if n.model is node.model and n.traits.work == "train" and n.serial < node.serial), None)
         if node.model is not None and trained is not None and {"old_log_probs", "values"} & set(node.writes):
             raise GraphError(
                 f"node '{node.name}' is declared after '{trained.name}' and would see the weights that it leaves; {list(node.writes)} are "
@@ -215,7 +215,7 @@ def parts_are_worked_on(graph: "Graph") -> None:
 def _why_whole(reader: "Node", rollout: "Node") -> str:
     if reader.pool is not None and reader.pool is rollout.pool:
         return f"shares pool '{rollout.pool.name if rollout.pool else ''}' with it and waits for its turn"
-    if not getattr(reader.operation, "by_group", reader.operation.work == "forward"):
+    if not reader.traits.by_group:
         return "takes the whole batch (a reward or node of your own works on parts with by_group=True)"
     return "also reads what comes of the whole batch, or of another rollout's parts"
 

@@ -2,21 +2,20 @@
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import networkx as nx
 
 from rlgraph import checks, settings
 from rlgraph.errors import GraphError
 from rlgraph.kinds import Range
+from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.settings import Count, Name, Natural, checked
 
 Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole number of at least 1")]
 BUCKET_BYTES = 512 << 20  # of weights: few buckets, so that receiving them takes little of the interpreter that decodes
-
-Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,6 @@ class Pool:
     def __post_init__(self) -> None:
         settings.check(self)
         checks.check_pool(self.name, self.share, self.gpus, self.cpus)
-
-
-class Operation(Protocol):
-    """What a node does, as a picklable value. A worker calls `start` once and the result at each firing."""
-
-    @property
-    def work(self) -> Work:
-        """The kind of work, which is what costs are estimated from."""
-
-    def start(self, context: Any) -> Any:
-        """Return the function that the worker calls with (step, columns) at each firing.
-
-        Where the node gives its batch in parts (`Node.chunks` without `Node.follows`), the function is called once a step and
-        returns an iterator of them.
-        """
-
-
-def by_group(operation: Operation) -> bool:
-    """Return whether what an operation gives for the responses of one prompt depends on them alone, so that it can work on parts."""
-    return bool(getattr(operation, "by_group", operation.work == "forward"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,6 +63,15 @@ class Model:
     def ranks(self) -> int | None:
         """Workers of this model, where the user says so; None means as many as the pool's devices allow."""
         return None
+
+    @property
+    def traits(self) -> ModelTraits:
+        """What compiler and runtime know of it beside its folder, its pool and its ranks."""
+        return ModelTraits()
+
+    def with_dtype(self, dtype: str) -> "Model":
+        """The same model that computes in `dtype`, which the plan has chosen where its traits have one."""
+        return replace(self, dtype=dtype)  # type: ignore[call-arg] # which traits with a dtype speak of
 
     def load(self, context: Any) -> Any:
         """Return the engine; called once in each of the model's workers."""
@@ -138,6 +126,11 @@ class Node:
     @property
     def pool(self) -> Pool | None:
         return self.model.pool if self.model else None
+
+    @property
+    def traits(self) -> NodeTraits:
+        """What compiler and runtime know of its operation."""
+        return self.operation.traits
 
     @property
     def stream(self) -> "Node | None":
@@ -243,7 +236,7 @@ def declare(
 def _followed(operation: Operation, inputs: Iterable["Output"], model: Model | None) -> Node | None:
     sources = [output.node for output in inputs]
     streams = {source.stream for source in sources if source.stream is not None}
-    if len(streams) != 1 or not by_group(operation):
+    if len(streams) != 1 or not operation.traits.by_group:
         return None
     stream = streams.pop()
     late = any(source.stream is None and source.needs(stream) for source in sources)
@@ -288,7 +281,7 @@ class Graph:
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
         """The pools in order of first use, host pools of tools included."""
-        extra = (getattr(n.operation, "host_pool", None) for n in self.nodes)
+        extra = (n.traits.host_pool for n in self.nodes)
         return tuple(dict.fromkeys(p for p in (*(n.pool for n in self.nodes), *extra) if p is not None))
 
     def node(self, name: str) -> Node:

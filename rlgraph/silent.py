@@ -1,6 +1,5 @@
 """What a graph may be by its rules and still teaches nothing: said when it is compiled, and the plan is made all the same."""
 
-from rlgraph.algorithms.group_advantages import GroupEstimator
 from rlgraph.graph import Graph, Node
 
 
@@ -11,17 +10,16 @@ def teaches_nothing(graph: Graph) -> tuple[str, ...]:
     """
     found = []
     for node in graph.nodes:
-        estimator = getattr(getattr(node.operation, "function", None), "estimator", None)
-        rollout = _rollout(node)
-        if not isinstance(estimator, GroupEstimator) or rollout is None:
+        name, rollout = node.traits.compares, _rollout(node)
+        if not name or rollout is None:
             continue
-        name = type(estimator).__name__
-        if getattr(getattr(rollout.operation, "rollout", rollout.operation), "group_size", 2) == 1:
+        sampling = rollout.traits.sampling
+        if rollout.traits.group_size == 1:
             found.append(
                 f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples one to a prompt "
                 "(group_size=1), which leaves no baseline; sample several, or use an estimator without groups"
             )
-        elif getattr(getattr(rollout.operation, "sampling", None), "temperature", 1.0) == 0:
+        elif sampling is not None and sampling.temperature == 0:
             found.append(
                 f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples at temperature=0, so that "
                 "all of a group are the same and every advantage is 0; use a temperature above 0"

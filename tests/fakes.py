@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.graph import Feedback, Graph, Model, Output, Pool, Work, declare, feedback
+from rlgraph.graph import Feedback, Graph, Model, Output, Pool, declare, feedback
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.nodes.prompts import prompts
+from rlgraph.operation import NodeTraits, Operation
 
 ITEMS = [{"prompt": f"item {i}", "answer": str(i)} for i in range(12)]
 
@@ -71,11 +72,14 @@ class VectorCritic(VectorModel):
 
 
 @dataclass(frozen=True)
-class Generate:
+class Generate(Operation):
     seconds: float
     chunks: int = 1
     begun: Callable[[int], None] | None = None  # told of each step that it begins
-    work: Work = "generate"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="generate")
 
     def start(self, context: Context) -> Any:
         def part(ids: torch.Tensor) -> Fired:
@@ -101,9 +105,12 @@ class Generate:
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Operation):
     seconds: float
-    work: Work = "train"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="train")
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
@@ -116,12 +123,15 @@ class Train:
 
 
 @dataclass(frozen=True)
-class TrainCritic:
+class TrainCritic(Operation):
     """What a critic learns goes nowhere, so nobody waits for it; `meanwhile` is called before it is done."""
 
     seconds: float
     meanwhile: Callable[[int], None] | None = None
-    work: Work = "train"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="train")
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:

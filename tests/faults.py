@@ -19,6 +19,7 @@ from rlgraph.channels.link import Link
 from rlgraph.columns import Columns
 from rlgraph.graph import Graph
 from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.operation import NodeTraits, Operation
 
 STAGES = {"prompts": "prompts", "rollout": "generator", "score": "score", "update": "policy", "load": "generator", "publish": "policy"}
 SLOW_S = 2.6
@@ -120,15 +121,18 @@ def _misshapen(kind: str, columns: Columns) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Faulty:
+class Faulty(Operation):
     """An operation with a fault."""
 
     inner: Any
     fault: Fault
 
     @property
-    def work(self) -> Any:
-        return self.inner.work
+    def traits(self) -> NodeTraits:
+        return self.inner.traits  # type: ignore[no-any-return]
+
+    def cursor(self, step: int) -> Mapping[str, Any] | None:
+        return self.inner.cursor(step)  # type: ignore[no-any-return]
 
     def start(self, context: Context) -> Stage:
         fire: Stage = self.inner.start(context)

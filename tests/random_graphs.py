@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlgraph.errors import GraphError
-from rlgraph.graph import Graph, Model, Output, Pool, Work, declare, feedback
+from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
+from rlgraph.operation import NodeTraits, Operation, Work
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.laws import SleepCost
@@ -13,11 +14,15 @@ from rlgraph.planning.placement import model_names
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Operation):
     """Work that a plan times and nobody runs."""
 
     work: Work = "host"
     by_group: bool = False
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work=self.work, by_group=self.by_group)
 
     def start(self, context: Any) -> Any:
         raise AssertionError("never run")

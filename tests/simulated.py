@@ -14,9 +14,10 @@ import torch
 from fakes import ITEMS, Vector
 
 from rlgraph.columns import Columns
-from rlgraph.graph import Graph, Model, Output, Pool, Work, declare, feedback
+from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import prompts
+from rlgraph.operation import ModelTraits, NodeTraits, Operation, Work
 from rlgraph.planning.lengths import Lengths
 
 UNIFORM = Lengths((0.0, 1.0), (60.0, 120.0), prompt_tokens=8.0)
@@ -70,6 +71,11 @@ class Simulated(Model):
 
     count: int = 1
     micro_batch_tokens: int | None = None
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(dtype=self.dtype, sharded=True, micro_batch_tokens=self.micro_batch_tokens)
+
     dtype: str = "float32"
     turns: Turns = Turns()
 
@@ -107,13 +113,16 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Generate:
+class Generate(Operation):
     """Waits as an engine would decode, and gives the batch whole, or in parts as each is done."""
 
     lengths: Lengths
     times: Times
     chunks: int = 1
-    work: Work = "generate"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="generate")
 
     def start(self, context: Context) -> Any:
         def parts(step: int, columns: Columns) -> Iterator[Fired]:
@@ -142,13 +151,17 @@ class Generate:
 
 
 @dataclass(frozen=True)
-class ByTokens:
+class ByTokens(Operation):
     """Waits a time for each token of the batch, its devices sharing them."""
 
     start_s: float
     token_s: float
     column: str | None = None
     work: Work = "train"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work=self.work, by_group=self.work == "forward")
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
@@ -162,11 +175,14 @@ class ByTokens:
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(Operation):
     seconds: float  # of a whole batch of `rows`
     rows: int
     by_group: bool = True
-    work: Work = "host"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(by_group=self.by_group)
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from rlgraph.graph import Graph, Model, Output, Pool, Work, declare, feedback
+from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
+from rlgraph.operation import Operation
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import nominal
 from rlgraph.planning.placement import splits
@@ -18,9 +19,7 @@ HOMES = ("host", "rollout", "train")
 
 
 @dataclass(frozen=True)
-class Nothing:
-    work: Work = "host"
-
+class Nothing(Operation):
     def start(self, context: Any) -> Any:
         raise AssertionError("never run")
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from rlgraph.algorithms.group_advantages import GroupEstimator
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Output, declare
@@ -50,8 +51,12 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
         if "response_mask" not in reads:
             reads.append("response_mask")
         convert = _placed
-    operation = FunctionOperation(_Estimate(estimator, convert))
+    operation = FunctionOperation(_Estimate(estimator, convert), compares=_compares(estimator))
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
+
+
+def _compares(estimator: Estimator) -> str:
+    return type(estimator).__name__ if isinstance(estimator, GroupEstimator) else ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Output, declare
+from rlgraph.operation import NodeTraits, Operation
 
 Metrics: TypeAlias = Mapping[str, float]
 Fired: TypeAlias = Columns | tuple[Columns, Metrics]
@@ -65,12 +66,16 @@ class Context:
 
 
 @dataclass(frozen=True)
-class FunctionOperation:
-    """Run a plain function of columns."""
+class FunctionOperation(Operation):
+    """Run a plain function of columns; `compares` names the estimator that it is, where that compares responses to one prompt."""
 
     function: Callable[[Columns], Fired]
     by_group: bool = False
-    work: Work = "host"
+    compares: str = ""
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(by_group=self.by_group, compares=self.compares, given=(self.function,))
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.function(columns)
@@ -123,7 +128,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def carried(inputs: Iterable[Any]) -> list[str]:
     """Return the columns that the inputs carry; what is no output carries none, and `declare` refuses it."""
-    return [column for output in inputs for column in getattr(output, "columns", ())]
+    return [column for output in inputs if isinstance(output, Output) for column in output.columns]
 
 
 def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: int | None = None) -> None:

@@ -7,11 +7,12 @@ import torch
 
 from rlgraph.columns import Columns
 from rlgraph.engines.base import ValueLoss
-from rlgraph.graph import Node, Output, Work, declare
+from rlgraph.graph import Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import checked_walks
 from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.settings import Count, checked
 
 
@@ -60,11 +61,14 @@ class Critic(TrainedModel):
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class Values(Operation):
     """Values [B, T] of the responses under the critic's present weights."""
 
     critic: Critic
-    work: Work = "forward"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
 
     def check(self, node: Node) -> None:
         check_trained(self.critic)

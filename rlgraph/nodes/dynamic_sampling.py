@@ -5,25 +5,25 @@ to the next prompt at once, and no prompt is begun that is not needed. So none i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
 
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, share
-from rlgraph.engines.base import Request, Response, Running, Sampling
+from rlgraph.engines.base import Request, Response
 from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.errors import GraphError
-from rlgraph.graph import Feedback, Node, Output, Work, declare
+from rlgraph.graph import Feedback, Node, Output, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage
-from rlgraph.nodes.decoding import Joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rollout import Rollout
 from rlgraph.nodes.scoring import Scoring, scoring
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.settings import Seconds
 
 
@@ -55,7 +55,7 @@ class Refill:
         Raises GraphError for what a refill cannot go with, and for a reward that reads what there is not.
         """
         where = f"node '{name}'"
-        source = getattr(getattr(prompts, "node", None), "operation", None)
+        source = prompts.node.operation
         if not isinstance(source, Prompts):
             raise GraphError(f"{where} draws from the data order, but its prompts are of another node; pass the output of rg.prompts(...)")
         self._check(where, name, rollout)
@@ -86,7 +86,7 @@ class Refill:
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicRollout:
+class DynamicRollout(Operation):
     """Sample groups of responses until enough of them have rewards that differ."""
 
     rollout: Rollout
@@ -94,24 +94,10 @@ class DynamicRollout:
     scoring: Scoring
     writes: str
     rounds: int
-    work: Work = "generate"
 
     @property
-    def joining(self) -> Joining:
-        """When versions join responses that are under way."""
-        return self.rollout.joining
-
-    @property
-    def running(self) -> Running:
-        return self.rollout.running
-
-    @property
-    def dims(self) -> Mapping[str, int]:
-        return self.rollout.dims
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.rollout.sampling
+    def traits(self) -> NodeTraits:
+        return replace(self.rollout.traits, draws_from=self.draws_from, one_turn=False, given=(self.scoring,))
 
     def check(self, node: Node) -> None:
         self.draws_from.check(node)

@@ -1,6 +1,5 @@
 """Evaluation: a generator answers a data set of its own every so many steps, and the answers are scored beside the training."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,7 @@ from rlgraph.columns import Column, Columns, share
 from rlgraph.engines.base import Sampling
 from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.errors import GraphError
-from rlgraph.graph import Due, Feedback, Node, Output, Work, declare
+from rlgraph.graph import Due, Feedback, Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.pass_at import summary
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
@@ -19,6 +18,7 @@ from rlgraph.nodes.responses import columns_of, truncated
 from rlgraph.nodes.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardFunction
 from rlgraph.nodes.rollout import Generator, check_prompts
 from rlgraph.nodes.scoring import Scoring, scoring
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
 
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
@@ -75,7 +75,7 @@ def evaluate(
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class Answer(Operation):
     """Sample responses to all items, those of this rank; none at a step that is not due."""
 
     generator: Generator
@@ -83,12 +83,10 @@ class Answer:
     samples: int
     sampling: Sampling
     due: Due
-    work: Work = "generate"
 
     @property
-    def dims(self) -> Mapping[str, int]:
-        """The most tokens that a response can have."""
-        return {"T": self.sampling.max_tokens}
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="generate", dims={"T": self.sampling.max_tokens}, sampling=self.sampling, given=())
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)
@@ -113,7 +111,7 @@ class Answer:
 
 
 @dataclass(frozen=True, eq=False)
-class Grade:
+class Grade(Operation):
     """Score the responses and say how they did; nothing at a step that is not due."""
 
     scoring: Scoring
@@ -121,7 +119,10 @@ class Grade:
     samples: int
     passes: float
     source: str
-    work: Work = "host"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(given=(self.scoring,))
 
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)

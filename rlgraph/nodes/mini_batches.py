@@ -9,6 +9,7 @@ import torch
 from rlgraph import settings
 from rlgraph.columns import Columns, rows_of
 from rlgraph.errors import GraphError
+from rlgraph.graph import Output
 from rlgraph.settings import Count
 
 
@@ -59,7 +60,7 @@ def _has_tokens(part: Columns) -> bool:
 def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:
     """Return the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
     where = f"node '{node}'"
-    rows = max((output.node.rows for output in inputs if hasattr(output, "node")), default=0)
+    rows = max((output.node.rows for output in inputs if isinstance(output, Output)), default=0)
     if rows % mini_batches:
         raise GraphError(
             f"{where} has mini_batches={mini_batches} of a batch of {rows} rows; the parts are to be equally large, as each is one "

@@ -10,24 +10,28 @@ from rlgraph.columns import Columns
 from rlgraph.engines.base import PolicyLoss, Sampling
 from rlgraph.engines.packing import response_lengths
 from rlgraph.errors import GraphError
-from rlgraph.graph import Node, Output, Work, declare
+from rlgraph.graph import Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import checked_walks
 from rlgraph.nodes.responses import truncated
 from rlgraph.nodes.trained import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.settings import Count, Natural, checked
 
 
 @dataclass(frozen=True, eq=False)
-class LogProbs:
+class LogProbs(Operation):
     """Log-probs [B, T] of the responses under the model's present weights, and the squares of their distributions if wanted."""
 
     model: TrainedModel
     column: str
     temperature: float
     squares: bool = False
-    work: Work = "forward"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
 
     def check(self, node: Node) -> None:
         check_trained(self.model)
@@ -173,15 +177,14 @@ def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
 def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
     """Yield the rollouts among the inputs, and how each samples."""
     for output in inputs:
-        node = getattr(output, "node", None)
-        sampling = getattr(getattr(node, "operation", None), "sampling", None)
-        if isinstance(node, Node) and isinstance(sampling, Sampling):
-            yield node, sampling
+        sampling = output.node.traits.sampling if isinstance(output, Output) else None
+        if sampling is not None:
+            yield output.node, sampling
 
 
 def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
     """Raise GraphError for a warm-up that is no count, or that waits for a critic whose values do not lead to the update."""
-    nodes = [output.node for output in inputs if hasattr(output, "node")]
+    nodes = [output.node for output in inputs if isinstance(output, Output)]
     for node in nodes:
         nodes += [output.node for output in node.inputs if output.node not in nodes]
     if critic_warmup and not any("values" in node.writes for node in nodes):

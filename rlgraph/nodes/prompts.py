@@ -10,10 +10,11 @@ import torch
 
 from rlgraph.columns import Column
 from rlgraph.errors import DataError
-from rlgraph.graph import Node, Output, Work, declare
+from rlgraph.graph import Node, Output, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.items import check_data, check_item, check_names, column_of, read
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.settings import Name, Natural, checked
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
@@ -28,7 +29,7 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Prompts:
+class Prompts(Operation):
     """Draw the prompts of a step; which ones is a function of (seed, step) alone."""
 
     data: Dataset
@@ -36,7 +37,10 @@ class Prompts:
     seed: int
     prompt_field: str
     fields: tuple[str, ...]  # of an item, beside the prompt
-    work: Work = "host"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(given=())
 
     @property
     def prompt_characters(self) -> float | None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlgraph.engines.adamw import AdamW
 from rlgraph.errors import GraphError
-from rlgraph.graph import Feedback, Node, Output, declare
+from rlgraph.graph import Feedback, Output, declare
 from rlgraph.nodes.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.trained import TOKENS, TrainedModel
 from rlgraph.settings import checked
@@ -55,6 +55,7 @@ class Reference(TrainedModel):
 
 
 def _mixes_versions(output: Output, weights: Feedback) -> bool:
-    node = getattr(output, "node", None)
-    rule = getattr(getattr(node, "operation", None), "joining", None)
-    return isinstance(node, Node) and node.feedback is weights and rule is not None and bool(rule.interrupt or rule.continuous)
+    if not isinstance(output, Output) or output.node.feedback is not weights:
+        return False
+    traits = output.node.traits
+    return traits.interrupt is not None or traits.continuous

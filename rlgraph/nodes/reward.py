@@ -8,11 +8,12 @@ import torch
 
 from rlgraph.columns import COLUMNS, Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Output, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Outliers
 from rlgraph.nodes.scoring import Scoring, scoring, tokenizer_of
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.settings import Name, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the response is named and not only the node
@@ -25,7 +26,7 @@ AtOnce: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are s
 
 
 @dataclass(frozen=True, eq=False)
-class Reward:
+class Reward(Operation):
     """Score the responses."""
 
     scoring: Scoring
@@ -33,7 +34,10 @@ class Reward:
     by_group: bool = True
     outliers: float | None = OUTLIERS
     name: str = "reward"
-    work: Work = "host"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(by_group=self.by_group, given=(self.scoring,))
 
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph import Model, Node, Output, Work, declare
+from rlgraph.graph import Model, Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.reward import check_column, spread
 from rlgraph.nodes.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
 from rlgraph.nodes.trained import check_folder
+from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.settings import Count, Dtype, Natural, checked
 
 
@@ -31,6 +32,10 @@ class RewardModel(Model):
     @property
     def ranks(self) -> int | None:
         return 1
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(dtype=self.dtype)
 
     def load(self, context: Any) -> Any:
         from rlgraph.engines import load
@@ -56,14 +61,17 @@ class RewardModel(Model):
 
 
 @dataclass(frozen=True, eq=False)
-class ModelReward:
+class ModelReward(Operation):
     """Decode prompts and responses with the rollout's tokenizer, and let the model score them."""
 
     model: RewardModel
     tokenizer: str  # model folder
     prompts: str  # the column
     writes: str
-    work: Work = "forward"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
 
     def check(self, node: Node) -> None:
         from rlgraph.engines.model_files import check_tokenizer

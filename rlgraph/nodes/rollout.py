@@ -13,7 +13,7 @@ from rlgraph.columns import Column, Columns, repeat_rows, share
 from rlgraph.engines.base import Request, Running, Sampling
 from rlgraph.engines.encoding import prompt_tokens
 from rlgraph.errors import DataError, GraphError, shown
-from rlgraph.graph import Feedback, Model, Node, Output, Work, declare
+from rlgraph.graph import Feedback, Model, Node, Output, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import Conversations
@@ -21,6 +21,7 @@ from rlgraph.nodes.decoding import Decoding, Joining, joining
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.tools import Tools
+from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.settings import Count, Dtype, Natural, checked
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class Generator(Model):
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
                 "share none; give one of the two"
             )
-        for name in ("max_sequences", "memory"):
-            value = getattr(self, name)
+        for name, value in (("max_sequences", self.max_sequences), ("memory", self.memory)):
             if self.engine == "transformers" and value is not None:
                 raise GraphError(
                     f"Generator(engine='transformers', {name}={shown(value)}): this engine takes every response at once, whatever memory "
@@ -95,9 +95,14 @@ class Generator(Model):
         return self.engines_per_gpu
 
     @property
-    def shares_steps(self) -> bool:
-        """Whether responses that joined later take one decode step together with those under way."""
-        return self.engine != "transformers"
+    def traits(self) -> ModelTraits:
+        return ModelTraits(
+            dtype=self.dtype,
+            max_context=self.max_context,
+            sampling=self.sampling,
+            memory=self.memory,
+            shares_steps=self.engine != "transformers",
+        )
 
     def load(self, context: Any) -> Any:
         from rlgraph.engines import load
@@ -147,7 +152,7 @@ class Generator(Model):
         chunks that do not divide the prompts of a step, `interrupt` or `continuous` at depth 0, or `refill` with what it cannot go with.
         """
         _check_options(name, {"chunks": chunks, "refill": refill, "tools": tools, "max_turns": max_turns, "continuous": continuous})
-        source = getattr(getattr(prompts, "node", None), "operation", None)
+        source = prompts.node.operation
         rule = joining(name, weights, interrupt, continuous, source)
         operation = Rollout(
             generator=self,
@@ -163,7 +168,7 @@ class Generator(Model):
         reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(tools.reads if tools is not None else ()))))
         if refill is not None:
             return refill.declare(name, operation, prompts, weights)
-        rows = getattr(getattr(prompts, "node", None), "rows", 0) * group_size
+        rows = prompts.node.rows * group_size
         return Output(
             declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights, chunks=chunks)
         )
@@ -193,7 +198,7 @@ def _check_turns(name: str, options: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollout:
+class Rollout(Operation):
     """Tokenise the prompts, sample, and pad the responses to the longest."""
 
     generator: Generator
@@ -205,28 +210,26 @@ class Rollout:
     prefix: str  # of the ids of its requests
     joining: Joining
     source: Any  # of the next prompts, where they are looked up before they are due
-    work: Work = "generate"
 
     @property
-    def running(self) -> Running:
-        """What becomes of the keys and values of running responses at new weights."""
-        return self.joining.running
-
-    @property
-    def one_turn(self) -> bool:
-        """Whether a response is sampled in one go, no tool asked in between."""
-        return self.tools is None
+    def traits(self) -> NodeTraits:
+        return NodeTraits(
+            work="generate",
+            host_pool=self.tools.pool if self.tools else None,
+            dims=self.dims,
+            sampling=self.sampling,
+            group_size=self.group_size,
+            joining=self.joining,
+            one_turn=self.tools is None,
+            looks_ahead=self.source is not None,
+            given=(self.tools,),
+        )
 
     @property
     def dims(self) -> Mapping[str, int]:
         """The most tokens that a response can have and, where the context is given, that a prompt can."""
         tokens = self.sampling.max_tokens
         return {"T": tokens} if self.generator.max_context is None else {"T": tokens, "P": max(self.generator.max_context - tokens, 1)}
-
-    @property
-    def host_pool(self) -> Any:
-        """The pool that tools run on."""
-        return self.tools.pool if self.tools else None
 
     def check(self, node: Node) -> None:
         """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""

@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import GraphError, RlgraphError, shown
-from rlgraph.graph import Model
+from rlgraph.graph import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.calls import CallFailed, Calls
 from rlgraph.nodes.prompts import plural
@@ -161,8 +161,8 @@ def _named_by(carried: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
 def tokenizer_of(inputs: Iterable[Any]) -> str | None:
     """Return the folder of the model that wrote the token ids among the inputs."""
     for output in inputs:
-        model = getattr(getattr(output, "node", None), "model", None)
-        if isinstance(model, Model) and set(TOKEN_COLUMNS) & set(output.columns):
+        model = output.node.model if isinstance(output, Output) else None
+        if model is not None and set(TOKEN_COLUMNS) & set(output.columns):
             return model.path
     return None
 

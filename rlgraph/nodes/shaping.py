@@ -10,10 +10,11 @@ from rlgraph.algorithms.kl import AdaptiveKL, FixedKL, KlEstimator, penalize_rew
 from rlgraph.algorithms.shaping import OverlongPenalty
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError, shown
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Output, declare
 from rlgraph.kinds import Range
 from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, tensor_of
+from rlgraph.operation import Operation
 from rlgraph.settings import checked
 
 Coefficient: TypeAlias = Annotated[float, Range(least=0, rule="a number of at least 0, or AdaptiveKL(...)")]
@@ -39,12 +40,11 @@ def kl_shaped_rewards(
 
 
 @dataclass(frozen=True)
-class KLShaping:
+class KLShaping(Operation):
     """Take the KL from the rewards; the coefficient goes on from step to step."""
 
     controller: FixedKL | AdaptiveKL
     estimator: str
-    work: Work = "host"
 
     def start(self, context: Context) -> Stage:
         return _Shaper(self.controller, self.estimator)
@@ -106,7 +106,7 @@ def _check_reached(name: str, inputs: Sequence[Output], by: OverlongPenalty) -> 
     """Raise GraphError where the longest response that the rollout can write ends before the penalty begins."""
     begins = by.max_tokens - by.buffer_tokens
     for output in inputs:
-        dims = getattr(output.node.operation, "dims", {}) if "response_mask" in output.columns else {}
+        dims = output.node.traits.dims if isinstance(output, Output) and "response_mask" in output.columns else {}
         if dims.get("T", begins + 1) <= begins:
             raise GraphError(
                 f"node '{name}' takes from responses of more than {begins} tokens, but '{output.node.name}' writes at most {dims['T']}, so "

@@ -1,7 +1,7 @@
 """What policy and critic share: how a model is trained, and the node that trains it on a batch."""
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +11,11 @@ from rlgraph.columns import Columns
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Loss
 from rlgraph.errors import GraphError, shown
-from rlgraph.graph import Model, Node, Output, Work, declare
+from rlgraph.graph import Model, Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import Walks
+from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.settings import Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
@@ -50,6 +51,11 @@ class TrainedModel(Model):
     def ranks(self) -> int | None:
         return self.data_parallel
 
+    @property
+    def traits(self) -> ModelTraits:
+        tokens = self.micro_batch_tokens
+        return ModelTraits(dtype=self.dtype, sharded=True, micro_batch_tokens=tokens, recompute=self.recompute)
+
     def load(self, context: Any) -> Any:
         from rlgraph.engines import load
 
@@ -65,7 +71,7 @@ class Update:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Training(ABC):
+class Training(Operation):
     """The optimizer steps of a model on a batch. Policy and critic say what of it they learn from, and what they tell of it."""
 
     model: TrainedModel
@@ -73,12 +79,10 @@ class Training(ABC):
     walks: Walks
     guards: Guards
     name: str
-    work: Work = "train"
 
     @property
-    def epochs(self) -> int:
-        """How often it walks a batch, which costs are estimated from."""
-        return self.walks.epochs
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="train", epochs=self.walks.epochs, mini_batches=self.walks.mini_batches, given=(self.loss,))
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
         """Declare the node; a column may be named twice."""

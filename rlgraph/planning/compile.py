@@ -151,7 +151,7 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
     return [
         PlannedNode(
             name=node.name,
-            work=node.operation.work,
+            work=node.traits.work,
             model=next((w.model for w in crew if node.name in w.nodes), None),
             pool=node.pool.name if node.pool else None,
             workers=tuple(w.name for w in crew if node.name in w.nodes),
@@ -209,7 +209,7 @@ def _stream(writer: Node) -> str | None:
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
     """Return the most bytes the tensors of one message can have, or None where a dimension has no known bound. Text is not counted."""
     trained = [node for node in graph.nodes if node.due is None]
-    sizes = {dim: size for node in (*trained, writer) for dim, size in getattr(node.operation, "dims", {}).items()}
+    sizes = {dim: size for node in (*trained, writer) for dim, size in node.traits.dims.items()}
     total = 0
     for column in columns:
         spec = COLUMNS.get(column)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rlgraph import settings
 from rlgraph.errors import PlanError
-from rlgraph.graph import Graph, Node, Work
+from rlgraph.graph import Graph, Node
+from rlgraph.operation import Work
 from rlgraph.planning.costs_file import read, written
 from rlgraph.planning.laws import NodeCost, Setting, SleepCost, law_or_number
 from rlgraph.planning.lengths import Array, Lengths
@@ -154,13 +155,13 @@ def nominal(graph: Graph) -> Costs:
 
 
 def _nominal(node: Node) -> NodeCost:
-    cost = NOMINAL[node.operation.work]
+    cost = NOMINAL[node.traits.work]
     return replace(cost, parallel_s=cost.parallel_s * epochs_of(node))
 
 
 def epochs_of(node: Node) -> int:
     """Return how often an update walks its batch; 1 for what is no update."""
-    return int(getattr(node.operation, "epochs", 1))
+    return node.traits.epochs
 
 
 def checked(graph: Graph, costs: Costs | None) -> Costs:

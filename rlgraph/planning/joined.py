@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -34,9 +34,14 @@ def never(version: int) -> float:
 class Rule(Protocol):
     """When batches and versions join; `rlgraph.nodes.decoding.Joining` is one."""
 
-    interrupt: str | None
-    continuous: bool
-    depth: int | None
+    @property
+    def interrupt(self) -> str | None: ...
+
+    @property
+    def continuous(self) -> bool: ...
+
+    @property
+    def depth(self) -> int | None: ...
 
     @property
     def running(self) -> str: ...
@@ -46,17 +51,9 @@ class Rule(Protocol):
     def ahead(self) -> int: ...
 
 
-@runtime_checkable
-class OneTurn(Protocol):
-    """An operation that says whether each of its responses is sampled in one go."""
-
-    @property
-    def one_turn(self) -> bool: ...
-
-
 def rule_of(node: Node) -> Rule | None:
     """The rule of a node where batches or versions join while it decodes, else None."""
-    rule: Rule | None = getattr(node.operation, "joining", None)
+    rule = node.traits.joining
     return rule if rule is not None and (rule.continuous or rule.interrupt) else None
 
 
@@ -65,7 +62,7 @@ def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
     batch that leaves whole, and no other node uses the model."""
     law = costs.law(node.name)
     alone = all(other is node or other.model is not node.model for other in graph.nodes)
-    whole = node.chunks == 1 and isinstance(node.operation, OneTurn) and node.operation.one_turn and alone
+    whole = node.chunks == 1 and node.traits.one_turn and alone
     return rule_of(node) is not None and law.decode is not None and costs.lengths is not None and whole
 
 
@@ -230,7 +227,8 @@ def decoder(node: Node, setting: Setting, costs: Costs) -> Decoder:
     rule = rule_of(node)
     assert rule is not None
     assert costs.lengths is not None
-    return Decoder(rule, costs.law(node.name), setting, costs.lengths, getattr(node.model, "shares_steps", True))
+    shared = node.model is None or node.model.traits.shares_steps
+    return Decoder(rule, costs.law(node.name), setting, costs.lengths, shared)
 
 
 def beside(law: NodeCost, setting: Setting, steps: int) -> Array:

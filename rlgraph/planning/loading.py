@@ -13,7 +13,7 @@ FLOAT32 = 4  # bytes
 
 def is_sharded(model: Model) -> bool:
     """Whether the ranks of a model share its weights: of one that trains, and of a reference; a reward model is whole on each."""
-    return hasattr(model, "micro_batch_tokens")
+    return model.traits.sharded
 
 
 def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
@@ -32,7 +32,7 @@ def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shape
         if model.path not in shapes:
             unknown |= {worker.host, model.pool.name}
             continue
-        generates = any(node.model is model and node.operation.work == "generate" for node in graph.nodes)
+        generates = any(node.model is model and node.traits.work == "generate" for node in graph.nodes)
         size = shapes[model.path].parameters * (FLOAT32 if is_sharded(model) else itemsize_of(model, cluster))
         for gpu in worker.gpus:  # an engine over several has its part on each
             held = on_gpus.setdefault(model.pool.name, {}).setdefault(gpu, {})

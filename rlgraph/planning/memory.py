@@ -86,16 +86,16 @@ def _need(
     nodes = [node for node in graph.nodes if node.model is model]
     setting = settings[nodes[0].name]
     itemsize = itemsize_of(model, cluster)
-    if any(node.operation.work == "generate" for node in nodes):
+    if any(node.traits.work == "generate" for node in nodes):
         return _generating(graph, model, shape, setting, itemsize, lengths)
-    trained = any(node.operation.work == "train" for node in nodes)
+    trained = any(node.traits.work == "train" for node in nodes)
     per_parameter = {"weights": MASTER if is_sharded(model) else itemsize}
     if trained:
         per_parameter |= {"optimizer": OPTIMIZER, "gradients": GRADIENT}
     stays = {what: size * shape.parameters // setting.engines for what, size in per_parameter.items()}
     rows = -(-max(node.rows for node in nodes) // setting.engines)
-    tokens = min(getattr(model, "micro_batch_tokens", 0), int(rows * _longest(graph, lengths)))
-    kept = 2 if not trained or getattr(model, "recompute", False) else ACTIVATION  # of a layer: its input, or all
+    tokens = min(model.traits.micro_batch_tokens or 0, int(rows * _longest(graph, lengths)))
+    kept = 2 if not trained or model.traits.recompute else ACTIVATION  # of a layer: its input, or all
     layers = shape.layers if trained else 1
     gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * itemsize
     turn = {"activations": tokens * shape.hidden * layers * kept * itemsize // 2, "gathered layers": gathered}
@@ -117,13 +117,13 @@ def _generating(graph: Graph, model: Model, shape: ModelShape, setting: Setting,
 
 def _longest(graph: Graph, lengths: Lengths | None) -> float:
     """Return the most tokens that a prompt and its response can have together, as far as the generators bound them."""
-    models = [node.model for node in graph.nodes if node.operation.work == "generate" and node.model is not None]
+    models = [node.model for node in graph.nodes if node.traits.work == "generate" and node.model is not None]
     return max((_longest_of(model, lengths) for model in models), default=float(1 << 20))
 
 
 def _longest_of(model: Model, lengths: Lengths | None) -> float:
-    bound = getattr(model, "max_context", None)
-    responses = getattr(getattr(model, "sampling", None), "max_tokens", 1024)
+    bound, sampling = model.traits.max_context, model.traits.sampling
+    responses = sampling.max_tokens if sampling is not None else 1024
     return float(bound) if bound else responses + (lengths.prompt_tokens if lengths else PROMPT_TOKENS)
 
 
@@ -184,7 +184,7 @@ FIXES = {
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
     """Raise PlanError where a model's share of a GPU's memory is set and the cluster has no GPU."""
     for node in graph.nodes:
-        share = getattr(node.model, "memory", None)
+        share = node.model.traits.memory if node.model is not None else None
         if share is not None and not cluster.gpus:
             raise PlanError(
                 f"graph '{graph.name}': the model of node '{node.name}' has memory={share}, a share of a GPU's, but this cluster has no "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlgraph.batching.microbatches import micro_batches
+from rlgraph.operation import ModelTraits
 from rlgraph.planning.lengths import Array
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Passes:
 
 def passes_of(node: "Node", gpus: int) -> Passes | None:
     """Return how a node computes its batch, or None where that is not in passes without padding, as on a CPU."""
-    limit = getattr(node.model, "micro_batch_tokens", None)
+    model = node.model.traits if node.model is not None else ModelTraits()
     on_gpus = gpus > 0 and node.pool is not None and node.pool.cpus is None
-    if limit is None or not (on_gpus or getattr(node.model, "recompute", False)):
+    if model.micro_batch_tokens is None or not (on_gpus or model.recompute):
         return None
-    return Passes(limit, getattr(getattr(node.operation, "walks", None), "mini_batches", 1))
+    return Passes(model.micro_batch_tokens, node.traits.mini_batches)

@@ -12,11 +12,11 @@ ASKED = "dtype= says so"
 
 def precision_of(model: Model, cluster: Cluster) -> Precision | None:
     """What a model computes in on a cluster, and why; None for a model without a `dtype`, as one of a user's own may be."""
-    asked = getattr(model, "dtype", None)
+    asked = model.traits.dtype
     if asked is None:
         return None
     if asked != AUTO:
-        return Precision(str(asked), ASKED)
+        return Precision(asked, ASKED)
     if cluster.gpus and model.pool.cpus is None:
         return cluster.gpu_precision or UNKNOWN_GPU
     return cluster.cpu_precision or UNKNOWN_CPU

@@ -89,7 +89,7 @@ def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | No
 
 
 def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> SleepCost:
-    works = {node.operation.work for node in graph.nodes if node.model is model}
+    works = {node.traits.work for node in graph.nodes if node.model is model}
     each = OPTIMIZER if "train" in works else 0
     if "generate" in works and getattr(model, "engine", "") != "transformers":  # which keeps its memory
         each = itemsize_of(model, cluster)
@@ -101,10 +101,10 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
 
 def _lengths(graph: Graph) -> Lengths:
     """Lengths to assume: all of `max_tokens` where nothing ends a response sooner, else a long tail up to them."""
-    samplings = [getattr(node.model, "sampling", None) for node in graph.nodes if node.operation.work == "generate"]
+    samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
     longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
     most = longest.max_tokens if longest else 1024
-    characters = [c for node in graph.nodes if (c := getattr(node.operation, "prompt_characters", None)) is not None]
+    characters = [c for node in graph.nodes if (c := node.operation.prompt_characters) is not None]
     prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
     if longest is not None and longest.ignore_eos and not longest.stop_token_ids:
         return Lengths((0.0, 1.0), (float(most), float(most)), prompt)
@@ -115,7 +115,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     if node.model is None:
         return NOMINAL["host"].serial_s
     shape: ModelShape = shapes[node.model.path]
-    if node.operation.work == "generate":
+    if node.traits.work == "generate":
         context = lengths.prompt_tokens + lengths.mean / 2
         decode = Decode(
             step_s=2 * shape.active_parameters / (device.bandwidth * DECODING),
@@ -126,7 +126,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
             host_sharing=host_times.SHARING.value,
         )
         return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
-    trains = node.operation.work == "train"
+    trains = node.traits.work == "train"
     walks = epochs_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
     return NodeCost(

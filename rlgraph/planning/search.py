@@ -220,7 +220,7 @@ def _score(candidate: Candidate, by: Objective) -> float:
 
 def rows_trained(graph: Graph) -> int:
     """Return the responses of a step: the rows that the updates take."""
-    return max((node.rows for node in graph.nodes if node.operation.work == "train"), default=max(node.rows for node in graph.nodes))
+    return max((node.rows for node in graph.nodes if node.traits.work == "train"), default=max(node.rows for node in graph.nodes))
 
 
 def is_async(graph: Graph) -> bool:

@@ -52,7 +52,7 @@ def sleeping(graph: Graph, crew: Sequence[PlannedWorker], settings: Mapping[str,
 
 def sleep_of(graph: Graph, worker: PlannedWorker, settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> SleepCost:
     """Return what the model of a worker takes to sleep and to wake in its setting."""
-    sharded = all(graph.node(name).operation.work != "generate" for name in worker.nodes)
+    sharded = all(graph.node(name).traits.work != "generate" for name in worker.nodes)
     return costs.get(worker.model or "", SleepCost()).at(settings[worker.nodes[0]], sharded=sharded)
 
 

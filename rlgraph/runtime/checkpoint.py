@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -140,7 +141,7 @@ class Checkpoints:
             "weight_version": step,
             "metrics_lines": step,
             "graph": identity(self.graph, self.plan),
-            "cursors": {n.name: n.operation.cursor(step) for n in self.graph.nodes if hasattr(n.operation, "cursor")},
+            "cursors": self._cursors(step),
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
             "settings": settings(self.graph, self.plan),
@@ -171,11 +172,17 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint '{folder}' is not whole ({error}){fix}") from None
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"checkpoint '{folder}' has format {manifest['format']}, this version reads {FORMAT}{fix}")
-        cursors = {n.name: n.operation.cursor(self.newest) for n in self.graph.nodes if hasattr(n.operation, "cursor")}
-        found = difference(manifest["graph"], identity(self.graph, self.plan)) or difference(manifest["cursors"], cursors)
+        found = difference(manifest["graph"], identity(self.graph, self.plan)) or difference(
+            manifest["cursors"], self._cursors(self.newest)
+        )
         if found:
             raise CheckpointError(f"checkpoint '{folder}' is of another graph: {found}; give another folder, or launch with fresh=True")
         self.set_aside = tuple(manifest["set_aside"])
+
+    def _cursors(self, step: int) -> dict[str, Mapping[str, Any]]:
+        """Where each source of data stands after `step` steps."""
+        found = {node.name: node.operation.cursor(step) for node in self.graph.nodes}
+        return {name: cursor for name, cursor in found.items() if cursor is not None}
 
     def _put_away(self) -> None:
         """Move the checkpoints of earlier runs aside; nothing is deleted."""

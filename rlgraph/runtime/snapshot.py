@@ -20,6 +20,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, concat_rows, share
 from rlgraph.errors import CheckpointError
+from rlgraph.operation import Stateful
 from rlgraph.runtime.measure import averaged
 from rlgraph.runtime.messages import NotSaved, Part, Saved, Written
 from rlgraph.runtime.tasks import Resume, Saving
@@ -108,7 +109,7 @@ def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
         "random": random_states(),
         "metrics": {step: dict(fired.metrics) for step, fired in recent.items()},
         "open": {step: {node: list(parts) for node, parts in fired.columns.items()} for step, fired in recent.items()},
-        "states": {name: checked_state(name, stage.state()) for name, stage in worker.stages.items() if hasattr(stage, "state")},
+        "states": {name: checked_state(name, stage.state()) for name, stage in worker.stages.items() if isinstance(stage, Stateful)},
     }
 
 
@@ -179,7 +180,7 @@ def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]
     rank, world = worker.setup.worker.rank, worker.setup.worker.world
     found: dict[str, list[Columns]] = {}
     for node in ranks[0]:
-        if worker.setup.task(node).operation.work != "generate":
+        if worker.setup.task(node).traits.work != "generate":
             found[node] = list(ranks[0][node])
             continue
         whole = [concat_rows(parts) for parts in zip(*(held[node] for held in ranks), strict=True)]

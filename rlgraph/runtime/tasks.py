@@ -1,13 +1,14 @@
 """What a worker needs to know: its part of the plan, as values that can be sent to another process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph.channels.factory import Site, first_choice, transport_of
 from rlgraph.columns import Column
-from rlgraph.graph import Due, Graph, Model, Node, Operation
+from rlgraph.graph import Due, Graph, Model, Node
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.planning.cut import leads, open_nodes
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.planning.turns import Turn, turns_of
@@ -30,6 +31,11 @@ class Task:
     follows: str | None = None
     due: Due | None = None
     count: int | None = None  # rows that a firing gives; None where it gives those of its rank, or at some steps none
+
+    @property
+    def traits(self) -> NodeTraits:
+        """What is known of its operation."""
+        return self.operation.traits
 
     def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
         """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
@@ -184,12 +190,11 @@ def setups(
 
 def _sequences(node: Node, world: int) -> int:
     """Return how many responses of a rollout one of `world` engines decodes at once, at most."""
-    if node.operation.work != "generate":
+    if node.traits.work != "generate":
         return 0
-    rollout = getattr(node.operation, "rollout", node.operation)
-    group, rule = getattr(rollout, "group_size", 1), getattr(rollout, "joining", None)
+    group = node.traits.group_size or 1
     prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each part is dealt to the engines
-    return prompts * group * (1 + (rule.ahead() if rule is not None else 0))
+    return prompts * group * (1 + node.traits.ahead)
 
 
 def _copies(loop: PlannedLoop) -> int:
@@ -205,7 +210,7 @@ def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWo
 def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
     """Return the worker's model with the dtype that the plan has chosen for it, where it has one."""
     model, dtype = graph.node(worker.nodes[0]).model, plan.dtype(worker.model)
-    return model if model is None or dtype in (None, getattr(model, "dtype", None)) else replace(model, dtype=dtype)  # type: ignore[call-arg]
+    return model if model is None or dtype is None or dtype == model.traits.dtype else model.with_dtype(dtype)
 
 
 def _dtype(plan: Plan, loop: PlannedLoop) -> str:
@@ -224,7 +229,7 @@ def _task(graph: Graph, name: str) -> Task:
         columns[source] = (*columns.get(source, ()), column)
     widest = max((o.node.rows for o in node.inputs), default=0)
     repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
-    count = None if node.due or (node.model is not None and node.operation.work == "generate") else node.rows // node.chunks
+    count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
     follows = node.follows.name if node.follows else None
     return Task(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
 

@@ -12,9 +12,10 @@ import torch
 
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows, share
-from rlgraph.engines.base import GenerateEngine, Running
+from rlgraph.engines.base import GenerateEngine
 from rlgraph.errors import ChannelTimeout, StalenessError
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
+from rlgraph.operation import Stateful
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
@@ -87,7 +88,7 @@ class Worker:
         idle = task.due is not None and not task.due(step)
         if not idle:
             self._wake(step)
-        if self.setup.probe == (task.name, step) and task.chunks == 1 and getattr(task.operation, "source", None) is None:
+        if self.setup.probe == (task.name, step) and task.chunks == 1 and not task.traits.looks_ahead:
             self._probe(task, step, columns)
         self.on_enter(step, Activity("fire", task.name))
         self.context.arrivals = self._arrivals(task, step)
@@ -102,7 +103,7 @@ class Worker:
         self.parts.setdefault(task.name, []).append(checked_metrics(task.name, metrics))
         if part == task.chunks - 1:
             self.metrics.update(joined(self.parts.pop(task.name)))
-        if task.operation.work == "generate" and task.due is None:
+        if task.traits.work == "generate" and task.due is None:
             self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
         self._put(task, step * task.chunks + part, owned(written, columns))
         del columns
@@ -155,9 +156,9 @@ class Worker:
     def _probe(self, task: Task, step: int, columns: Columns) -> None:
         """Fire a node, one that has killed its worker at this step, for one prompt after another, and forget what comes of it."""
         stage: Any = self.stages[task.name]
-        before = stage.state() if hasattr(stage, "state") else None
+        before = stage.state() if isinstance(stage, Stateful) else None
         rank, world, count = self.context.rank, self.context.world, self.setup.prompts
-        mine = share(count, rank, world) if task.operation.work == "generate" else range(count)
+        mine = share(count, rank, world) if task.traits.work == "generate" else range(count)
         self.context.rank, self.context.world = 0, 1
         for prompt in mine:
             self.on_enter(step, Activity("probe", task.name, prompt=prompt))
@@ -269,8 +270,7 @@ class Worker:
         self.on_enter(step, Activity("load", node, loop.plan.name, version))
         with self.ledger.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
-                running: Running = getattr(self.setup.task(node).operation, "running", "recompute")
-                engine.load_weights(weights, version=version, running=running)
+                engine.load_weights(weights, version=version, running=self.setup.task(node).traits.running)
             else:  # a user's own
                 engine.load_weights(weights)
         loop.reader.done()

@@ -23,7 +23,7 @@ def settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
         names = ("depth", "buffers", "freshest", "bucket_bytes", "checksum")
         found[f"feedback {feedback.name}"] = {name: str(getattr(feedback, name)) for name in names}
     for node in graph.nodes:
-        found[f"node {node.name}"] = {"rows": str(node.rows), **dict(_values(node.operation))}
+        found[f"node {node.name}"] = {"rows": str(node.rows), "work": node.traits.work, **dict(_values(node.operation))}
     return found
 
 

@@ -15,8 +15,9 @@ import torch
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import stored
 from rlgraph.errors import CheckpointError
-from rlgraph.graph import Graph, Output, Pool, Work, declare
+from rlgraph.graph import Graph, Output, Pool, declare
 from rlgraph.nodes.base import Context
+from rlgraph.operation import Operation
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.cut import leads
@@ -80,10 +81,8 @@ def test_a_cut_has_the_rollout_ahead_by_its_depth_and_the_trained_model_not_at_a
 
 
 @dataclass(frozen=True)
-class Counting:
+class Counting(Operation):
     """A node with a state: the number of its firings goes into the rewards."""
-
-    work: Work = "host"
 
     def start(self, context: Context) -> "Counter":
         return Counter()

@@ -17,6 +17,7 @@ import torch
 from rlgraph.columns import Columns
 from rlgraph.graph import Graph, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.operation import Operation
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime.checkpoint import Recovery
@@ -74,7 +75,7 @@ def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, dispatch: 
 
 
 @dataclass(frozen=True)
-class Deadly:
+class Deadly(Operation):
     """A reward that kills its own process whenever a certain item is in the batch."""
 
     item: str
@@ -86,10 +87,6 @@ class Deadly:
             return {"rewards": torch.ones(len(columns["values"]))}
 
         return fire
-
-    @property
-    def work(self) -> str:
-        return "host"
 
 
 def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_their_order(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from tiny import tiny
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.graph import Output, Work, declare
+from rlgraph.graph import Output, declare
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.operation import Operation
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime.activity import KINDS, WORKS, Activity, described, event_name
 from rlgraph.runtime.job import Job
@@ -86,11 +87,10 @@ def test_what_works_has_the_name_of_its_event() -> None:
 
 
 @dataclass(frozen=True)
-class Counting:
+class Counting(Operation):
     """Scores one response after another, and says so."""
 
     seconds: float
-    work: Work = "host"
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Columns:

@@ -23,8 +23,8 @@ from rlgraph.channels.link import Link
 from rlgraph.channels.shm import ShmReader, ShmWriter
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
-from rlgraph.graph import Work
 from rlgraph.nodes.base import Context, Fired, Stage, node
+from rlgraph.operation import NodeTraits, Operation
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.runtime import crew as crew_module
@@ -294,11 +294,14 @@ def test_a_metric_that_is_no_number_is_named_at_once() -> None:
 
 
 @dataclass(frozen=True)
-class Collective:
+class Collective(Operation):
     """A trainer whose ranks meet in a collective at each step; at step 2 the last of them does not come."""
 
     act: str
-    work: Work = "train"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="train")
 
     def start(self, context: Context) -> Stage:
         dist.init_process_group("gloo", init_method=context.rendezvous, rank=context.rank, world_size=context.world)

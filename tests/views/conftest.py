@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from rlgraph.graph import Feedback, Graph, Model, Node, Output, Pool, Work, declare, feedback
+from rlgraph.graph import Feedback, Graph, Model, Node, Output, Pool, declare, feedback
+from rlgraph.operation import NodeTraits, Operation, Work
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
@@ -19,10 +20,14 @@ EIGHT = Cluster(gpus=8, cpus=64)
 
 
 @dataclass(frozen=True)
-class Idle:
+class Idle(Operation):
     """An operation of some kind of work that is planned but never run."""
 
     work: Work = "host"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work=self.work, by_group=self.work == "forward")
 
     def start(self, context: Any) -> Any:
         raise AssertionError("a plan is drawn without running it")
@@ -33,6 +38,10 @@ class Sandbox(Idle):
     """An operation that uses a host pool from inside, as a rollout with tools does."""
 
     host_pool: Pool | None = None
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work=self.work, host_pool=self.host_pool)
 
 
 def stage(
