@@ -28,22 +28,25 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
     import torch
 
     from rlgraph.channels.shm import ShmWriter
+    from rlgraph.channels.weight_shards import WeightShard
     from rlgraph.channels.weights import WeightsWriter
     from rlgraph.engines.pretrained import parameter_shapes
 
     torch.manual_seed(rank)
-    rows, places = {}, {}  # a place: that of the first element in the whole parameter
+    rows, places, shards = {}, {}, []  # a place: that of the first element in the whole parameter
     for name, (length, *others) in parameter_shapes(folder).items():
         chunk = -(-length // len(addresses))  # as torch.chunk cuts
-        places[name] = rank * chunk * torch.Size(others).numel()
-        rows[name] = torch.randn(max(min(chunk, length - rank * chunk), 0), *others, device="cuda").mul_(0.02)
+        first = min(rank * chunk, length)
+        places[name] = first * torch.Size(others).numel()
+        rows[name] = torch.randn(min(chunk, length - first), *others, device="cuda").mul_(0.02)
+        shards.append(WeightShard(name, (length, *others), (first, *(0 for _ in others)), rows[name]))
     writer = WeightsWriter(ShmWriter("weights", slots=1, readers=engines, authkey=KEY, address=addresses[rank]), torch.bfloat16, 512 << 20)
     while (version := orders.get()) is not None:
         with torch.no_grad():
             torch._foreach_mul_(list(rows.values()), 1.001)
         torch.cuda.synchronize()
         start = time.monotonic()
-        writer.publish(version, rows, 60)
+        writer.publish(version, shards, 60)
         stall = time.monotonic() - start
         hashes = {name: placed_hash(row.to(torch.bfloat16), places[name]) for name, row in rows.items()}
         results.put(("rank", start, stall, hashes))

@@ -65,6 +65,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
     import torch
 
     from rlgraph.channels.shm import ShmWriter
+    from rlgraph.channels.weight_shards import whole
     from rlgraph.channels.weights import WeightsWriter
     from rlgraph.engines.pretrained import parameter_shapes
 
@@ -90,7 +91,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
             NCCLWeightTransferEngine.trainer_send_weights(casts, {"group": group, "packed": True})
             torch.cuda.synchronize()
         else:
-            writer.publish(order, weights, 60)
+            writer.publish(order, whole(weights), 60)
         results.put((start, time.monotonic() - start, placed_hashes({n: t.to(torch.bfloat16) for n, t in weights.items()})))
     writer.writer.close()
 
@@ -124,9 +125,9 @@ def fills() -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     fill = Staging.fill
 
-    def timed(self: Staging, parts: Any, arrived: Any = None, after: Any = None) -> None:
+    def timed(self: Staging, ranks: Any, arrived: Any = None, after: Any = None) -> None:
         start = time.monotonic()
-        fill(self, parts, arrived, after)
+        fill(self, ranks, arrived, after)
         found.append((start, time.monotonic()))
 
     Staging.fill = timed  # type: ignore[method-assign]

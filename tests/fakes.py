@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlgraph.channels.weight_shards import WeightShard, whole
 from rlgraph.columns import Column, Columns
 from rlgraph.graph import Feedback, Graph, Model, Output, Pool, declare, feedback
 from rlgraph.nodes.base import Context, Fired, Stage, node
@@ -28,8 +29,8 @@ class Vector:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.vector.copy_(weights["vector"])
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"vector": self.vector}
+    def weight_shards(self) -> Iterator[WeightShard]:
+        return whole({"vector": self.vector})
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"vector": self.vector}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from fakes import ITEMS, Vector
 
+from rlgraph.channels.weight_shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -37,15 +38,15 @@ class Turns:
 
 
 class Part(Vector):
-    """A vector of which each rank publishes its rows."""
+    """A vector of which each rank publishes its part."""
 
     def __init__(self, rank: int, world: int, turns: Turns) -> None:
         super().__init__()
         self.turns = turns
         self.mine = slice(len(self.vector) * rank // world, len(self.vector) * (rank + 1) // world)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"vector": self.vector[self.mine]}
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard("vector", tuple(self.vector.shape), (self.mine.start,), self.vector[self.mine])
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         if self.turns.memory is not None:

@@ -9,7 +9,7 @@ COLUMNS_COUNT = 1_000_003  # keeps what is added up along the rows apart from wh
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit number on the tensor's device: the same for the same bits in the same places, on any device.
+    """Compute a 64-bit number on the tensor's device: the same for the same bits in the same places, on any device.
 
     Fletcher's idea in two dimensions: the sums of rows and of columns, each weighted by its place. Any single element that changes,
     and any two rows or columns that change places, change it; it costs two readings of the tensor and no copy.
@@ -24,5 +24,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the checksum of each, `[n]` int64."""
-    return torch.stack([checksum(tensor) for tensor in tensors])
+    """Compute the checksum of each, `[n]` int64."""
+    found = [checksum(tensor) for tensor in tensors]
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)

@@ -119,7 +119,7 @@ class ShmWriter:
 
     def _bucket_bytes(self, wanted: int | None, of: layout.Layout) -> int | None:
         """Return the size of buckets whose tokens fit into the socket's buffer with those of all slots; None for a single one."""
-        most = MAX_SLOTS // self._meter.slots - 2
+        most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
         return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
 
     def _tell(self, token: Full | More, handle: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """What an engine is: what generators and trainers can do, and the values that pass through them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Protocol, TypeAlias
 
@@ -9,6 +9,7 @@ import torch
 
 from rlgraph import settings
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.channels.weight_shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
 from rlgraph.kinds import Range
@@ -239,8 +240,12 @@ class TrainEngine(Protocol):
     def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
         """Take one optimizer step over the batch and return its metrics, the same on every rank."""
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows (along dim 0) of every parameter under its Hugging Face name, without a copy."""
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield the boxes of Hugging Face parameters that this rank holds, live and without a copy.
+
+        Each rank yields names of its own. The boxes of all ranks hold every element of every parameter once; what several ranks hold
+        alike is numbered by `WeightShard.replica`, and number 0 is sent.
+        """
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that is needed to go on from here, live, by name; DTensors where each rank has rows of its own."""

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
+from rlgraph.channels.weight_shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import fused_norms, packed_attention
 from rlgraph.engines.adamw import AdamW
@@ -17,7 +18,7 @@ from rlgraph.engines.exchange import gathered
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
-from rlgraph.engines.sharding import full, join, local, prepare_layers, shard
+from rlgraph.engines.sharding import full, join, local, placed, prepare_layers, shard
 from rlgraph.engines.stored import training_state
 
 
@@ -68,6 +69,7 @@ class FsdpEngine:
         )
         self._offloaded = OffloadedMoments(self._optimizer)
         self._passed = passed
+        self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
         self.judge: Judge = lambda metrics: True
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
@@ -139,8 +141,17 @@ class FsdpEngine:
         return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of every parameter, live: float32, split along dim 0 as by `torch.chunk`."""
+        """This rank's rows of every parameter, live: float32, split along dim 0 as by `torch.chunk`."""
         return {name: local(parameter.detach()) for name, parameter in self._named().items()}
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's rows of every parameter, live and in float32; see `TrainEngine`."""
+        named = self._named()
+        if not self._placed:  # shards never move, and to find out where they lie takes longer than to name them
+            self._placed = {name: placed(parameter) for name, parameter in named.items()}
+        for name, parameter in named.items():
+            offsets, replica = self._placed[name]
+            yield WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take other weights: full tensors under the names of `weights()`, of which this rank keeps its own rows.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlgraph.errors import GraphError
 
@@ -17,7 +18,7 @@ UNIT_PARAMETERS = 200_000_000
 
 
 def join(rank: int, world: int) -> bool:
-    """Make sure that there is a process group; return whether it was made here, which it is for a world of one.
+    """Make sure that there is a process group, and tell whether it was made here, which it is for a world of one.
 
     Raises GraphError where the group is another one, or there is none for several ranks.
     """
@@ -33,7 +34,7 @@ def join(rank: int, world: int) -> bool:
 
 
 def backends() -> str:
-    """Return what carries collectives here: gloo for tensors in host memory and, where there are GPUs, NCCL for theirs."""
+    """What carries collectives here: gloo for tensors in host memory and, where there are GPUs, NCCL for theirs."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -48,7 +49,7 @@ def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) 
 
 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
-    """Shard the layers, some at a time, and the rest as one; passes compute in `dtype`. Return a module of each of these units."""
+    """Shard the layers, some at a time, and the rest as one; passes compute in `dtype`. The result is a module of each of these units."""
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units: list[list[Any]] = [*together(layers), [whole]]
@@ -63,7 +64,7 @@ def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dt
 
 
 def together(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
-    """Return the layers in order, cut where those before have `UNIT_PARAMETERS`."""
+    """Group the layers, in order: a group ends where it has `UNIT_PARAMETERS`."""
     units: list[list[torch.nn.Module]] = []
     size = UNIT_PARAMETERS
     for layer in layers:
@@ -76,10 +77,28 @@ def together(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a sharded tensor."""
+    """Gather the whole of a sharded tensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def placed(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Find where this rank's box of a tensor begins in every dim, and which of several equal copies of that box this is.
+
+    A DTensor may be sharded along any dims of any mesh. Raises GraphError for one whose ranks hold summands of it.
+    """
+    if not isinstance(value, DTensor):
+        return (0,) * value.dim(), dist.get_rank() if dist.is_initialized() else 0
+    if any(placement.is_partial() for placement in value.placements):
+        raise GraphError(f"a tensor with placements {value.placements} is a sum over ranks and no shard: reduce it before it is published")
+    mesh = value.device_mesh
+    _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+    replica = 0
+    for dim, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            replica = replica * mesh.size(dim) + mesh.get_local_rank(dim)
+    return tuple(offsets), replica
+
+
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a sharded tensor, without a copy."""
+    """This rank's shard of a tensor, without a copy."""
     return value.to_local() if isinstance(value, DTensor) else value

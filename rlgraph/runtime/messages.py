@@ -52,7 +52,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     spans: list[Span]
     slots: list[Slots]
     sampled: list[Sampled]
-    published_bytes: int  # of one version, of this worker's rows
+    published_bytes: int  # of one version, of this worker's shards
     notices: list[str] = []  # what works otherwise than asked, each said once
 
 

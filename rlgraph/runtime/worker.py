@@ -120,7 +120,7 @@ class Worker:
         name, version = loop.plan.name, step + 1
         self.on_enter(step, Activity("publish", loop.plan.writer, name, version))
         with self.ledger.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
-            writer.publish(version, self.context.engine.weights(), self.setup.deadline_s)
+            writer.publish(version, self.context.engine.weight_shards(), self.setup.deadline_s)
 
     def _first_user(self, loop: Loop) -> str | None:
         """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
@@ -205,7 +205,7 @@ class Worker:
                     self._put(task, at * task.chunks + part, columns)
         for loop in self.loops:
             if loop.writer is not None and loop.plan.due is None:
-                loop.writer.publish(step, self.context.engine.weights(), self.setup.deadline_s)
+                loop.writer.publish(step, self.context.engine.weight_shards(), self.setup.deadline_s)
             if loop.reader is not None:
                 self.context.version = step - 1
         self.kept = {}

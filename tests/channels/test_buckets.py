@@ -10,11 +10,13 @@ from rlgraph.channels import layout
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.shm import MAX_SLOTS
 from rlgraph.channels.tokens import More
-from rlgraph.channels.weights import CHECKSUMS, WeightsReader, WeightsWriter
+from rlgraph.channels.weight_shards import WeightShard, whole
+from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
 LONG, SHORT = 20.0, 0.02
 COLUMNS = {"a": torch.arange(3.0), "b": torch.arange(4.0), "c": torch.arange(0.0), "d": torch.arange(5.0)}
+WHOLE = {"w": torch.arange(6.0).view(2, 3), "v": torch.ones(3)}
 A_TENSOR = 8  # bytes: each tensor but the empty one fills a bucket
 
 
@@ -168,10 +170,14 @@ def test_buckets_make_no_difference_between_hosts_and_within_a_process(make):
     reader.release()
 
 
-def parameters(version: int, rank: int) -> dict[str, torch.Tensor]:
-    """Return a rank's rows: 0 to 3 of each of some parameters."""
-    draw = torch.Generator().manual_seed(100 * version + rank)
-    return {f"p{number}": torch.randn((number + rank) % 4, 3, generator=draw) for number in range(9)}
+def rows_of(version: int, rank: int) -> list[WeightShard]:
+    """Return a rank's rows: 0 to 3 of each of some parameters, of which rank 0 holds the first."""
+    draw, shards = torch.Generator().manual_seed(100 * version + rank), []
+    for number in range(9):
+        counts = [number % 4, (number + 1) % 4]
+        rows = torch.randn(counts[rank], 3, generator=draw)
+        shards.append(WeightShard(f"p{number}", (sum(counts), 3), (counts[0] * rank, 0), rows))
+    return shards
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -182,13 +188,13 @@ def test_weights_that_arrive_in_buckets_are_those_that_were_published(make_shm, 
     writers = [WeightsWriter(writer, torch.bfloat16, bucket_bytes, checksum) for writer, _ in ends]
     reader = WeightsReader([readers[0] for _, readers in ends], buffers)
     for version in range(1, 5):
-        parts = [parameters(version, rank) for rank in range(2)]
+        parts = [rows_of(version, rank) for rank in range(2)]
         for writer, part in zip(writers, parts, strict=True):
             writer.publish(version, part, LONG)
         received = reader.receive(version, LONG)
-        assert list(received) == list(parts[0])
-        for name, weight in received.items():
-            assert torch.equal(weight, torch.cat([part[name] for part in parts]).bfloat16()), name
+        assert list(received) == [shard.name for shard in parts[0]]
+        for name, *rows in zip(received, *parts, strict=True):
+            assert torch.equal(received[name], torch.cat([row.tensor for row in rows]).bfloat16()), name
         reader.done()
 
 
@@ -197,7 +203,7 @@ def test_a_checksum_names_the_parameter_that_arrived_with_other_bits(make_shm, b
     ends = [make_shm() for _ in range(2)]
     writers = [WeightsWriter(writer, torch.bfloat16, 1 << 20, checksum=True) for writer, _ in ends]
     reader = WeightsReader([readers[0] for _, readers in ends], buffers)
-    writers[0].publish(1, parameters(1, 0), LONG)
+    writers[0].publish(1, rows_of(1, 0), LONG)
     sound = writers[1].writer.put
 
     def damaged(step, columns, *rest, **options):
@@ -206,13 +212,13 @@ def test_a_checksum_names_the_parameter_that_arrived_with_other_bits(make_shm, b
         sound(step, columns | {"p5": row}, *rest, **options)
 
     writers[1].writer.put = damaged
-    writers[1].publish(1, parameters(1, 1), LONG)
-    with pytest.raises(ChannelBroken, match="version 1 of the weights: parameter 'p5' of trainer rank 1 arrived with other bits"):
+    writers[1].publish(1, rows_of(1, 1), LONG)
+    with pytest.raises(ChannelBroken, match="version 1 of the weights: parameter 'p5' \\[1:3, 0:3\\] of trainer rank 1 arrived with other"):
         reader.receive(1, LONG)
 
 
 def test_checksums_within_a_process():
     writer, readers = local_channel("weights", slots=1, readers=1)
-    WeightsWriter(writer, torch.bfloat16, checksum=True).publish(1, parameters(1, 1), 1.0)
+    WeightsWriter(writer, torch.bfloat16, checksum=True).publish(1, whole(WHOLE), 1.0)
     reader = WeightsReader(readers, buffers=1)
-    assert CHECKSUMS not in reader.receive(1, 0.0)
+    assert list(reader.receive(1, 0.0)) == list(WHOLE)

@@ -15,6 +15,7 @@ from carrying import LARGE
 
 from rlgraph.channels import ShmReader, ShmWriter, relay
 from rlgraph.channels.gloo import Gloo
+from rlgraph.channels.weight_shards import WeightShard
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
@@ -137,9 +138,12 @@ def test_a_version_of_weights_arrives_bit_for_bit(carried: Any, buffers: int, ra
     reader = WeightsReader([readers[0] for _, readers in ends], buffers)
     for version in range(1, 5):
         for rank, writer in enumerate(writers):
-            parts = {name: (tensor * version).chunk(ranks) for name, tensor in whole.items()}
-            rows = {name: part[rank] if rank < len(part) else whole[name][:0] for name, part in parts.items()}
-            writer.publish(version, rows, LONG)
+            shards = []
+            for name, tensor in whole.items():
+                first = min(rank * -(-len(tensor) // ranks), len(tensor))  # as torch.chunk cuts; the last ranks may have nothing
+                rows = (tensor * version)[first : first + -(-len(tensor) // ranks)]
+                shards.append(WeightShard(name, tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), rows))
+            writer.publish(version, shards, LONG)
         got = reader.receive(version, LONG)
         assert all(torch.equal(got[name], (tensor * version).bfloat16()) for name, tensor in whole.items())
         del got

@@ -8,6 +8,7 @@ import torch
 import rlgraph as rg
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.shm import ShmReader, ShmWriter
+from rlgraph.channels.weight_shards import WeightShard, whole
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.errors import ChannelTimeout
 from rlgraph.planning.wires import staged_versions
@@ -18,11 +19,11 @@ def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_fo
     writers = [WeightsWriter(writer, torch.float32) for writer, _ in ends]
     reader = WeightsReader([readers[0] for _, readers in ends], buffers=1)
     for version in (1, 2):
-        writers[0].publish(version, {"w": torch.full((1, 3), float(version))}, 1.0)
+        writers[0].publish(version, [WeightShard("w", (3, 3), (0, 0), torch.full((1, 3), float(version)))], 1.0)
         for _ in range(2):
             with pytest.raises(ChannelTimeout):
                 reader.receive(version, 0.0)
-        writers[1].publish(version, {"w": torch.full((2, 3), 10.0 * version)}, 1.0)
+        writers[1].publish(version, [WeightShard("w", (3, 3), (1, 0), torch.full((2, 3), 10.0 * version))], 1.0)
         found = reader.receive(version, 0.0)["w"]
         assert found.tolist() == [[version] * 3] + [[10 * version] * 3] * 2
         reader.done()
@@ -39,6 +40,6 @@ def test_no_version_of_a_run_that_ends_waits_for_a_step_that_never_comes(tmp_pat
         if step > depth:
             reader.receive(step - depth, 5.0)
             reader.done()
-        writer.publish(step + 1, {"w": torch.ones(2)}, 5.0)
+        writer.publish(step + 1, whole({"w": torch.ones(2)}), 5.0)
     end.close()
     reader.readers[0].close()

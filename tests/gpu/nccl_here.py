@@ -15,6 +15,7 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
 
     from rlgraph.channels.nccl import Nccl
     from rlgraph.channels.shm import ShmWriter
+    from rlgraph.channels.weight_shards import whole
     from rlgraph.channels.weights import WeightsWriter
 
     batches, weights = (ShmWriter(name, 2, 1, b"key", "127.0.0.1:0", "nccl") for name in ("batches", "weights"))
@@ -25,7 +26,7 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
     publisher = WeightsWriter(weights, torch.bfloat16)
     for version in range(1, VERSIONS + 1):
         torch.manual_seed(version)
-        publisher.publish(version, {"a": torch.randn(1000, 1000, device="cuda"), "b": torch.randn(7, device="cuda")}, 60)
+        publisher.publish(version, whole({"a": torch.randn(1000, 1000, device="cuda"), "b": torch.randn(7, device="cuda")}), 60)
     done.get()
     if kill:
         Nccl.send = lambda self, memory: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]

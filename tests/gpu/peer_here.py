@@ -26,17 +26,18 @@ def write(address: str, done: Any, kill: bool) -> None:
 
     from rlgraph.channels.shm import ShmWriter
     from rlgraph.channels.tokens import More
+    from rlgraph.channels.weight_shards import whole
     from rlgraph.channels.weights import WeightsWriter
 
     class Dying(ShmWriter):
         def _tell(self, token: Any, handle: int | None = None) -> None:
-            if kill and isinstance(token, More) and token.tensors == 4 and self.statistics().messages == VERSIONS - 1:
+            if kill and isinstance(token, More) and token.tensors == 5 and self.statistics().messages == VERSIONS - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             super()._tell(token, handle)
 
     publisher = WeightsWriter(Dying("weights", 1, 1, b"key", address), torch.bfloat16, A_PARAMETER, checksum=True)
     for version in range(1, VERSIONS + 1):
-        publisher.publish(version, parameters(version), 60)
+        publisher.publish(version, whole(parameters(version)), 60)
     done.get()
 
 

@@ -81,6 +81,7 @@ def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
 def loads(kind: str) -> None:
     from rlgraph.channels.shm import ShmReader
     from rlgraph.channels.staging import Staging
+    from rlgraph.channels.weight_shards import whole
     from rlgraph.engines.base import Request, Sampling
     from rlgraph.engines.vllm import VllmEngine
 
@@ -114,7 +115,7 @@ def loads(kind: str) -> None:
 
     staging = Staging()
     for version in (1, 2):  # one memory of this process: described once, and replayed
-        staging.fill([known[version]])
+        staging.fill([list(whole(known[version]))])
         engine.load_weights(staging.weights)
         bits.append(check(engine, known[version]))
         print(f"version {version}: loaded from one memory")

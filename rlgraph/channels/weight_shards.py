@@ -1,0 +1,222 @@
+"""Shards of weights: boxes of Hugging Face parameters, whatever cut a trainer makes. They are described, checked and put together here."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import msgspec
+import torch
+
+from rlgraph.errors import ChannelError
+
+Numbers: TypeAlias = tuple[int, ...]
+Owned: TypeAlias = "tuple[int | None, WeightShard]"  # with the rank; None is the one that looks at its own
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """A box of a parameter that one rank of a trainer holds: `tensor` begins at `offsets` in the parameter, whose shape is `global_shape`.
+
+    A rank yields boxes of names of its own: one of a parameter, several, or none. The boxes of all ranks hold every element of a
+    parameter once. What several ranks hold alike is numbered by `replica`; only replica 0 is sent.
+
+    Rank 1 of 2 holds the last two columns of a projection, and a norm that rank 0 holds too:
+
+    >>> projection = WeightShard("o_proj.weight", (3, 4), (0, 2), torch.zeros(3, 2))
+    >>> norm = WeightShard("norm.weight", (4,), (0,), torch.ones(4), replica=1)
+    >>> str(projection), norm.is_whole
+    ('[0:3, 2:4]', True)
+    """
+
+    name: str
+    global_shape: Numbers
+    offsets: Numbers
+    tensor: torch.Tensor
+    replica: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box is the whole parameter."""
+        return tuple(self.tensor.shape) == tuple(self.global_shape)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Begin and end of the box in every dim."""
+        return [(offset, offset + length) for offset, length in zip(self.offsets, self.tensor.shape, strict=True)]
+
+    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+        """View the part of the whole parameter that the box covers."""
+        for dim, (offset, length) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
+            if length != parameter.shape[dim]:
+                parameter = parameter.narrow(dim, offset, length)
+        return parameter
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{begin}:{end}' for begin, end in self.spans)}]"
+
+
+def whole(weights: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
+    """Yield every parameter as one shard, for a trainer of one rank.
+
+    >>> [str(shard) for shard in whole({"w": torch.zeros(2, 3)})]
+    ['[0:2, 0:3]']
+    """
+    for name, tensor in weights.items():
+        yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A whole parameter, and which ranks hold which boxes of it."""
+
+    shape: Numbers
+    dtype: torch.dtype
+    boxes: list[Owned]
+
+
+def parameters(ranks: Sequence[Sequence[WeightShard]], *, checked: bool = False) -> dict[str, Parameter]:
+    """Find the whole parameters that the shards of all ranks make up, in an order that keeps the order of each rank.
+
+    `checked` tells that shards of the same boxes were looked at before.
+    Raises ChannelError for boxes that leave a hole, overlap, leave their parameter, or differ in its shape or dtype.
+    """
+    boxes = _by_name(dict(enumerate(ranks)))
+    for name, found in () if checked else boxes.items():
+        _check(name, found)
+        size, held = prod(found[0][1].global_shape), sum(shard.tensor.numel() for _, shard in found)
+        if held != size:
+            some = ", ".join(_owned(*box) for box in found[:3])
+            raise ChannelError(
+                f"{_titled(name, found)}: its boxes hold {held} of {size} elements ({some}{', …' if len(found) > 3 else ''}); every "
+                "element of a parameter is held by one rank: let `weight_shards` yield what is missing, with replica=0 on one rank"
+            )
+    return {name: Parameter(tuple(found[0][1].global_shape), found[0][1].tensor.dtype, found) for name, found in boxes.items()}
+
+
+def check_own(shards: Sequence[WeightShard]) -> None:
+    """Check the shards of one rank as far as the others need not be known. Raises ChannelError as `parameters` does."""
+    for name, found in _by_name({None: shards}).items():
+        _check(name, found)
+
+
+def assembled(cut: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
+    """Put every parameter together in new memory; those that came as one box stay where they are."""
+    found: dict[str, torch.Tensor] = {}
+    to: list[torch.Tensor] = []
+    of: list[torch.Tensor] = []
+    for name, parameter in cut.items():
+        boxes = [shard for _, shard in parameter.boxes if shard.tensor.numel() or shard.is_whole]
+        if boxes[0].is_whole:
+            found[name] = boxes[0].tensor
+            continue
+        found[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=boxes[0].tensor.device)
+        to += [shard.within(found[name]) for shard in boxes]
+        of += [shard.tensor for shard in boxes]
+    copy_all(to, of)
+    return found
+
+
+def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others. One copy into a view with gaps would slow down all that are made in one call, so these are made apart."""
+    for contiguous in (True, False):
+        pairs = [(a, b) for a, b in zip(to, of, strict=True) if a.is_contiguous() == contiguous]
+        if pairs:
+            torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs], non_blocking=True)
+
+
+class _Told(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a rank tells of a shard beside its tensor."""
+
+    name: str
+    global_shape: Numbers
+    offsets: Numbers
+
+
+_decoder = msgspec.msgpack.Decoder(list[_Told])
+
+
+def described(shards: Iterable[WeightShard]) -> torch.Tensor:
+    """Describe where the shards belong, as a column of bytes."""
+    told = [_Told(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards]
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(told)), dtype=torch.uint8)
+
+
+def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[WeightShard]:
+    """The shards that were `described`, with the tensors that came beside. Raises ChannelError where they do not fit."""
+    try:
+        told = _decoder.decode(description)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ChannelError(f"the description of a trainer rank's weights cannot be read ({error})") from error
+    if len(told) != len(tensors):
+        raise ChannelError(f"a trainer rank describes {len(told)} shards of its weights and sends {len(tensors)}")
+    return [WeightShard(one.name, one.global_shape, one.offsets, tensor) for one, tensor in zip(told, tensors, strict=True)]
+
+
+def _by_name(ranks: Mapping[int, Sequence[WeightShard]] | Mapping[None, Sequence[WeightShard]]) -> dict[str, list[Owned]]:
+    """Group the shards by parameter. A name that only a later rank has comes behind the one that it follows there."""
+    found: dict[str, list[Owned]] = {}
+    following: dict[str | None, str | None] = {None: None}  # a chain of names
+    for rank, shards in ranks.items():
+        last = None
+        for shard in shards:
+            if shard.name not in found:
+                following[shard.name], following[last] = following[last], shard.name
+            found.setdefault(shard.name, []).append((rank, shard))
+            last = shard.name
+    ordered, name = {}, following[None]
+    while name is not None:
+        ordered[name], name = found[name], following[name]
+    return ordered
+
+
+def _check(name: str, found: list[Owned]) -> None:
+    """Check all boxes of a parameter but for what they leave out."""
+    first_rank, first = found[0]
+    for rank, shard in found:
+        dims = {len(shard.global_shape), len(shard.offsets), shard.tensor.dim()}
+        if len(dims) > 1 or any(not 0 <= begin <= end <= most for (begin, end), most in zip(shard.spans, shard.global_shape, strict=True)):
+            raise ChannelError(
+                f"weights: '{name}': {_who(rank)} has a box of shape {list(shard.tensor.shape)} at offsets {list(shard.offsets)}, "
+                f"which leaves the parameter's shape {list(shard.global_shape)}; a box lies within it in every dim: mend `weight_shards`"
+            )
+        if tuple(shard.global_shape) != tuple(first.global_shape) or shard.tensor.dtype != first.tensor.dtype:
+            raise ChannelError(
+                f"weights: '{name}' is {list(first.global_shape)} of {first.tensor.dtype} on {_who(first_rank)} and "
+                f"{list(shard.global_shape)} of {shard.tensor.dtype} on {_who(rank)}; every rank gives the shape of the whole "
+                "Hugging Face parameter, and the same dtype: mend `weight_shards`"
+            )
+    two = _overlap([(rank, shard) for rank, shard in found if shard.tensor.numel()])
+    if two is not None:
+        raise ChannelError(
+            f"{_titled(name, found)}: {_owned(*two[0])} overlaps {_owned(*two[1])}; every element is sent once: what several ranks hold "
+            "alike has replica=0 on one of them, and other numbers on the others"
+        )
+
+
+def _overlap(boxes: list[Owned]) -> tuple[Owned, Owned] | None:
+    """Find two boxes that share an element: a sweep along the dim of the most cuts, so that few are compared with each other."""
+    if len(boxes) < 2:
+        return None
+    spans = [shard.spans or [(0, 1)] for _, shard in boxes]
+    dim = max(range(len(spans[0])), key=lambda d: len({span[d][0] for span in spans}))
+    under: list[int] = []  # boxes that reach where the sweep is
+    for at in sorted(range(len(boxes)), key=lambda i: spans[i][dim]):
+        under = [other for other in under if spans[other][dim][1] > spans[at][dim][0]]
+        for other in under:
+            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(spans[at], spans[other], strict=True)):
+                return boxes[other], boxes[at]
+        under.append(at)
+    return None
+
+
+def _titled(name: str, found: list[Owned]) -> str:
+    return f"weights: '{name}' {list(found[0][1].global_shape)}"
+
+
+def _owned(rank: int | None, shard: WeightShard) -> str:
+    return f"{shard} of {_who(rank)}"
+
+
+def _who(rank: int | None) -> str:
+    return "this trainer rank" if rank is None else f"trainer rank {rank}"
