@@ -106,11 +106,11 @@ def assembled(cut: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
     to: list[torch.Tensor] = []
     of: list[torch.Tensor] = []
     for name, parameter in cut.items():
-        boxes = [shard for _, shard in parameter.boxes if shard.tensor.numel() or shard.is_whole]
-        if boxes[0].is_whole:
+        boxes = [shard for _, shard in parameter.boxes if shard.tensor.numel()]
+        if len(boxes) == 1:
             found[name] = boxes[0].tensor
             continue
-        found[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=boxes[0].tensor.device)
+        found[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.boxes[0][1].tensor.device)
         to += [shard.within(found[name]) for shard in boxes]
         of += [shard.tensor for shard in boxes]
     copy_all(to, of)
@@ -154,14 +154,17 @@ def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[Weigh
 
 
 def _by_name(ranks: Mapping[int, Sequence[WeightShard]] | Mapping[None, Sequence[WeightShard]]) -> dict[str, list[Owned]]:
-    """Group the shards by parameter. A name that only a later rank has comes behind the one that it follows there."""
+    """Group the shards by parameter. A name that only a later rank has comes behind the one that it follows there,
+    or at the end."""
     found: dict[str, list[Owned]] = {}
-    following: dict[str | None, str | None] = {None: None}  # a chain of names
+    following: dict[str | None, str | None] = {None: None}  # a chain of names, from None
+    end: str | None = None
     for rank, shards in ranks.items():
-        last = None
+        last = end
         for shard in shards:
             if shard.name not in found:
                 following[shard.name], following[last] = following[last], shard.name
+                end = shard.name if last == end else end
             found.setdefault(shard.name, []).append((rank, shard))
             last = shard.name
     ordered, name = {}, following[None]
