@@ -32,7 +32,7 @@ from rlgraph.planning.plan import (
 from rlgraph.planning.precision import precision_of
 from rlgraph.planning.roofline import device_of, roofline, with_sleep
 from rlgraph.planning.schedule import MOVING, Schedule
-from rlgraph.planning.scheduling import candidates, first_workers, scheduled, settings_on
+from rlgraph.planning.scheduling import candidates, first_workers, mean_seconds, scheduled, settings_on
 from rlgraph.planning.shapes import Shapes, known
 from rlgraph.planning.splitting import FEW
 from rlgraph.planning.turns import Sleeps, sleeping
@@ -158,12 +158,13 @@ def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, cost
             reads=node.reads,
             writes=node.writes,
             rows=node.rows,
-            seconds=costs.mean(node.name, settings[node.name], rows),
+            seconds=mean_seconds(graph, node, settings[node.name], costs, rows),
             cost=costs.source_at(node.name, settings[node.name]),
             chunks=node.chunks,
             due=node.due,
             passes=settings[node.name].passes,
             any_devices=node.pool is not None and costs.is_plain(node.name),
+            joins=joined.planned(node),
         )
         for node in graph.nodes
     ]

@@ -9,14 +9,16 @@ from rlgraph.planning import stalls
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.events import load_event, publish_event, receive_event
 from rlgraph.planning.handover import handovers, interruptions
+from rlgraph.planning.joined import decoded
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Array, Lengths
-from rlgraph.planning.plan import Plan, PlannedNode
+from rlgraph.planning.plan import Plan, PlannedJoin, PlannedNode
 from rlgraph.planning.regression import explained, fewest, spread, told_apart, varies
 from rlgraph.planning.schedule import MOVING, Sampled, Span
 from rlgraph.planning.training_law import by_passes, share_of
 from rlgraph.planning.widths import with_doubling
 
+RUN_BITS = 32  # a step's number is below 1 << RUN_BITS
 WARM_UP = 1  # steps left out: engines compile, caches fill
 TOGETHER = ("train", "forward")  # work whose ranks do one thing, and cannot be ahead of each other
 Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
@@ -166,7 +168,7 @@ def _settings(records: Sequence[Record]) -> Mapping[tuple[str, int], Setting]:
 
 def _apart(run: int, step: int) -> int:
     """Return a number for a step that no other run has."""
-    return (run << 32) + step
+    return (run << RUN_BITS) + step
 
 
 def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
@@ -197,7 +199,7 @@ def _cost(
 ) -> NodeCost:
     setting = setting_of(plan, node)
     if tokens[node.name]:
-        return _generating(setting, firings, tokens[node.name])
+        return _generating(setting, firings, tokens[node.name], node.joins)
     steps = sorted({step for _, step in firings})
     seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
     at = [settings[node.name, step] for step in steps]
@@ -224,18 +226,33 @@ def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
     )
 
 
-def _generating(setting: Setting, firings: Firings, tokens: Tokens) -> NodeCost:
+def _generating(setting: Setting, firings: Firings, tokens: Tokens, joins: PlannedJoin | None) -> NodeCost:
     """Decode law from every engine's firings: what its steps, its active sequences and its prompts take."""
+    work = _decoded(tokens, joins)
     both = sorted(firings.keys() & tokens.keys(), key=lambda key: (key[1], key[0]))
     seconds = np.array([firings[key] for key in both])
-    longest = np.array([max(tokens[key].response_tokens) for key in both], dtype=float)
-    total = np.array([sum(tokens[key].response_tokens) for key in both], dtype=float)
-    prompts = np.array([tokens[key].prompt_tokens for key in both], dtype=float)
+    longest, total, prompts = np.array([work[key] for key in both], dtype=float).T
     columns = told_apart({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
     found = fewest(columns, seconds)
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
     fitted = explained(columns, found)
     return NodeCost(decode=decode, spread=spread(*_by_step(both, seconds, fitted)), measured=setting)
+
+
+def _decoded(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, int], tuple[float, float, float]]:
+    """Return the decode steps of each firing, the sequences summed over them, and the prompt tokens that it read: those of its batch,
+    or of all that joined it."""
+    found = {key: (float(max(s.response_tokens)), float(sum(s.response_tokens)), float(s.prompt_tokens)) for key, s in tokens.items()}
+    runs: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for worker, step in sorted(tokens) if joins is not None else ():
+        runs.setdefault((worker, step >> RUN_BITS), []).append((worker, step))
+    for keys in runs.values():
+        rows = [tokens[key].response_tokens for key in keys]
+        together = len({len(row) for row in rows}) == 1 and keys[-1][1] - keys[0][1] == len(keys) - 1
+        if joins is not None and together:
+            played = decoded(np.array(rows, dtype=float), joins).tolist()
+            found |= {key: (steps, total, begun * found[key][2]) for key, (steps, total, begun) in zip(keys, played, strict=True)}
+    return found
 
 
 def _at_other_widths(

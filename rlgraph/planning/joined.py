@@ -19,6 +19,7 @@ from rlgraph.planning.engines import Engines
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.laws import Decode, NodeCost, Setting
 from rlgraph.planning.lengths import Array, Lengths
+from rlgraph.planning.plan import PlannedJoin
 from rlgraph.planning.schedule import Schedule
 
 Arrivals = Callable[[int], float]  # when a version is there, in seconds; infinity where nobody knows yet
@@ -39,9 +40,6 @@ class Rule(Protocol):
 
     @property
     def continuous(self) -> bool: ...
-
-    @property
-    def depth(self) -> int | None: ...
 
     @property
     def running(self) -> str: ...
@@ -98,7 +96,7 @@ class Machine:
     batches: dict[int, Batch] = field(default_factory=dict)
     running: list[tuple[float, int, int]] = field(default_factory=list)  # a heap: the step that ends it, its batch, the step it began
     waiting: list[tuple[int, float]] = field(default_factory=list)  # for a slot: batch and length
-    decoded: list[tuple[float, float]] = field(default_factory=list)  # of each firing: decode steps, and sequences summed over them
+    decoded: list[list[float]] = field(default_factory=list)  # of each firing: decode steps, sequences summed over them, batches begun
 
     def load(self, step: int) -> float:
         """The seconds in which the version that batch `step` needs is loaded before it, 0 where that has happened."""
@@ -109,7 +107,7 @@ class Machine:
     def fire(self, step: int, at: float, pace: float = 1.0) -> float:
         """Decode until batch `step` is done, from `at` on, and return when that is. Decode steps take `pace` times the law's seconds."""
         self.now = at + self.decode.start_s
-        self.decoded.append((0.0, 0.0))
+        self.decoded.append([0.0, 0.0, 0.0])
         self.batches = {number: batch for number, batch in self.batches.items() if number >= step}
         if step not in self.batches:
             self._submit(step, pace)
@@ -122,6 +120,7 @@ class Machine:
     def _submit(self, step: int, pace: float) -> None:
         drawn = self.lengths[step % len(self.lengths)].tolist()
         self.batches[step] = Batch(len(drawn))
+        self.decoded[-1][2] += 1
         self.waiting += [(step, length) for length in drawn]
         self.now += pace * self.decode.prefill_s * self.prompt_tokens * len(drawn)
         self._admit()
@@ -163,8 +162,8 @@ class Machine:
         if self.rule.interrupt and step_s > 0:
             left = (self.arrives(self.version + 1) - self.now) / step_s
             count = min(count, max(int(np.ceil(left)), 1)) if np.isfinite(left) else count
-        steps, sequences = self.decoded[-1]
-        self.decoded[-1] = steps + count * groups, sequences + count * len(self.running)
+        self.decoded[-1][0] += count * groups
+        self.decoded[-1][1] += count * len(self.running)
         self.steps += count
         self.now += count * step_s
         while self.running and self.running[0][0] <= self.steps:
@@ -274,6 +273,40 @@ def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps
     return found if feedback is None else {load: loads, **found}
 
 
+def planned(node: Node) -> PlannedJoin | None:
+    """How many batches a rollout decodes beside the one that is due, or None where each decodes alone."""
+    rule = rule_of(node)
+    return PlannedJoin(rule.ahead(), getattr(node.model, "shares_steps", True)) if rule is not None and rule.continuous else None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The rule by which batches joined where every version was there in time."""
+
+    beside: int
+    interrupt: None = None
+    continuous: bool = True
+    running: str = "keep"
+
+    def needs(self, step: int) -> int:
+        return 0
+
+    def ahead(self) -> int:
+        return self.beside
+
+
+def decoded(lengths: Array, join: PlannedJoin) -> Array:
+    """Count `[steps, 3]` the decode steps of each firing of an engine, the sequences summed over them, and the batches that it began,
+    for responses `[steps, rows]`.
+
+    They follow from the lengths alone: a batch joins when half of the responses before it have ended, whenever that is.
+    """
+    machine = Machine(Ready(join.ahead), Decode(), lengths, 0.0, 0.0, never, join.shared)
+    for step in range(len(lengths)):
+        machine.fire(step, 0.0)
+    return np.array(machine.decoded)
+
+
 def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
     """Yield what nodes do while they decode that a prediction does not count, and why."""
     for node in graph.nodes:
@@ -290,7 +323,7 @@ def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
                 )
             continue
         decode = costs.law(node.name).decode
-        if rule.interrupt == "recompute" and decode is not None and not decode.prefill_s:
+        if rule.running == "recompute" and node.feedback is not None and decode is not None and not decode.prefill_s:
             yield (
                 f"'{node.name}' is predicted as if reading took no time (interrupt='recompute'): its costs tell nothing of prompts "
                 "(prefill_s), so what is read again at each version is not counted; profile prompts of two lengths"

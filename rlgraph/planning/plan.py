@@ -37,6 +37,14 @@ class PlannedPool:
 
 
 @dataclass(frozen=True)
+class PlannedJoin:
+    """Up to `ahead` batches decode beside the one that is due; `shared` says that all take their decode steps together."""
+
+    ahead: int
+    shared: bool
+
+
+@dataclass(frozen=True)
 class PlannedNode:
     """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all parts together."""
 
@@ -54,6 +62,7 @@ class PlannedNode:
     due: Due | None = None  # the steps at which it does something, where that is not each
     passes: Passes | None = None  # that a batch is cut into, where that is known
     any_devices: bool = False  # the seconds are a plain number, taken for whatever devices
+    joins: PlannedJoin | None = None  # batches that decode beside the one that is due
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,13 @@ def scheduled(
     crew, settings = settled(graph, cluster, counts)
     hosts = first_workers(crew)
     rows = max(node.rows for node in graph.nodes)
-    seconds = {n.name: _mean(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
+    seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
     batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
     schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
     return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
 
 
-def _mean(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
     """Return the mean seconds of a firing; of one whose batches join others, where every version is there in time."""
     if joined.is_played(graph, node, costs):
         return joined.saturated(node, setting, costs, rows)
@@ -93,7 +93,9 @@ def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Division
 
     def load(counts: Counts) -> float:  # of the busiest pool
         settings = settings_on(graph, cluster, counts)
-        return max(sum(costs.mean(n.name, settings[n.name], rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools)
+        return max(
+            sum(mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
+        )
 
     every = [(load(counts), index, counts) for index, counts in enumerate(divisions)]
     yield from ((counts, bound) for bound, _, counts in sorted(every, key=lambda each: each[:2]))
@@ -108,11 +110,11 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
     timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
     asleep = sleeping(graph, crew, settings, costs.sleep)
     first = {name: worker for worker in reversed(crew) for name in worker.nodes}
-    usual = {node.name: costs.mean(node.name, settings[node.name], rows) for node in graph.nodes}
+    usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
 
     def scale(event: Event, there: Settings) -> float:
         if event.kind == "fire":
-            now, then = costs.mean(event.node, there[event.node], rows), usual[event.node]
+            now, then = mean_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
         elif event.kind in ("wake", "sleep"):
             new, old = sleep_of(graph, first[event.node], there, costs.sleep), asleep[event.node]
             now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)

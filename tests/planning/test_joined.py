@@ -10,7 +10,10 @@ import pytest
 import rlgraph as rg
 from rlgraph.engines.base import Request, Response
 from rlgraph.nodes.decoding import Decoding, Joining
+from rlgraph.planning.fit import measured_costs
+from rlgraph.planning.joined import Machine, never
 from rlgraph.planning.laws import Decode, NodeCost
+from rlgraph.planning.schedule import Sampled, Span
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws
 LENGTHS = rg.Lengths((0.0, 0.5, 0.9, 1.0), (10.0, 20.0, 40.0, 90.0), prompt_tokens=20.0)
@@ -168,8 +171,6 @@ def test_what_a_rollout_with_refill_decodes_is_not_counted_and_marked() -> None:
 
 
 def test_slots_hold_back_what_joins() -> None:
-    from rlgraph.planning.joined import Machine, never
-
     def machine(slots: int | None) -> Machine:
         lengths = np.array([[4.0, 4.0, 10.0, 10.0]])
         rule = Joining(None, True, None)
@@ -180,4 +181,21 @@ def test_slots_hold_back_what_joins() -> None:
     assert [free.fire(step, free.now) for step in range(2)] == [10.0, 14.0]
     # Two slots: 4 steps of the short, 10 of the long ones, and so on, one pair after another.
     assert [held.fire(step, held.now) for step in range(2)] == [14.0, 28.0]
-    assert held.decoded[0] == (14.0, 28.0)
+    assert held.decoded[0] == [14.0, 28.0, 2.0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_law_of_decoding_is_found_in_a_run_whose_batches_joined(shared: bool) -> None:
+    """Its firings hold the tails of one batch and the heads of the next, so they do not follow the lengths of their own batch."""
+    plan = compiled(ROWS, 1, 1, 0.1, "vllm" if shared else "transformers", continuous=True)
+    steps, drawn = 60, LENGTHS.batches(60, ROWS)
+    machine = Machine(Joining(None, True, None), DECODE, drawn, LENGTHS.prompt_tokens, 0.0, never, shared)
+    spans, sampled, at = [], [], 0.0
+    for step in range(steps):
+        end = machine.fire(step, at)
+        spans.append(Span("rollout", "fire", step, "generator", at, end))
+        sampled.append(Sampled("rollout", step, "generator", int(ROWS * LENGTHS.prompt_tokens), tuple(drawn[step].astype(int).tolist())))
+        at = end
+    found = measured_costs(plan, spans, sampled).law("rollout").decode
+    assert found is not None
+    assert (found.step_s, found.sequence_s) == (pytest.approx(DECODE.step_s, rel=1e-6), pytest.approx(DECODE.sequence_s, rel=1e-6))
