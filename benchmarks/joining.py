@@ -1,11 +1,12 @@
 """Batches and versions that join while responses decode: predicted from runs without, against the same loop run with them, on Ray.
 
-    python benchmarks/joining.py [--json PATH] [--engine vllm|transformers] [--only WORD]
+    python benchmarks/joining.py [--json PATH] [--engine vllm|transformers|waiting] [--only WORD]
 
 One profile of plain asynchronous runs (batches apart, prompts of two lengths, so that reading is told from decoding) gives the costs. They
 predict the loop with `continuous`, with `interrupt` and with both; then each runs. Responses end by chance, so they have a long tail, which
 is what joining is for. The learning rate is near 0, so that lengths stay those of the profile. The plain loop is predicted and run too:
-its error is what the machine and the costs are off by without any joining.
+its error is what the machine and the costs are off by without any joining. The engine "waiting" only waits, as long as a law of decoding
+says, under the same rollout and runtime.
 """
 
 import argparse
@@ -22,15 +23,54 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
+from simulated import ByTokens, SimulatedPolicy
 from tiny import WeightedLikelihood
+from waiting import WaitingGenerator
 
 import rlgraph as rg
 from rlgraph.engines.pretrained import tiny_model
+from rlgraph.graph import Output, declare
 from rlgraph.planning import stalls
+from rlgraph.planning.laws import Decode
 from rlgraph.runtime.dispatch import start_ray, stop_ray
 
 WARM_UP, STEPS, PROFILED = 4, 24, 16
 Interrupt = Literal["keep", "recompute"] | None
+
+
+LONG_TAIL = rg.Lengths((0.0, 0.5, 0.9, 0.98, 1.0), (10.0, 30.0, 60.0, 125.0, 200.0))
+WAITED = Decode(step_s=5e-3, sequence_s=0.1e-3, prefill_s=0.02e-3)
+UPDATE_TOKEN_S = 0.15e-3
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The same loop over an engine and a trainer that wait by a law, so that a busy machine disturbs them less."""
+
+    folder: str
+    engine: str
+    depth: int = 1
+    continuous: bool = False
+    interrupt: Interrupt = None
+    prompt: str = "{i} + {i} ="
+
+    def graph(self) -> rg.Graph:
+        pools = {name: rg.Pool(name) for name in ("rollout", "train")}
+        sampling = rg.Sampling(max_tokens=256)
+        generator = WaitingGenerator(
+            self.folder, pool=pools["rollout"], sampling=sampling, max_context=512, law=WAITED, lengths=LONG_TAIL, load_s=0.05
+        )
+        weights = rg.feedback("weights", depth=self.depth)
+        items = [{"prompt": self.prompt.format(i=i), "answer": str(2 * i)} for i in range(40)]
+        source = rg.prompts(items, count=16)
+        rollout = generator.rollout(source, weights, group_size=4, continuous=self.continuous, interrupt=self.interrupt)
+        rewards = rg.reward(length_reward, rollout)
+        train = ByTokens(0.05, UPDATE_TOKEN_S)
+        reads = ("prompt_mask", "response_mask", "weight_version", "rewards")
+        policy = SimulatedPolicy("vector", pool=pools["train"])
+        update = declare("update", train, [rollout, rewards], reads=reads, writes=(), model=policy)
+        weights.close(Output(update, "weights"))
+        return rg.Graph("joining", Output(update, "metrics"))
 
 
 @dataclass(frozen=True)
@@ -38,7 +78,7 @@ class Loop:
     """GRPO of a small model, one core for each side; a response ends with one of so many tokens, or at 160."""
 
     folder: str
-    engine: Literal["vllm", "transformers"]
+    engine: Any  # "vllm" or "transformers"
     depth: int = 1
     continuous: bool = False
     interrupt: Interrupt = None
@@ -92,16 +132,17 @@ class Found:
         return self.predicted_s / self.measured_s - 1
 
 
-def measured(engine: Literal["vllm", "transformers"], folder: str, only: str) -> Iterator[Found]:
-    profiled = [Loop(folder, engine), Loop(folder, engine, prompt="{i} + {i} = " + "what is it? " * 12)]
+def measured(engine: str, folder: str, only: str) -> Iterator[Found]:
+    kind: type[Loop | Waiting] = Waiting if engine == "waiting" else Loop
+    profiled = [kind(folder, engine), kind(folder, engine, prompt="{i} + {i} = " + "what is it? " * 12)]
     cluster = rg.Cluster(cpus=2)
     costs = rg.profile([loop.graph() for loop in profiled], cluster, PROFILED)
     print(costs.nodes["rollout"], costs.lengths and costs.lengths.mean, costs.swap_s, costs.receive_s)
-    plainly = {depth: rg.compile(Loop(folder, engine, depth).graph(), cluster, costs).prediction.step_s for depth in (1, 2)}
+    plainly = {depth: rg.compile(kind(folder, engine, depth).graph(), cluster, costs).prediction.step_s for depth in (1, 2)}
     for name, way in WAYS.items():
         if only not in name:
             continue
-        loop = Loop(folder, engine, **way)
+        loop = kind(folder, engine, **way)
         plan = rg.compile(loop.graph(), cluster, costs)
         with plan.launch() as job:
             seconds = np.array([step.seconds for step in job.steps(STEPS + WARM_UP)][WARM_UP:])
@@ -116,7 +157,7 @@ def measured(engine: Literal["vllm", "transformers"], folder: str, only: str) ->
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="write the figures here as well; those of another engine stay")
-    arguments.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
+    arguments.add_argument("--engine", choices=["vllm", "transformers", "waiting"], default="vllm")
     arguments.add_argument("--only", default="", help="only ways whose name has this in it")
     given = arguments.parse_args()
     ours, load = start_ray(), os.getloadavg()
