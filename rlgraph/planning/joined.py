@@ -325,6 +325,6 @@ def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
         decode = costs.law(node.name).decode
         if rule.running == "recompute" and node.feedback is not None and decode is not None and not decode.prefill_s:
             yield (
-                f"'{node.name}' is predicted as if reading took no time (interrupt='recompute'): its costs tell nothing of prompts "
-                "(prefill_s), so what is read again at each version is not counted; profile prompts of two lengths"
+                f"'{node.name}' is predicted as if reading took no time: its costs tell nothing of prompts (prefill_s), so that the "
+                "responses under way are read again with each version that joins is not counted; profile prompts of two lengths"
             )
