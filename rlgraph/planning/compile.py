@@ -13,6 +13,7 @@ from rlgraph.planning.advice import advise
 from rlgraph.planning.certificate import certify
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs, checked
+from rlgraph.planning.identified import not_told_apart
 from rlgraph.planning.memory import check_gpu_settings, check_memory, needs
 from rlgraph.planning.outlook import Outlook, Settings, outlook
 from rlgraph.planning.period import Cycle, critical_cycle
@@ -101,7 +102,10 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             waits=expected.waits(),
             warnings=warnings,
             left_out=tuple(joined.left_out(graph, priced)),
-            assumed=tuple(assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores")),
+            assumed=(
+                *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
+                *not_told_apart(graph, settings, priced),
+            ),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,

@@ -181,6 +181,24 @@ def test_a_width_that_no_run_had_is_said_to_be_assumed_with_bounds_that_hold() -
     assert rollout_on(2, costs).prediction.assumed == ()
 
 
+@pytest.mark.parametrize("sizes", [(1,), (1, 2)])
+def test_one_size_of_batch_does_not_tell_steps_from_sequences_which_is_said_with_bounds_that_hold(sizes: tuple[int, ...]) -> None:
+    same = Lengths((0.0, 1.0), (50.0, 50.0))
+    costs = costs_of([Record(*run_of(Loop(depth=1, rows=size * Loop().rows), by_length, lengths=same)) for size in sizes])
+    there, larger = (rg.compile(Loop(depth=1, rows=rows).graph(), rg.Cluster(cpus=2), costs) for rows in (16, 64))
+    truth = by_length("rollout", [50] * 64)
+    assert there.prediction.assumed == ()
+    if len(sizes) == 2:
+        assert larger.prediction.assumed == ()
+        assert larger.node("rollout").seconds == pytest.approx(truth, rel=0.01)
+        return
+    (said,) = larger.prediction.assumed
+    assert "'rollout' was measured on 16 responses an engine and is predicted on 64" in said
+    low, high = map(float, said.split(" alone, ")[1].split(" s if")[0].split(" to "))
+    assert low <= truth <= high
+    assert "profile batches of two sizes" in said
+
+
 def test_the_lengths_of_a_run_are_in_its_costs() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=UNIFORM))
     assert costs.lengths is not None
