@@ -9,6 +9,7 @@ from rlgraph.planning import stalls
 from rlgraph.planning.lengths import Array
 
 KEPT_SPREAD = 40  # single firings kept in the costs of a node
+HARDLY = 0.1  # of the mean firing: shorter ones tell nothing of how firings spread
 STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
 
 
@@ -67,8 +68,11 @@ def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, fl
 
 
 def spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
-    """Return single firings over the law, as quantiles where there are many."""
-    ratios = seconds / np.maximum(fitted, 1e-12)
+    """Return single firings over the law, as quantiles where there are many; but for those that hardly take time by the law, of which
+    a batch has some whose responses ended while another one was decoded: what they take is not of the law's kind."""
+    by_law = np.broadcast_to(np.asarray(fitted, dtype=float), seconds.shape)
+    told = by_law > HARDLY * by_law.mean()
+    ratios = seconds[told] / by_law[told] if told.any() else np.ones(1)
     if len(ratios) > KEPT_SPREAD:
         ratios = np.quantile(ratios, (np.arange(KEPT_SPREAD) + 0.5) / KEPT_SPREAD)
     return tuple(float(f"{ratio:.6g}") for ratio in ratios)

@@ -13,6 +13,7 @@ from rlgraph.nodes.decoding import Decoding, Joining
 from rlgraph.planning.fit import measured_costs
 from rlgraph.planning.joined import Machine, never
 from rlgraph.planning.laws import Decode, NodeCost
+from rlgraph.planning.regression import spread
 from rlgraph.planning.schedule import Sampled, Span
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws
@@ -182,6 +183,12 @@ def test_slots_hold_back_what_joins() -> None:
     # Two slots: 4 steps of the short, 10 of the long ones, and so on, one pair after another.
     assert [held.fire(step, held.now) for step in range(2)] == [14.0, 28.0]
     assert held.decoded[0] == [14.0, 28.0, 2.0]
+
+
+def test_a_firing_without_a_decode_step_tells_nothing_of_how_firings_spread() -> None:
+    """All of its responses ended while the batch before was decoded; what it takes is the runtime's own time."""
+    assert spread(np.array([1.1, 2e-3, 0.9]), np.array([1.0, 0.0, 1.0])) == (1.1, 0.9)
+    assert spread(np.zeros(3), np.zeros(3)) == (1.0,)
 
 
 @pytest.mark.parametrize("shared", [True, False])
