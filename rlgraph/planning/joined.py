@@ -55,6 +55,11 @@ def rule_of(node: Node) -> Rule | None:
     return rule if rule is not None and (rule.continuous or rule.interrupt) else None
 
 
+def shares_steps(node: Node) -> bool:
+    """Whether responses that joined later take their decode steps with those under way."""
+    return node.model is None or node.model.traits.shares_steps
+
+
 def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
     """Whether what joins while a node decodes is counted: where its law knows decode steps, each response is of one turn and of one
     batch that leaves whole, and no other node uses the model."""
@@ -226,8 +231,7 @@ def decoder(node: Node, setting: Setting, costs: Costs) -> Decoder:
     rule = rule_of(node)
     assert rule is not None
     assert costs.lengths is not None
-    shared = node.model is None or node.model.traits.shares_steps
-    return Decoder(rule, costs.law(node.name), setting, costs.lengths, shared)
+    return Decoder(rule, costs.law(node.name), setting, costs.lengths, shares_steps(node))
 
 
 def beside(law: NodeCost, setting: Setting, steps: int) -> Array:
@@ -276,7 +280,7 @@ def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps
 def planned(node: Node) -> PlannedJoin | None:
     """How many batches a rollout decodes beside the one that is due, or None where each decodes alone."""
     rule = rule_of(node)
-    return PlannedJoin(rule.ahead(), getattr(node.model, "shares_steps", True)) if rule is not None and rule.continuous else None
+    return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
 
 
 @dataclass(frozen=True)
