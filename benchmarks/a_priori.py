@@ -36,11 +36,12 @@ from ways import Way
 import rlgraph as rg
 from rlgraph.planning import host_times
 from rlgraph.planning.compile import priced_for
+from rlgraph.planning.estimates import DECODING, PREFILL
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import PROBABILITIES
 from rlgraph.planning.model_configs import shapes_of
 from rlgraph.planning.passes import Passes
-from rlgraph.planning.roofline import DECODING, DEVICES, PREFILL, TRAINING
+from rlgraph.planning.roofline import DEVICES, TRAINING
 from rlgraph.planning.shapes import ModelShape
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,6 +10,7 @@ from rlgraph.config import config
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Sampling
 from rlgraph.engines.pretrained import model_folder
+from rlgraph.engines.registry import EngineSpec, TrainerSpec
 from rlgraph.errors import (
     CertificateError,
     ChannelBroken,
@@ -73,6 +74,7 @@ __all__ = [
     "Costs",
     "Critic",
     "DataError",
+    "EngineSpec",
     "Generator",
     "Graph",
     "GraphError",
@@ -95,6 +97,7 @@ __all__ = [
     "Sampling",
     "StalenessError",
     "Tools",
+    "TrainerSpec",
     "TruncatedIS",
     "ValueLoss",
     "WorkerDied",

@@ -74,7 +74,7 @@ class Model:
         return replace(self, dtype=dtype)  # type: ignore[call-arg] # which traits with a dtype speak of
 
     def load(self, context: Any) -> Any:
-        """Return the engine; called once in each of the model's workers."""
+        """Make the engine; called once in each of the model's workers."""
         raise NotImplementedError
 
 

@@ -5,7 +5,7 @@ import difflib
 import math
 import operator
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -274,6 +274,24 @@ class AnyOf:
             except Wrong as wrong:
                 fixes.append(str(wrong) if not numbers or kind in numbers else "")
         raise Wrong(next((fix for fix in fixes if fix), ""))
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name out of a table that may grow, or an object of a class, in an annotation."""
+
+    names: Callable[[], tuple[str, ...]]
+    cls: type
+
+    @property
+    def rule(self) -> str:
+        return self._either().rule
+
+    def take(self, name: str, value: Any) -> Any:
+        return self._either().take(name, value)
+
+    def _either(self) -> AnyOf:
+        return AnyOf((Choice(self.names()), Instance(self.cls)), none=False)
 
 
 def _dimensions(value: Any) -> int:

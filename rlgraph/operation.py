@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlgraph.engines.base import Running, Sampling
     from rlgraph.graph import Node, Pool
     from rlgraph.nodes.decoding import Joining
+    from rlgraph.planning.estimates import Estimates
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 
@@ -158,7 +159,7 @@ class ModelTraits:
 
     `dtype` is what it computes in, as its user asks: "auto" where the device decides, None for a model that does not say.
 
-    `sharded` says that its ranks share its weights, in float32; else each has all of them.
+    `estimates` are what its engine takes of devices and host; None has that estimated by what its nodes do.
 
     `micro_batch_tokens` bounds the tokens of a pass; None for a model that computes its batch at once.
 
@@ -174,7 +175,7 @@ class ModelTraits:
     """
 
     dtype: str | None = None
-    sharded: bool = False
+    estimates: "Estimates | None" = None
     micro_batch_tokens: int | None = None
     recompute: bool = False
     max_context: int | None = None

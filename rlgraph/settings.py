@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from rlgraph.errors import GraphError, RlgraphError, shown
-from rlgraph.kinds import AnyOf, Choice, Flag, Function, Instance, Kind, OneOf, Range, Real, Table, Text, Tuple, Whole, Wrong
+from rlgraph.kinds import AnyOf, Choice, Flag, Function, Instance, Kind, Named, OneOf, Range, Real, Table, Text, Tuple, Whole, Wrong
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,7 +114,9 @@ def _resolved(annotation: Any, module: str) -> Any:
 def _kind(annotation: Any, range: Range = ANY) -> Kind | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        rules = [rule for rule in arguments[1:] if isinstance(rule, Range | OneOf)]
+        rules = [rule for rule in arguments[1:] if isinstance(rule, Range | OneOf | Named)]
+        if rules and isinstance(rules[-1], Named):
+            return rules[-1]
         if rules and isinstance(rules[-1], OneOf):
             return Choice(rules[-1].choices)
         return _kind(arguments[0], rules[-1] if rules else Range())  # type: ignore[arg-type]

@@ -6,12 +6,14 @@ What a batch holds depends on every weight version before it, so a wrong or a mi
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from rlgraph.channels.weight_shards import WeightShard, whole
 from rlgraph.columns import Column, Columns
+from rlgraph.engines import stored
 from rlgraph.graph import Feedback, Graph, Model, Output, Pool, declare, feedback
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.nodes.prompts import prompts
@@ -25,6 +27,7 @@ class Vector:
 
     def __init__(self) -> None:
         self.vector = torch.arange(8, dtype=torch.float32)
+        self.saver = stored.Saver(0, 1)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.vector.copy_(weights["vector"])
@@ -32,11 +35,11 @@ class Vector:
     def weight_shards(self) -> Iterator[WeightShard]:
         return whole({"vector": self.vector})
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return {"vector": self.vector}
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        return self.saver.save({"vector": self.vector}, folder, deadline_s)
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.vector.copy_(state["vector"])
+    def load(self, folder: Path) -> None:
+        stored.read(folder, {"vector": self.vector})
 
     def close(self) -> None:
         pass

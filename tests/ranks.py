@@ -1,6 +1,5 @@
 """Data-parallel ranks of a trainer, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
-from rlgraph.engines import stored
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.fsdp import FsdpEngine
 from rlgraph.engines.heads import PolicyHead, ValueHead
@@ -50,13 +48,12 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     )
     scores = engine.scores(batch)
     metrics = [engine.update(batch, loss) for _ in range(2)]
-    stored.write(out / "stored", stored.Staging().take(engine.state()), rank, stored.writing_group(world, timedelta(seconds=60)))
+    write = engine.save(out / "stored", 60.0)
     saved = {"scores": scores, "metrics": metrics, "weights": engine.weights()}
     torch.save(saved, out / f"{rank}.pt")
-    engine.update(batch, loss)
-    state = engine.state()
-    stored.read(out / "stored", state)
-    engine.load_state(state)
+    engine.update(batch, loss)  # what is written is the copy of before
+    write()
+    engine.load(out / "stored")
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
     engine.close()
     dist.destroy_process_group()

@@ -75,7 +75,7 @@ class Simulated(Model):
 
     @property
     def traits(self) -> ModelTraits:
-        return ModelTraits(dtype=self.dtype, sharded=True, micro_batch_tokens=self.micro_batch_tokens)
+        return ModelTraits(dtype=self.dtype, micro_batch_tokens=self.micro_batch_tokens)
 
     dtype: str = "float32"
     turns: Turns = Turns()

@@ -41,6 +41,8 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.Critic: {"path": "m", "pool": POOL},
     rg.Reference: {"path": "m", "pool": POOL},
     rg.RewardModel: {"path": "m", "pool": POOL},
+    rg.EngineSpec: {"name": "mine", "load": right},
+    rg.TrainerSpec: {"name": "mine", "load": right},
     rg.Refill: {"reward": right},
     rg.Tools: {"tools": (search,)},
     rg.Costs: {"nodes": {"rollout": 1.0}},

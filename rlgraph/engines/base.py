@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal, Protocol, TypeAlias
 
 import torch
@@ -224,7 +225,7 @@ class ValueLoss(Protocol):
 Loss: TypeAlias = PolicyLoss | ValueLoss
 
 
-Judge: TypeAlias = Callable[[Mapping[str, float]], bool]
+Guard: TypeAlias = Callable[[Mapping[str, float]], bool]  # of the metrics of an optimizer step: whether it may be taken
 
 
 class TrainEngine(Protocol):
@@ -237,8 +238,12 @@ class TrainEngine(Protocol):
     def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Give a policy's scores and, alike, the sum of the squared probabilities of the vocabulary at each token."""
 
-    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
-        """Take one optimizer step over the batch and return its metrics, the same on every rank."""
+    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
+        """Take one optimizer step over the batch and return its metrics, the same on every rank.
+
+        `guard` sees the metrics, with the norm of the gradients among them, before the step; where it says False, or raises, weights
+        and moments stay as they are. It answers alike on every rank.
+        """
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield the boxes of Hugging Face parameters that this rank holds, live and without a copy.
@@ -247,11 +252,15 @@ class TrainEngine(Protocol):
         alike is numbered by `WeightShard.replica`, and number 0 is sent.
         """
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return all that is needed to go on from here, live, by name; DTensors where each rank has rows of its own."""
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        """Copy all that is needed to go on from here, and give the function that writes the copy into `folder`.
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a `state` of the same names and shapes, whose tensors may be the live ones, filled."""
+        Every rank calls both, the function on a thread of its own while training goes on; it makes the folder, returns the files that
+        this rank wrote, and raises CheckpointError where the disk refuses or another rank does not answer within `deadline_s`.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, whatever the number of ranks that wrote it. Raises CheckpointError for another model's."""
 
     def sleep(self) -> int | None:
         """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile.

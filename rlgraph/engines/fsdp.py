@@ -1,6 +1,7 @@
 """Train with PyTorch: FSDP2 over a Hugging Face model, float32 master weights, one optimizer step an update."""
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import torch
@@ -11,15 +12,14 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
 from rlgraph.channels.weight_shards import WeightShard
 from rlgraph.columns import Column, Columns
-from rlgraph.engines import fused_norms, packed_attention
+from rlgraph.engines import fused_norms, packed_attention, stored
 from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Judge, Loss, check_weights
+from rlgraph.engines.base import Guard, Loss, check_weights
 from rlgraph.engines.exchange import gathered
 from rlgraph.engines.heads import Head
 from rlgraph.engines.offload import OffloadedMoments
 from rlgraph.engines.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.engines.sharding import full, join, local, placed, prepare_layers, shard
-from rlgraph.engines.stored import training_state
 
 
 class FsdpEngine:
@@ -70,7 +70,7 @@ class FsdpEngine:
         self._offloaded = OffloadedMoments(self._optimizer)
         self._passed = passed
         self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
-        self.judge: Judge = lambda metrics: True
+        self._saver = stored.Saver(rank, world)
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
@@ -93,8 +93,8 @@ class FsdpEngine:
             dist.all_reduce(result)
         return result.cpu()
 
-    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
-        """Take one optimizer step over the batch, sampled at `temperature`, unless `judge`, which is shown the metrics, says no.
+    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
+        """Take one optimizer step over the batch, sampled at `temperature`, unless `guard`, which sees the metrics, says no.
 
         A batch without a token to learn from takes no step either, and no warm-up goes on. Metrics of a policy: `actor/pg_loss` (all of
         the loss, unless the loss names a part of it so), `actor/grad_norm` before clipping, `actor/lr` and those of the loss; of a
@@ -112,13 +112,13 @@ class FsdpEngine:
             value, metrics = self._head.loss(loss, placed, _rows(batch, part.rows, self._device), totals)
             value.backward()
             parts.append({self._head.loss_name: value.item()} | metrics)
-        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device), learns=totals.tokens > 0)
+        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device), totals.tokens > 0, guard)
 
-    def _step(self, metrics: dict[str, float], *, learns: bool) -> dict[str, float]:
+    def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
         norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
         lr = self._settings.lr_at(self._steps)
         metrics = metrics | {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
-        if not learns or not self.judge(metrics):
+        if not learns or (guard is not None and not guard(metrics)):
             self._optimizer.zero_grad()
             return metrics
         for group in self._optimizer.param_groups:
@@ -165,9 +165,9 @@ class FsdpEngine:
             local(parameter.detach()).copy_(rows[self._rank] if self._rank < len(rows) else weights[name][:0])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return weights, moments and the count of optimizer steps by name: the live tensors, sharded as they are."""
+        """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
         self._offloaded.put_back()
-        return training_state(self._named().items(), self._optimizer) | {"optimizer_steps": torch.tensor(self._steps)}
+        return stored.training_state(self._named().items(), self._optimizer) | {"optimizer_steps": torch.tensor(self._steps)}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from a `state`; tensors that are this engine's own have been filled already."""
@@ -176,6 +176,16 @@ class FsdpEngine:
             if local(tensor).data_ptr() != local(state[name]).data_ptr():
                 local(tensor).copy_(local(state[name]))
         self._steps = int(state["optimizer_steps"])
+
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        """Copy the state to the host, and give the function that writes it as shards of torch.distributed.checkpoint."""
+        return self._saver.save(self.state(), folder, deadline_s)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what any number of ranks saved. Raises CheckpointError where a tensor is missing or has another shape."""
+        state = self.state()
+        stored.read(folder, state)
+        self.load_state(state)
 
     def sleep(self) -> int | None:
         """Give back the device memory of the moments, which go to host memory, and of what no tensor is in."""

@@ -7,8 +7,9 @@ is read back can run code either.
 import os
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ ALLOWED = {  # what a table of contents is made of; a pickle that asks for anyth
 
 
 def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the live weights and moments by name. Moments that the optimizer would make at its first step are made now."""
+    """Name the live weights and moments. Moments that the optimizer would make at its first step are made now."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters:
         held = optimizer.state[parameter]
@@ -66,8 +67,27 @@ class Staging:
         return self.copy
 
 
+class Saver:
+    """Saves the state of one rank of a model again and again; it keeps the host memory of the copy, and the group that ranks agree in.
+
+    This is `save` of a train engine whose state is a mapping of tensors, as `save = lambda: saver.save(self.state(), folder, deadline_s)`.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._staging = Staging()
+        self._group: Any = None
+
+    def save(self, state: State, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        """Copy the state, and give the function that writes the copy; see `TrainEngine.save`. Every rank calls it."""
+        if self._group is None:
+            self._group = writing_group(self._world, timedelta(seconds=deadline_s))
+        copy = self._staging.take(state)
+        return lambda: write(folder, copy, self._rank, self._group)
+
+
 def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
-    """Write this rank's part, to disk and not only to its cache; return the files. `group` is None for a world of one.
+    """Write this rank's part, to disk and not only to its cache, and give its files. `group` is None for a world of one.
 
     Raises CheckpointError where the folder cannot be written.
     """
@@ -125,7 +145,7 @@ def read(folder: Path, state: State) -> None:
 
 
 def writing_group(world: int, timeout: Any) -> Any:
-    """Return a group for writing beside the run, whose collectives do not mix with those of training; every rank calls it."""
+    """Make a group for writing beside the run, whose collectives do not mix with those of training; every rank calls it."""
     return dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
 
 
@@ -168,7 +188,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first cause in a few words; several ranks may have one each, and the system's own error may lie behind another."""
+    """Tell the first cause in a few words; several ranks may have one each, and the system's own error may lie behind another."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values())) if failures else error
     found: BaseException = first[0] if isinstance(first, tuple) else first

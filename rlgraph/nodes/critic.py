@@ -1,7 +1,7 @@
 """The critic: value estimates, and the update that fits them to returns."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -24,11 +24,7 @@ class Critic(TrainedModel):
     """
 
     role: ClassVar[str] = "critic"
-
-    def load(self, context: Any) -> Any:
-        from rlgraph.engines import load
-
-        return load.critic_engine(self, context)
+    scores: ClassVar[Literal["log_probs", "values"]] = "values"
 
     @checked()
     def values(self, *inputs: Output, name: str = "values") -> Output:

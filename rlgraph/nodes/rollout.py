@@ -5,16 +5,17 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, share
 from rlgraph.engines.base import Request, Running, Sampling
 from rlgraph.engines.encoding import prompt_tokens
+from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph import Feedback, Model, Node, Output, declare
-from rlgraph.kinds import Range
+from rlgraph.kinds import Named, Range
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import Conversations
 from rlgraph.nodes.decoding import Decoding, Joining, joining
@@ -34,6 +35,7 @@ MAX_TURNS = 8  # of a rollout with tools, unless given
 class Generator(Model):
     """The model that writes responses. `path` is a folder in Hugging Face format.
 
+    `engine` is "vllm", "transformers", or an `EngineSpec` of your own.
     `max_context` bounds prompt and response together, in tokens (None: as the model's configuration says).
     `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines. `max_sequences` is how many
     responses an engine decodes at once (None: as many as the graph asks for, at most 1024 on a GPU and 256 on a CPU), `memory`
@@ -45,7 +47,7 @@ class Generator(Model):
 
     role: ClassVar[str] = "generator"
     sampling: Sampling = field(default_factory=Sampling)
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: Annotated[str | EngineSpec, Named(ENGINES.names, EngineSpec)] = "vllm"
     tensor_parallel: Count = 1
     max_context: Annotated[int, Range(least=2, rule="a whole number of tokens, at least 2")] | None = None
     dtype: Dtype = "auto"
@@ -68,23 +70,17 @@ class Generator(Model):
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
                 "share none; give one of the two"
             )
-        for name, value in (("max_sequences", self.max_sequences), ("memory", self.memory)):
-            if self.engine == "transformers" and value is not None:
-                raise GraphError(
-                    f"Generator(engine='transformers', {name}={shown(value)}): this engine takes every response at once, whatever memory "
-                    "that needs; leave it out, or use engine='vllm'"
-                )
         if self.memory is not None and self.pool.cpus is not None:
             raise GraphError(
                 f"Generator(memory={self.memory}, pool=Pool({self.pool.name!r}, cpus={self.pool.cpus})): memory is a share of a GPU's; "
                 "leave it out on host cores"
             )
-        if self.engine != "transformers" and not self.self_test:
-            raise GraphError(f"Generator(engine={self.engine!r}, self_test=False): only the engine 'transformers' is tested; leave it out")
-        if self.engine == "transformers" and self.tensor_parallel > 1:
-            raise GraphError(
-                f"Generator(engine='transformers', tensor_parallel={self.tensor_parallel}): only vLLM's engine spans GPUs; leave one out"
-            )
+        object.__setattr__(self, "_spec", engine_of(self))
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What the engine loads, takes and needs; it goes to the workers with the model."""
+        return self._spec  # type: ignore[attr-defined]
 
     @property
     def group(self) -> int:
@@ -101,13 +97,12 @@ class Generator(Model):
             max_context=self.max_context,
             sampling=self.sampling,
             memory=self.memory,
-            shares_steps=self.engine != "transformers",
+            shares_steps=self.spec.shares_steps,
+            estimates=self.spec,
         )
 
     def load(self, context: Any) -> Any:
-        from rlgraph.engines import load
-
-        return load.generate_engine(self, context)
+        return self.spec.load(self, context)
 
     @checked()
     def rollout(

@@ -5,13 +5,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from rlgraph.columns import Columns
 from rlgraph.engines.adamw import AdamW
 from rlgraph.engines.base import Loss
+from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Model, Node, Output, declare
+from rlgraph.kinds import Named
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.guards import Guards, Judge
 from rlgraph.nodes.mini_batches import Walks
@@ -27,7 +29,9 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedModel(Model):
-    """What policy, critic and reference share: FSDP2 over a Hugging Face folder, float32 master weights, `dtype` compute.
+    """What policy, critic and reference share: a Hugging Face folder, float32 master weights, `dtype` compute.
+
+    `trainer` is "fsdp" (FSDP2), or a `TrainerSpec` of your own. `scores` is what it gives each token: "log_probs" or "values".
 
     `dtype` "auto" is bfloat16 where the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or AMX),
     else float32.
@@ -46,6 +50,17 @@ class TrainedModel(Model):
     recompute: bool = False
     compiled: bool = False
     self_test: bool = True
+    trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
+    scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_spec", trainer_of(self))
+
+    @property
+    def spec(self) -> TrainerSpec:
+        """What the trainer loads, takes and needs; it goes to the workers with the model."""
+        return self._spec  # type: ignore[attr-defined]
 
     @property
     def ranks(self) -> int | None:
@@ -54,12 +69,10 @@ class TrainedModel(Model):
     @property
     def traits(self) -> ModelTraits:
         tokens = self.micro_batch_tokens
-        return ModelTraits(dtype=self.dtype, sharded=True, micro_batch_tokens=tokens, recompute=self.recompute)
+        return ModelTraits(dtype=self.dtype, estimates=self.spec, micro_batch_tokens=tokens, recompute=self.recompute)
 
     def load(self, context: Any) -> Any:
-        from rlgraph.engines import load
-
-        return load.policy_engine(self, context)
+        return self.spec.load(self, context)
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ class Training(Operation):
         check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
-        context.engine.judge = judge = Judge(self.name, self.guards)
+        judge = Judge(self.name, self.guards)
         return lambda step, columns: self.fire(context, judge, step, columns)
 
     @abstractmethod
@@ -106,7 +119,7 @@ class Training(Operation):
             return {}
         if self.walks.mini_batches > 1:
             judge.found["guards/empty_mini_batches"] = float(self.walks.empty(batch))
-        return self.walks.update(context.engine, batch, self.loss, **settings)
+        return self.walks.update(context.engine, batch, self.loss, guard=judge, **settings)
 
 
 def check_folder(path: str) -> None:

@@ -2,18 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rlgraph.graph import Graph, Model
+from rlgraph.graph import Graph
 from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.estimates import default_estimates
 from rlgraph.planning.plan import PlannedMemory, PlannedWorker
 from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import Shapes
-
-FLOAT32 = 4  # bytes
-
-
-def is_sharded(model: Model) -> bool:
-    """Whether the ranks of a model share its weights: of one that trains, and of a reference; a reward model is whole on each."""
-    return model.traits.sharded
 
 
 def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
@@ -32,12 +26,13 @@ def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shape
         if model.path not in shapes:
             unknown |= {worker.host, model.pool.name}
             continue
-        generates = any(node.model is model and node.traits.work == "generate" for node in graph.nodes)
-        size = shapes[model.path].parameters * (FLOAT32 if is_sharded(model) else itemsize_of(model, cluster))
+        works = {node.traits.work for node in graph.nodes if node.model is model}
+        estimates = model.traits.estimates or default_estimates(works)
+        size = estimates.loading_bytes(shapes[model.path].parameters, itemsize_of(model, cluster))
         for gpu in worker.gpus:  # an engine over several has its part on each
             held = on_gpus.setdefault(model.pool.name, {}).setdefault(gpu, {})
             held[worker.model] = held.get(worker.model, 0) + size // len(worker.gpus)
-        if not generates or not worker.gpus:  # what a GPU engine reads is mapped from its file
+        if "generate" not in works or not worker.gpus:  # what a GPU engine reads is mapped from its file
             held = on_hosts.setdefault(worker.host, {})
             held[worker.model] = held.get(worker.model, 0) + size
     for pool, gpus in on_gpus.items():

@@ -7,29 +7,18 @@ from rlgraph.channels.factory import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph import Feedback, Graph, Model, Pool
 from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.estimates import Need, Workload, default_estimates
 from rlgraph.planning.events import readers
 from rlgraph.planning.laws import Setting
 from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.loading import is_sharded, loading
+from rlgraph.planning.loading import loading
 from rlgraph.planning.plan import PlannedMemory, PlannedWorker
 from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import ModelShape, Shapes
 from rlgraph.planning.wires import staged_versions, weights_wire
 
-MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
-ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
 PROMPT_TOKENS = 512.0  # where neither a context nor lengths are known
-SEQUENCES = 256  # that an engine decodes at once, at most
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class _Need:
-    """Bytes of one model on one device: what stays, and what is there while its own nodes run. `least` of it cannot be given up."""
-
-    stays: Mapping[str, int]
-    turn: Mapping[str, int]
-    least: int
 
 
 def needs(
@@ -40,7 +29,7 @@ def needs(
     shapes: Shapes,
     lengths: Lengths | None,
 ) -> tuple[PlannedMemory, ...]:
-    """Return the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
+    """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
     found, host = [], dict[str, int]()
     moving = [_moving(graph, feedback, crew, shapes, cluster) for feedback in graph.feedbacks]
     for pool in (pool for pool in graph.pools if pool.cpus is None):
@@ -54,7 +43,7 @@ def needs(
             continue
         for model, need in zip(models, each, strict=True):
             ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
-            for what, size in [*need.stays.items(), *need.turn.items()]:
+            for what, size in [*need.stays.items(), *need.runs.items()]:
                 host[what] = host.get(what, 0) + size * ranks
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:
@@ -67,13 +56,13 @@ def needs(
     return (*found, *(need for need in loading(graph, cluster, crew, shapes) if need.peak_bytes > later.get(need.pool, 0)))
 
 
-def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemory:
+def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
     """Models of one pool take turns: what stays adds up, of what a turn needs the largest counts."""
     parts: dict[str, int] = {}
     for need in each:
         for what, size in need.stays.items():
             parts[what] = parts.get(what, 0) + size
-    turn = max((need.turn for need in each), key=lambda parts: sum(parts.values()))
+    turn = max((need.runs for need in each), key=lambda parts: sum(parts.values()))
     for what, size in turn.items():
         parts[what] = parts.get(what, 0) + size
     stays = sum(size for need in each for size in need.stays.values())
@@ -82,41 +71,30 @@ def _on_gpu(pool: Pool, each: Sequence[_Need], limit: int | None) -> PlannedMemo
 
 def _need(
     graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None, cluster: Cluster
-) -> _Need:
+) -> Need:
     nodes = [node for node in graph.nodes if node.model is model]
+    works = {node.traits.work for node in nodes}
     setting = settings[nodes[0].name]
-    itemsize = itemsize_of(model, cluster)
-    if any(node.traits.work == "generate" for node in nodes):
-        return _generating(graph, model, shape, setting, itemsize, lengths)
-    trained = any(node.traits.work == "train" for node in nodes)
-    per_parameter = {"weights": MASTER if is_sharded(model) else itemsize}
-    if trained:
-        per_parameter |= {"optimizer": OPTIMIZER, "gradients": GRADIENT}
-    stays = {what: size * shape.parameters // setting.engines for what, size in per_parameter.items()}
-    rows = -(-max(node.rows for node in nodes) // setting.engines)
-    tokens = min(model.traits.micro_batch_tokens or 0, int(rows * _longest(graph, lengths)))
-    kept = 2 if not trained or model.traits.recompute else ACTIVATION  # of a layer: its input, or all
-    layers = shape.layers if trained else 1
-    gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * itemsize
-    turn = {"activations": tokens * shape.hidden * layers * kept * itemsize // 2, "gathered layers": gathered}
-    return _Need(stays, turn, sum(turn.values()))
-
-
-def _generating(graph: Graph, model: Model, shape: ModelShape, setting: Setting, itemsize: int, lengths: Lengths | None) -> _Need:
-    width = max(setting.width, 1.0)
-    copies = max((f.buffers for n in graph.nodes if n.model is model and (f := n.feedback) is not None), default=1)
-    # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
-    weights = int((1 / width + copies - 1) * shape.parameters * itemsize)
-    longest = _longest_of(model, lengths)
-    usual = min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest
-    sequences = min(-(-setting.rows // setting.engines), SEQUENCES)
-    per_token = shape.kv_bytes_per_token(itemsize) / width
-    cache = int(max(sequences * usual, longest) * per_token)
-    return _Need({}, {"engine's weights": weights, "keys and values": cache}, weights + int(longest * per_token))
+    generates = "generate" in works
+    longest = _longest_of(model, lengths) if generates else _longest(graph, lengths)
+    work = Workload(
+        shape=shape,
+        itemsize=itemsize_of(model, cluster),
+        workers=setting.engines,
+        width=setting.width,
+        rows=setting.rows if generates else max(node.rows for node in nodes),
+        longest=longest,
+        usual=min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest,
+        copies=max((f.buffers for n in nodes if (f := n.feedback) is not None), default=1),
+        trained="train" in works,
+        micro_batch_tokens=model.traits.micro_batch_tokens or 0,
+        recompute=model.traits.recompute,
+    )
+    return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 
 
 def _longest(graph: Graph, lengths: Lengths | None) -> float:
-    """Return the most tokens that a prompt and its response can have together, as far as the generators bound them."""
+    """The most tokens that a prompt and its response can have together, as far as the generators bound them."""
     models = [node.model for node in graph.nodes if node.traits.work == "generate" and node.model is not None]
     return max((_longest_of(model, lengths) for model in models), default=float(1 << 20))
 
@@ -147,13 +125,13 @@ def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], sha
     return _Moving(writer.model, tuple(n.model for n in reading), weights_wire(crew, writer, reading, on_gpus=on_gpus), size)
 
 
-def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> _Need:
-    """Return what weights take that move from GPU to GPU: each rank that trains stages its rows, and NCCL brings all of them into
+def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Need:
+    """Estimate what weights take that move from GPU to GPU: each rank that trains stages its rows, and NCCL brings all of them into
     memory of the GPU that reads, of an engine over several GPUs the first."""
     staged = sum(w.bytes for w in moving if w.source is model and transport_of(w.transport).writer_keeps == "gpu") // setting.engines
     carried = sum(w.bytes for w in moving if model in w.readers and transport_of(w.transport).reader_keeps == "gpu")
     parts = {"weights in staging": staged, "weights carried by NCCL": carried}
-    return _Need({what: size for what, size in parts.items() if size}, {}, 0)
+    return Need({what: size for what, size in parts.items() if size}, {}, 0)
 
 
 def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:

@@ -1,31 +1,19 @@
 """What nodes would cost by the roofline of the device and the host times of a table, from model shapes alone: no run is measured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlgraph.graph import Graph, Model, Node
 from rlgraph.planning import host_times
 from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import NOMINAL, Costs, epochs_of
+from rlgraph.planning.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.planning.events import readers
-from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
+from rlgraph.planning.laws import NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.memory import OPTIMIZER
 from rlgraph.planning.placement import model_names
 from rlgraph.planning.precision import itemsize_of
 from rlgraph.planning.shapes import ModelShape, Shapes
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peak bfloat16 operations and bytes of memory traffic a second, bytes of memory, and bytes a second to and from the
-    host, one way, as the vendor gives them."""
-
-    flops: float
-    bandwidth: float
-    memory_bytes: int
-    host_link: float
-
 
 GB = 10**9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
@@ -37,8 +25,7 @@ DEVICES: Mapping[str, Device] = {
     "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4),
     "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5),
 }
-# What well-kept engines reach of these peaks; assumptions, which a profile replaces.
-TRAINING, PREFILL, DECODING = 0.4, 0.5, 0.6
+TRAINING = 0.4  # what well-kept trainers reach of these peaks; an assumption, which a profile replaces
 LINK = 25e9  # bytes a second of one version's way to a generator
 # Lengths nobody has seen: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
@@ -49,16 +36,15 @@ OPTIMIZER_BYTES = 36  # of traffic for each parameter of an update: gradients su
 
 
 def device_of(name: str) -> Device | None:
-    """Return the device whose name is a word of `name`, as "H100" of "NVIDIA H100 80GB HBM3"."""
+    """Find the device whose name is a word of `name`, as "H100" of "NVIDIA H100 80GB HBM3"."""
     return next((device for key, device in DEVICES.items() if key in name.upper().replace("-", " ").split()), None)
 
 
 def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
-    """Return costs of a graph whose models' shapes are all known.
+    """Estimate the costs of a graph whose models' shapes are all known.
 
-    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); a decode step reads
-    the weights once, and the keys and values of each sequence (Pope et al., 2022, section 2). The host's time for each decode step,
-    sequence and pass, and what logits take, are those of `host_times`.
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); decoding is by the law of the
+    generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
@@ -78,7 +64,7 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
 
 
 def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
-    """Return costs that know what each model takes to sleep and to wake: what they lack is estimated, and says so.
+    """Add to costs what each model takes to sleep and to wake: what they lack is estimated, and says so.
 
     That is the time in which what goes to host memory, or comes back, passes the device's link: the weights of a generator, the
     moments of a model that is trained. A model of unknown shape counts as large as the version published, if that is known.
@@ -90,13 +76,12 @@ def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | No
 
 def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> SleepCost:
     works = {node.traits.work for node in graph.nodes if node.model is model}
-    each = OPTIMIZER if "train" in works else 0
-    if "generate" in works and getattr(model, "engine", "") != "transformers":  # which keeps its memory
-        each = itemsize_of(model, cluster)
     published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
-    seconds = each * count / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
-    return SleepCost(seconds, seconds, each * count if count else None, Setting(), estimated=True)
+    sleeps = works & {"generate", "train"}  # what only scores keeps its memory
+    size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
+    seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
+    return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
 
 
 def _lengths(graph: Graph) -> Lengths:
@@ -117,15 +102,8 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     shape: ModelShape = shapes[node.model.path]
     if node.traits.work == "generate":
         context = lengths.prompt_tokens + lengths.mean / 2
-        decode = Decode(
-            step_s=2 * shape.active_parameters / (device.bandwidth * DECODING),
-            sequence_s=shape.kv_bytes_per_token() * context / (device.bandwidth * DECODING),
-            prefill_s=2 * shape.active_parameters / (device.flops * PREFILL),
-            host_step_s=host_times.DECODE_STEP_S.value,
-            host_sequence_s=host_times.DECODE_SEQUENCE_S.value,
-            host_sharing=host_times.SHARING.value,
-        )
-        return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
+        decode_law = (node.model.traits.estimates or GENERATING).decode_law
+        return NodeCost(decode=decode_law(shape, device, context), measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = epochs_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)

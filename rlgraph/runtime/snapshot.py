@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,20 +47,19 @@ class Snapshots:
 
     def __init__(self, worker: "Worker", saving: Saving, told: Told) -> None:
         self.worker, self.saving, self.told = worker, saving, told
-        self._staging: Any = None
-        self._group: Any = None
         self._thread: threading.Thread | None = None
 
     def take(self, step: int, recent: Mapping[int, Fired]) -> float:
         """Copy all that the checkpoint after `step` steps needs of this worker, and write it beside the run.
 
-        Return the seconds for which this kept the run waiting, the end of the writing before included.
+        Gives the seconds for which this kept the run waiting, the end of the writing before included.
         """
         began = time.monotonic()
         self.wait()
         content = contents(self.worker, recent)
-        state = self._staged()
-        self._thread = threading.Thread(target=self._write, args=(step, content, state), name="write checkpoint")
+        folder = Path(self.saving.folder) / part_name(self.saving.token, step)
+        write_model = self._copied(folder / str(self.worker.setup.worker.model)) if self.saving.trained else None
+        self._thread = threading.Thread(target=self._write, args=(step, folder, content, write_model), name="write checkpoint")
         self._thread.start()
         return time.monotonic() - began
 
@@ -70,26 +68,17 @@ class Snapshots:
         if self._thread is not None:
             self._thread.join()
 
-    def _staged(self) -> Mapping[str, torch.Tensor] | None:
-        if not self.saving.trained:
-            return None
-        from rlgraph.engines.stored import Staging, writing_group
+    def _copied(self, folder: Path) -> Callable[[], list[Path]]:
+        save: Callable[[Path, float], Callable[[], list[Path]]] = self.worker.context.engine.save
+        return save(folder, self.worker.setup.deadline_s)
 
-        if self._staging is None:
-            self._staging = Staging()
-            self._group = writing_group(self.worker.context.world, timedelta(seconds=self.worker.setup.deadline_s))
-        return self._staging.take(self.worker.context.engine.state())
-
-    def _write(self, step: int, content: Mapping[str, Any], state: Mapping[str, torch.Tensor] | None) -> None:
+    def _write(self, step: int, folder: Path, content: Mapping[str, Any], write_model: Callable[[], list[Path]] | None) -> None:
         worker = self.worker.setup.worker
-        folder = Path(self.saving.folder) / part_name(self.saving.token, step)
         try:
             folder.mkdir(exist_ok=True)
             files = [_save(content, folder / f"{worker.name}.pt")]
-            if state is not None:
-                from rlgraph.engines import stored
-
-                files += stored.write(folder / str(worker.model), state, worker.rank, self._group)
+            if write_model is not None:
+                files += write_model()
             written = tuple(_digest(folder, file) for file in files)
         except Exception as error:  # noqa: BLE001 (the outer edge of a thread: whatever it is, the driver hears of it)
             free = shutil.disk_usage(self.saving.folder).free
@@ -99,12 +88,12 @@ class Snapshots:
 
 
 def part_name(token: str, step: int) -> str:
-    """Return the name of the folder in which a checkpoint grows until it is whole; no two attempts share one."""
+    """Name the folder in which a checkpoint grows until it is whole; no two attempts share one."""
     return f".part-{token}-{step:08d}"
 
 
 def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
-    """Return what a worker holds at its cut, beside the model that it trains."""
+    """Collect what a worker holds at its cut, beside the model that it trains."""
     return {
         "random": random_states(),
         "metrics": {step: dict(fired.metrics) for step, fired in recent.items()},
@@ -114,7 +103,7 @@ def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
 
 
 def checked_state(node: str, state: Any) -> Any:
-    """Return the state of a node. Raises CheckpointError for what could not be read back: it is plain values and tensors."""
+    """Copy the state of a node. Raises CheckpointError for what could not be read back: it is plain values and tensors."""
     if isinstance(state, Mapping):
         return {checked_state(node, key): checked_state(node, value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -138,7 +127,7 @@ def _save(content: Mapping[str, Any], file: Path) -> Path:
 
 
 def _digest(folder: Path, file: Path) -> Written:
-    """Return a file's size and checksum."""
+    """Measure a file's size and checksum."""
     with file.open("rb") as data:
         return Written(str(file.relative_to(folder)), file.stat().st_size, hashlib.file_digest(data, "sha256").hexdigest())
 
@@ -166,17 +155,13 @@ def restore(progress: "Progress", resume: Resume) -> None:
     opened = mine["open"] if same else {step: _shared_out(worker, [h["open"][step] for h in held]) for step in mine["open"]}
     progress.recent = {step: Fired(averaged(rank["metrics"][step] for rank in held), parts) for step, parts in opened.items()}
     if worker.setup.saving is not None and worker.setup.saving.trained:
-        from rlgraph.engines import stored
-
-        trained = worker.context.engine.state()
-        stored.read(folder / str(planned.model), trained)
-        worker.context.engine.load_state(trained)
+        worker.context.engine.load(folder / str(planned.model))
     if same:
         set_random_states(mine["random"])
 
 
 def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]]]) -> dict[str, list[Columns]]:
-    """Return this rank's rows of open batches that another number of ranks wrote; of a model that does not generate rank 0 wrote all."""
+    """Take this rank's rows of open batches that another number of ranks wrote; of a model that does not generate rank 0 wrote all."""
     rank, world = worker.setup.worker.rank, worker.setup.worker.world
     found: dict[str, list[Columns]] = {}
     for node in ranks[0]:
@@ -194,12 +179,12 @@ def _share(column: Column, rank: int, world: int) -> Column:
 
 
 def read_parts(folder: Path) -> list[Part]:
-    """Return what the workers put into a checkpoint, as its manifest says."""
+    """Read what the workers put into a checkpoint, as its manifest says."""
     return msgspec.convert(json.loads((folder / "manifest.json").read_text())["parts"], list[Part])
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the process's random generators: Python's, numpy's, torch's."""
+    """The states of the process's random generators: Python's, numpy's, torch's."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     numpy_state = (str(name), torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss))
     found = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}

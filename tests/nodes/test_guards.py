@@ -1,6 +1,7 @@
 """What an update refuses to learn from, and that its weights are then those of before."""
 
 import logging
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(model: Path, guards: Guards, *batches):
     """Return the metrics of an update on each batch, and the weights after all of them."""
     engine = FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)
-    engine.judge = judge = Judge("update", guards)
+    judge = Judge("update", guards)
     found = []
-    for batch in batches:
-        learnt = engine.update(batch, WeightedLikelihood()) if judge.batch(batch) else {}
-        found.append({**learnt, **judge.metrics()})
-    weights = {name: tensor.clone() for name, tensor in engine.weights().items()}
-    moments = len(engine._optimizer.state)
-    engine.close()
-    return found, weights, moments
+    with closing(engine):
+        for batch in batches:
+            learnt = engine.update(batch, WeightedLikelihood(), guard=judge) if judge.batch(batch) else {}
+            found.append({**learnt, **judge.metrics()})
+        weights = {name: tensor.clone() for name, tensor in engine.weights().items()}
+        return found, weights, len(engine._optimizer.state)
 
 
 def poisoned(value: float):

@@ -93,9 +93,11 @@ def test_an_update_that_walks_its_batch_three_times_is_expected_to_take_three_ti
     [
         (
             {"engine": "transformers", "max_sequences": 8},
-            "engine='transformers', max_sequences=8.: this engine takes every response at once",
+            "engine='transformers', max_sequences=8.: 'transformers' has no such setting; leave it out, or use engine='vllm'",
         ),
-        ({"engine": "transformers", "memory": 0.5}, "engine='transformers', memory=0.5.: this engine takes every response at once"),
+        ({"engine": "transformers", "memory": 0.5}, "engine='transformers', memory=0.5.: 'transformers' has no such setting"),
+        ({"engine": "transformers", "tensor_parallel": 2}, "'transformers' has no such setting; leave it out, or use engine='vllm'"),
+        ({"engine": "vllm", "self_test": False}, "'vllm' has no such setting; leave it out, or use engine='transformers'"),
         ({"memory": 0.5, "pool": rg.Pool("host", cpus=2)}, "memory is a share of a GPU's; leave it out on host cores"),
     ],
 )

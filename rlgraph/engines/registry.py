@@ -1,0 +1,121 @@
+"""The engines by name: what each loads, which settings it takes, and what a plan is to know of it.
+
+A new engine is one file with a `SPEC` and one line in a table below. Nothing outside of this folder compares an engine's name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from importlib import import_module
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
+
+from rlgraph.engines.base import GenerateEngine, TrainEngine
+from rlgraph.engines.load import Place
+from rlgraph.errors import GraphError, shown
+from rlgraph.planning.estimates import Estimates, Need, Workload, fully_sharded, master_weights, moments
+from rlgraph.settings import Name
+
+S = TypeVar("S", bound="EngineSpec | TrainerSpec")
+EngineSetting: TypeAlias = Literal["memory", "max_sequences", "engines_per_gpu", "self_test"]
+TrainerSetting: TypeAlias = Literal["micro_batch_tokens", "recompute", "compiled", "self_test"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec(Estimates):
+    """An engine that generates: `rg.Generator(model, pool=…, engine=…)` takes its name or the spec itself.
+
+    `load(generator, place)` makes the engine in the worker that runs it, and is what is sent there: a function of a module.
+    `settings` are the fields of `Generator` that it takes among `max_sequences`, `memory`, `engines_per_gpu` and `self_test`, and
+    `tensor_parallel` if it `spans_devices`; a setting that it does not take is an error. It `shares_steps` if responses that join later
+    take one decode step together with those under way. See `Estimates` for the rest.
+
+    Example:
+        >>> from rlgraph.engines.registry import EngineSpec
+        >>> spec = EngineSpec(name="mine", load=lambda generator, place: MyEngine(generator.path, place.device))
+        >>> spec.takes("tensor_parallel")
+        False
+    """
+
+    name: Name
+    load: Callable[[Any, Place], GenerateEngine]
+    settings: tuple[EngineSetting, ...] = ()
+    spans_devices: bool = False
+    shares_steps: bool = True
+
+    def takes(self, setting: str) -> bool:
+        """Whether it takes a setting that not every engine does."""
+        return setting in self.settings or (setting == "tensor_parallel" and self.spans_devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec(Estimates):
+    """An engine that trains: `rg.Policy(model, pool=…, trainer=…)` takes its name or the spec itself; `Critic` and `Reference` too.
+
+    `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` are the fields of
+    the model that it takes among `micro_batch_tokens`, `recompute`, `compiled` and `self_test`. The defaults of `Estimates` are those of
+    float32 weights, gradients and AdamW's moments that ranks share, of which the moments sleep.
+    """
+
+    name: Name
+    load: Callable[[Any, Place], TrainEngine]
+    settings: tuple[TrainerSetting, ...] = ()
+    sleep_bytes: Callable[[int, int], int] = moments
+    loading_bytes: Callable[[int, int], int] = master_weights
+    memory_estimate: Callable[[Workload], Need] = fully_sharded
+
+    def takes(self, setting: str) -> bool:
+        """Whether it takes a setting that not every trainer does."""
+        return setting in self.settings
+
+
+class Table(Generic[S]):
+    """Specs by name. One that is known by its module is imported when it is asked for first."""
+
+    def __init__(self, known: Mapping[str, str | S]) -> None:
+        self._known: dict[str, str | S] = dict(known)
+
+    def names(self) -> tuple[str, ...]:
+        """The names, in the order of registration."""
+        return tuple(self._known)
+
+    def register(self, spec: S) -> None:
+        """Add a spec under its name. Raises GraphError where another has that name."""
+        if self._known.setdefault(spec.name, spec) is not spec:
+            raise GraphError(f"register({type(spec).__name__}(name={spec.name!r})): there is one of that name; choose another name")
+
+    def find(self, asked: str | S) -> S:
+        """The spec of a name that the table has; a spec is its own."""
+        found: Any = self._known[asked] if isinstance(asked, str) else asked
+        return import_module(found).SPEC if isinstance(found, str) else found
+
+    def with_setting(self, name: str) -> list[str]:
+        """The names of those that take a setting."""
+        return [known for known in self._known if self.find(known).takes(name)]
+
+
+ENGINES: Table[EngineSpec] = Table({"vllm": "rlgraph.engines.vllm_spec", "transformers": "rlgraph.engines.transformers_spec"})
+TRAINERS: Table[TrainerSpec] = Table({"fsdp": "rlgraph.engines.fsdp_spec"})
+
+
+def engine_of(generator: Any) -> EngineSpec:
+    """The spec of the engine of a `Generator`. Raises GraphError for a setting that is given and that the engine does not take."""
+    return _checked(generator, "engine", ENGINES, ("tensor_parallel", *get_args(EngineSetting)))
+
+
+def trainer_of(model: Any) -> TrainerSpec:
+    """The spec of a trained model's trainer. Raises GraphError as `engine_of` does."""
+    return _checked(model, "trainer", TRAINERS, get_args(TrainerSetting))
+
+
+def _checked(model: Any, choice: str, table: Table[S], optional: tuple[str, ...]) -> S:
+    asked = getattr(model, choice)
+    spec = table.find(asked)
+    for field in fields(model):
+        value = getattr(model, field.name)
+        default = field.default if field.default is not MISSING else None
+        if field.name in optional and value != default and not spec.takes(field.name):
+            others = " or ".join(f"{choice}={name!r}" for name in table.with_setting(field.name))
+            raise GraphError(
+                f"{type(model).__name__}({choice}={shown(spec.name)}, {field.name}={shown(value)}): '{spec.name}' has no such setting; "
+                f"leave it out{f', or use {others}' if others else ''}"
+            )
+    return spec

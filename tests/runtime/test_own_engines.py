@@ -1,0 +1,118 @@
+"""A generate engine and a train engine of a user's own, one spec each, go the whole way: declare, compile, launch, update, resume."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forked  # noqa: F401 (a way of dispatch)
+import pytest
+from digests import ITEMS, odd_tokens
+from tiny import tiny
+from unigram import ENGINE, TRAINER
+
+import rlgraph as rg
+from rlgraph.engines import registry
+from rlgraph.errors import GraphError
+from rlgraph.planning.cluster import Cluster
+from rlgraph.runtime.checkpoint import Recovery
+from rlgraph.runtime.job import Job
+from rlgraph.runtime.measure import Step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both under their names, until the end of the test."""
+    for table, spec in ((registry.ENGINES, ENGINE), (registry.TRAINERS, TRAINER)):
+        monkeypatch.setattr(table, "_known", dict(table._known))
+        table.register(spec)  # type: ignore[arg-type]
+    return
+
+
+def loop(model: str, engine: Any = ENGINE, trainer: Any = TRAINER, **pools: Any) -> rg.Graph:
+    """Reward the share of odd tokens, at one step off."""
+    rollout_pool, train_pool = (pools.get(name, rg.Pool(name)) for name in ("rollout", "train"))
+    generator = rg.Generator(model, pool=rollout_pool, engine=engine, sampling=rg.Sampling(max_tokens=8), dtype="float32")
+    policy = rg.Policy(model, pool=train_pool, trainer=trainer, optimizer=rg.AdamW(lr=60.0), dtype="float32")
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
+    rewards = odd_tokens(rollout)
+    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), policy.log_probs(rollout), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("unigram", step.metrics)
+
+
+def bits(step: Step) -> dict[str, float]:
+    return {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}
+
+
+def oracle(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+    with rg.compile(graph, Cluster(cpus=2)).run_here() as job:
+        return [bits(step) for step in job.steps(steps)]
+
+
+@pytest.mark.usefixtures("registered")
+def test_engines_go_by_the_names_that_they_are_registered_under(model: str) -> None:
+    graph = loop(model, "unigram", "unigram")
+    found = oracle(graph, 20)
+    assert found == oracle(loop(model), 20)
+    assert found[-1]["steps"] == 20
+    assert found[-1]["odd"] > found[0]["odd"] + 0.2  # it has learnt, so weights arrive
+
+
+@pytest.mark.usefixtures("registered")
+def test_workers_of_their_own_write_checkpoints_and_a_resumed_job_repeats_the_run(model: str, tmp_path: Path) -> None:
+    graph, found = loop(model, "unigram", "unigram"), []
+    plan = rg.compile(graph, Cluster(cpus=2))
+    for steps in (4, 9):  # of the run as a whole
+        with Job(graph, plan, dispatch_name="forked", deadline_s=60.0, recovery=Recovery(tmp_path, 3, 2)) as job:
+            found += [bits(step) for step in job.steps(steps)]
+    assert found == oracle(graph, 9)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here", "registered")
+def test_a_name_that_only_the_driver_knows_runs_on_ray(model: str) -> None:
+    graph = loop(model, "unigram", "unigram")
+    with rg.compile(graph, Cluster(cpus=2)).launch() as job:
+        found = [bits(step) for step in job.steps(4)]
+    assert found == oracle(graph, 4)
+
+
+def test_the_plan_asks_the_spec_what_an_engine_takes(model: str) -> None:
+    pools = {"rollout": rg.Pool("rollout", gpus=1), "train": rg.Pool("train", gpus=1)}
+    plan = rg.compile(loop(model, **pools), Cluster(gpus=2))
+    parts = {need.pool: dict(need.parts) for need in plan.memory if need.pool is not None and not need.loading}
+    assert parts["rollout"]["weights"] == 4 * 288
+    assert "keys and values" not in parts["rollout"]
+    assert "optimizer" not in parts["train"]
+
+
+def test_settings_that_an_engine_does_not_take_are_errors_that_name_who_does(model: str) -> None:
+    pool = rg.Pool("p")
+    with pytest.raises(GraphError, match=r"engine='unigram', memory=0.5.: 'unigram' has no such setting; .* use engine='vllm'"):
+        rg.Generator(model, pool=pool, engine=ENGINE, memory=0.5)
+    with pytest.raises(GraphError, match=r"engine='unigram', tensor_parallel=2.: .* use engine='vllm'"):
+        rg.Generator(model, pool=pool, engine=ENGINE, tensor_parallel=2)
+    with pytest.raises(GraphError, match=r"Policy.trainer='unigram', recompute=True.: 'unigram' has no such setting; .* trainer='fsdp'"):
+        rg.Policy(model, pool=pool, trainer=TRAINER, recompute=True)
+
+
+def test_an_unknown_name_lists_the_names(model: str) -> None:
+    with pytest.raises(GraphError, match=r"engine='sglang'.: engine is one of \['vllm', 'transformers'\] or an EngineSpec"):
+        rg.Generator(model, pool=rg.Pool("p"), engine="sglang")
+    with pytest.raises(GraphError, match=r"trainer='fsdp2'.: trainer is one of \['fsdp'\] or a TrainerSpec; write trainer='fsdp'"):
+        rg.Critic(model, pool=rg.Pool("p"), trainer="fsdp2")
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_name_is_listed_and_belongs_to_one_spec(model: str) -> None:
+    with pytest.raises(GraphError, match=r"one of \['vllm', 'transformers', 'unigram'\]"):
+        rg.Generator(model, pool=rg.Pool("p"), engine="sglang")
+    registry.ENGINES.register(ENGINE)
+    with pytest.raises(GraphError, match=r"EngineSpec.name='vllm'.*there is one of that name"):
+        registry.ENGINES.register(registry.EngineSpec(name="vllm", load=ENGINE.load))
