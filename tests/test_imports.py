@@ -1,13 +1,16 @@
-"""Importing rlgraph is light: it brings neither Ray nor vLLM nor transformers. No two modules import each other."""
+"""Importing rlgraph is light, no two modules import each other, and engines go by their specs."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import grimp
 import networkx as nx
 import pytest
 
 import rlgraph as rg
+from rlgraph.engines.registry import ENGINES, TRAINERS
 
 
 def test_import_brings_no_heavy_library() -> None:
@@ -39,3 +42,17 @@ def test_the_facade_is_above_all_and_a_plan_knows_it_by_a_protocol_alone(imports
     assert set(imports.predecessors("rlgraph.api")) == {"rlgraph"}
     assert nx.has_path(imports, "rlgraph.api", "rlgraph.planning.plan")
     assert not any(name.startswith(("rlgraph.views", "rlgraph.runtime")) for name in nx.descendants(imports, "rlgraph.planning.plan"))
+
+
+def compared_texts(source: str) -> set[str]:
+    """The texts that a module compares something with."""
+    compared = (side for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare) for side in (node.left, *node.comparators))
+    constants = (part for side in compared for part in ast.walk(side) if isinstance(part, ast.Constant))
+    return {constant.value for constant in constants if isinstance(constant.value, str)}
+
+
+def test_no_module_outside_of_the_engines_compares_an_engines_name() -> None:
+    names, root = {*ENGINES.names(), *TRAINERS.names()}, Path(rg.__file__).parent
+    assert compared_texts("if engine in ('vllm', other) or 'fsdp' != trainer: pass") == {"vllm", "fsdp"}
+    outside = [path for path in root.rglob("*.py") if "engines" not in path.relative_to(root).parts]
+    assert {path.name: found for path in outside if (found := compared_texts(path.read_text()) & names)} == {}

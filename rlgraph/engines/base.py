@@ -87,15 +87,15 @@ class GenerateEngine(ABC):
 
     @abstractmethod
     def decode(self) -> dict[str, Response]:
-        """Advance by one decode step, and return what it finished, without versions. Each response says why it ended (`finish`)."""
+        """Advance by one decode step, and give what it finished, without versions. Each response says why it ended (`finish`)."""
 
     @abstractmethod
     def unfinished(self) -> int:
-        """Return how many requests the engine holds."""
+        """How many requests the engine holds."""
 
     @abstractmethod
     def written(self) -> dict[str, int]:
-        """Return how many tokens each unfinished request has so far; 0 while it waits."""
+        """How many tokens each unfinished request has so far; 0 while it waits."""
 
     @abstractmethod
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
@@ -107,7 +107,7 @@ class GenerateEngine(ABC):
 
     @abstractmethod
     def context_length(self) -> int:
-        """Return how many tokens prompt and response may have together."""
+        """How many tokens prompt and response may have together."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,7 +124,7 @@ class GenerateEngine(ABC):
         """Be ready to load weights and to decode again, once this returns."""
 
     def step(self, prefix: str = "") -> dict[str, Response]:
-        """Advance by one decode step, if there is one to do, and return what has finished, by request id.
+        """Advance by one decode step, if there is one to do, and give what has finished, by request id.
 
         Of several nodes that share the engine each gives the prefix of its own ids, and gets what finished in steps of the others.
         """
@@ -155,7 +155,7 @@ class GenerateEngine(ABC):
         self.version = self.version + 1 if version is None else version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """Return one response for each prompt, in the order given. Requests submitted before go on beside them.
+        """Sample one response for each prompt, in the order given. Requests submitted before go on beside them.
 
         Raises DataError for a prompt that cannot be continued, or where there is not one seed for each.
         """
@@ -175,7 +175,7 @@ class GenerateEngine(ABC):
         return [done[request_id] for request_id in ids]
 
     def _tagged(self, responses: Mapping[str, Response]) -> dict[str, Response]:
-        """Return the responses with the version of each token."""
+        """Attach to each response the weight version that sampled each of its tokens."""
         return {name: replace(r, versions=self._versions(name, len(r.tokens))) for name, r in responses.items()}
 
     def _versions(self, request_id: str, count: int) -> list[int]:
@@ -204,7 +204,7 @@ class PolicyLoss(Protocol):
     def __call__(
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return this micro-batch's part of the loss and of the metrics."""
+        """Compute this micro-batch's part of the loss and of the metrics."""
 
 
 class ValueLoss(Protocol):
@@ -219,7 +219,7 @@ class ValueLoss(Protocol):
         """False: values have none."""
 
     def __call__(self, values: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return this micro-batch's part of the loss and of the metrics."""
+        """Compute this micro-batch's part of the loss and of the metrics."""
 
 
 Loss: TypeAlias = PolicyLoss | ValueLoss

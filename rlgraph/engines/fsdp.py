@@ -204,7 +204,7 @@ class FsdpEngine:
 
 
 def _unpack(values: torch.Tensor, part: MicroBatch, width: int) -> torch.Tensor:
-    """Return `[rows, T]` with the values at their places and 0 elsewhere."""
+    """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
     return values.new_zeros(len(part.rows), width).index_put((part.row, part.column), values)
 
 
@@ -216,7 +216,7 @@ def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
 
 
 def _summed(parts: list[dict[str, float]], world: int, device: torch.device) -> dict[str, float]:
-    """Return the sum of the metrics over micro-batches and ranks, in the order of the ranks, the same on every rank."""
+    """Sum the metrics over micro-batches and ranks, in the order of the ranks, the same on every rank."""
     gathered = _gathered(parts, world, device) if world > 1 else [parts]
     total: dict[str, float] = {}
     for part in (part for parts in gathered for part in parts):
@@ -226,7 +226,7 @@ def _summed(parts: list[dict[str, float]], world: int, device: torch.device) -> 
 
 
 def _gathered(parts: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
-    """Return the parts of all ranks."""
+    """Gather the parts of all ranks."""
     mine = msgspec.msgpack.encode([[*part.items()] for part in parts])
     told = (msgspec.msgpack.decode(part, type=list[list[tuple[str, float]]]) for part in gathered(mine, world, device))
     return [[dict(part) for part in parts] for parts in told]

@@ -80,11 +80,11 @@ class CriticUpdate(Training):
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
         learnt = self.learn(context, judge, batch)
         counted = {name.replace("guards/", "guards/critic_"): value for name, value in judge.metrics().items()}
-        return {}, {**learnt, **counted, **_foretold(batch)}
+        return {}, {**learnt, **counted, **_explained(batch)}
 
 
-def _foretold(batch: Columns) -> dict[str, float]:
-    """Return mean, max and min of returns and values over the tokens, and the share of the returns' variance that values explain."""
+def _explained(batch: Columns) -> dict[str, float]:
+    """Measure mean, max and min of returns and values over the tokens, and the share of the returns' variance that values explain."""
     mask = batch["response_mask"]
     assert isinstance(mask, torch.Tensor)
     found = {name: column[mask] for name in ("values", "returns") if isinstance(column := batch.get(name), torch.Tensor)}

@@ -58,7 +58,7 @@ class Judge:
     found: dict[str, float] = field(default_factory=dict)
 
     def batch(self, columns: Columns) -> bool:
-        """Return whether there is something to learn from. Raises GuardError where the guards say stop."""
+        """Whether there is something to learn from. Raises GuardError where the guards say stop."""
         self.skipped, self.warnings, self.found = 0, 0, {}
         mask = columns["response_mask"]
         assert isinstance(mask, torch.Tensor)
@@ -74,7 +74,7 @@ class Judge:
         return True
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the optimizer may step, from the metrics of the loss and the norm of the gradients."""
+        """Whether the optimizer may step, by the metrics of the loss and the norm of the gradients."""
         bad = [name for name, value in metrics.items() if name.endswith(("_loss", "grad_norm")) and not math.isfinite(value)]
         if bad:
             self._skip(self.guards.nonfinite, f"{', '.join(f'{name} is {metrics[name]}' for name in bad)}")
@@ -85,7 +85,7 @@ class Judge:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return what was counted since the batch came in, and over the run."""
+        """What was counted since the batch came in, and over the run."""
         counts = {"guards/skipped": self.skipped, "guards/skipped_total": self.total, "guards/warnings": self.warnings}
         return {name: float(count) for name, count in counts.items()} | self.found
 
@@ -124,7 +124,7 @@ class Outliers:
     LEARNT = 100  # rewards before any can be called an outlier
 
     def look(self, rewards: torch.Tensor) -> int:
-        """Return how many of these rewards are outliers, with a warning for the farthest."""
+        """Count the outliers among these rewards, with a warning for the farthest."""
         found = 0
         if self.count >= self.LEARNT:
             spread = max(math.sqrt(self.squares / self.count), 1e-6 * max(abs(self.mean), 1.0))

@@ -58,7 +58,7 @@ def _has_tokens(part: Columns) -> bool:
 
 
 def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:
-    """Return the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
+    """Check the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
     where = f"node '{node}'"
     rows = max((output.node.rows for output in inputs if isinstance(output, Output)), default=0)
     if rows % mini_batches:

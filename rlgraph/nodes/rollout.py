@@ -260,14 +260,14 @@ class Rollout(Operation):
             yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
-        """Return the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
+        """Choose the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
         return [
             [rows[place] for place in share(len(rows), context.rank, context.world)]
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
     def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
-        """Return a request for each response of this rank, by part. The response is a function of the weights, the seed, the place of
+        """Make a request for each response of this rank, by part. The response is a function of the weights, the seed, the place of
         its prompt in the data order and its own in the group."""
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
