@@ -53,6 +53,12 @@ class TrainerSpec(Estimates):
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` are the fields of
     the model that it takes among `micro_batch_tokens`, `recompute`, `compiled` and `self_test`. The defaults of `Estimates` are those of
     float32 weights, gradients and AdamW's moments that ranks share, of which the moments sleep.
+
+    Example:
+        >>> from rlgraph.engines.registry import TrainerSpec
+        >>> spec = TrainerSpec(name="mine", load=lambda model, place: MyTrainer(model.path, place.rank), settings=("recompute",))
+        >>> spec.takes("compiled"), spec.sleep_bytes(1000, 2)
+        (False, 8000)
     """
 
     name: Name
@@ -78,7 +84,10 @@ class Table(Generic[S]):
         return tuple(self._known)
 
     def register(self, spec: S) -> None:
-        """Add a spec under its name. Raises GraphError where another has that name."""
+        """Add a spec under its name, in the process that declares graphs; workers get it with the model.
+
+        Raises GraphError where another has that name.
+        """
         if self._known.setdefault(spec.name, spec) is not spec:
             raise GraphError(f"register({type(spec).__name__}(name={spec.name!r})): there is one of that name; choose another name")
 
