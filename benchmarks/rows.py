@@ -150,6 +150,7 @@ STAGES = [
 ]  # fmt: skip
 
 PREDICTED = "prediction_cpu.json"
+JOINED = "joined_rollout.json"
 CONFIGURATIONS = {"count": count(PREDICTED, "configurations", Each(), "name", reduce="count")}
 ACCURATE = [
     Row("a step predicted before the run, {count} configurations: median error", percent(PREDICTED, "median_error"),
@@ -160,6 +161,12 @@ ACCURATE = [
         "benchmarks/prediction.py", "pairs", count(PREDICTED, "signs_where_async_loses")),
     Row("measured step of the plan predicted to be best, over that of the best, worst of all works",
         times(PREDICTED, "predicted best over measured best", form="{:.3f}", reduce="max"), "benchmarks/prediction.py"),
+    Row("a batch of vLLM on an H200 where batches or weights join, from its seconds batch by batch alone, {count} ways: median error",
+        percent(JOINED, "rollout_h200.json", "median_error"), "benchmarks/joined_rollout.py",
+        "worst", percent(JOINED, "rollout_h200.json", "worst_error"),
+        {"count": count(JOINED, "rollout_h200.json", "ways", Each(), "way", reduce="count")}),
+    Row("the same of a tiny model on two cores, all time given to decode steps", percent(JOINED, "rollout_cpu.json, steps alone", "median_error"),
+        "benchmarks/joined_rollout.py", "worst", percent(JOINED, "rollout_cpu.json, steps alone", "worst_error")),
     Row("published synchronous step over that predicted from its published stages, farthest of all",
         share("seed_tables.json", "rows", Each({"kind": "sync"}), "ratio", form="{:.3f}", reduce="farthest from 1"),
         "benchmarks/seed_tables.py", "rows", count("seed_tables.json", "rows", Each({"kind": "sync"}), "ratio", reduce="count")),

@@ -134,8 +134,10 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("more", WAYS, ids=str)
-@pytest.mark.parametrize("update_s", [0.1, 0.4, 1.3])
-@pytest.mark.parametrize(("depth", "engines", "engine"), [(1, 1, "vllm"), (2, 2, "vllm"), (3, 1, "transformers")])
+@pytest.mark.parametrize(
+    ("depth", "engines", "engine", "update_s"),
+    [(1, 1, "vllm", 0.1), (1, 1, "vllm", 0.4), (2, 2, "vllm", 0.4), (2, 2, "vllm", 1.3), (3, 1, "transformers", 0.4)],
+)
 def test_a_prediction_is_what_the_rollouts_own_code_does(
     more: dict[str, Any], update_s: float, depth: int, engines: int, engine: str
 ) -> None:
