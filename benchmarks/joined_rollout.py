@@ -85,11 +85,6 @@ def main() -> None:
                 "worst_error": max(errors),
                 "ways": rows,
             }
-                "machine": measured["machine"],
-                "median_error": statistics.median(errors),
-                "worst_error": max(errors),
-                "ways": rows,
-            }
             print(f"{file}{kind}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
             for row in rows:
                 print(f"  {row['setting']:32} {row['way']:22} {row['predicted_s']:.3f} {row['measured_s']:.3f} {row['error']:+.1%}")
