@@ -49,7 +49,8 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     scores = engine.scores(batch)
     metrics = [engine.update(batch, loss) for _ in range(2)]
     write = engine.save(out / "stored", 60.0)
-    saved = {"scores": scores, "metrics": metrics, "weights": engine.weights()}
+    shards = [(shard.name, shard.global_shape, shard.offsets, shard.tensor, shard.replica) for shard in engine.weight_shards()]
+    saved = {"scores": scores, "metrics": metrics, "weights": engine.weights(), "shards": shards}
     torch.save(saved, out / f"{rank}.pt")
     engine.update(batch, loss)  # what is written is the copy of before
     write()

@@ -1,0 +1,49 @@
+"""The shards of DTensors on meshes of 8 ranks, each rank in a process of its own that says nothing to the others."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlgraph.engines.sharding import local, placed
+
+WHOLE = torch.arange(7 * 6 * 4.0).view(7, 6, 4)
+PLACEMENTS: dict[str, list[Any]] = {
+    "rows": [Shard(0), Replicate(), Replicate()],
+    "rows of two meshes": [Shard(0), Shard(0), Replicate()],
+    "rows and columns": [Replicate(), Shard(1), Shard(0)],
+    "three dims": [Shard(2), Shard(0), Shard(1)],
+    "replicas": [Replicate(), Replicate(), Replicate()],
+}
+
+
+def shards_of(rank: int) -> dict[str, Any]:
+    """Return (offsets, replica, tensor) of this rank for each placement, and of FSDP2 over tensor parallel shards of one dim."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    found = {name: distribute_tensor(WHOLE, mesh, placements, src_data_rank=None) for name, placements in PLACEMENTS.items()}
+    both = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    layer = torch.nn.Linear(3, 16, bias=False)
+    whole = torch.arange(48.0).view(16, 3)
+    layer.weight = torch.nn.Parameter(distribute_tensor(whole, both["tp"], [Shard(0)], src_data_rank=None))
+    fully_shard(layer, mesh=both["fsdp"])
+    found["fsdp over tp"] = layer.weight.detach()
+    result = {name: (*placed(tensor), local(tensor).clone()) for name, tensor in found.items()}
+    dist.destroy_process_group()
+    return result
+
+
+def run(results: Any) -> None:
+    """Put what each rank found, with its number; the ranks are forked from a process that has imported torch."""
+    torch.set_num_threads(1)
+    for rank in range(8):
+        if not (child := os.fork()):
+            found = {name: (offsets, replica, t.tolist(), tuple(t.shape)) for name, (offsets, replica, t) in shards_of(rank).items()}
+            results.put((rank, found))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
