@@ -228,3 +228,16 @@ def test_a_description_that_no_rank_makes_is_refused(make_shm: Any, description:
     writer.put(1, {SHARDS: torch.tensor(list(description), dtype=torch.uint8), "w": torch.ones(2)}, LONG)
     with pytest.raises(ChannelError, match="weights"):
         WeightsReader([reader], buffers=1).receive(1, LONG)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_boxes_that_change_places_alone_land_at_their_new_places(make_shm: Any, buffers: int) -> None:
+    """The messages are laid out alike, so that the reader gets the very tensors of the version before."""
+    writer, readers = make_shm(slots=1)
+    publisher, receiver = WeightsWriter(writer, torch.float32), WeightsReader(readers, buffers)
+    for version in range(1, 5):
+        first, second = (0, 2) if version % 2 else (2, 0)
+        shards = [WeightShard("w", (4,), (offset,), torch.full((2,), float(offset))) for offset in (first, second)]
+        publisher.publish(version, shards, LONG)
+        assert receiver.receive(version, LONG)["w"].tolist() == [0, 0, 2, 2]
+        receiver.done()
