@@ -4,13 +4,14 @@ Two implementations with the same behaviour: a Compiled Graph (one bound method 
 numbers only), and plain actor calls.
 """
 
+import contextlib
 import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -289,17 +290,38 @@ def start_ray(hosts: int = 1) -> bool:
     # they share the cores as the plan says.
     # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
-    ray.init(
-        "local",
-        include_dashboard=False,
-        num_cpus=1,
-        object_store_memory=100 * 2**20,
-        log_to_driver=True,
-        logging_level=logging.ERROR,
-        # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
-        _system_config={"worker_niceness": 0, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
-    )
+    with _daemons_apart():
+        ray.init(
+            "local",
+            include_dashboard=False,
+            num_cpus=1,
+            object_store_memory=100 * 2**20,
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+            # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
+            _system_config={"worker_niceness": 0, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        )
     return True
+
+
+@contextlib.contextmanager
+def _daemons_apart() -> Iterator[None]:
+    """Let Ray start its daemons in process groups of their own, so that a signal to the program's group is the program's to handle.
+
+    A SIGTERM of `timeout` or of a job scheduler goes to the whole group. It would end Ray under the steps in flight, and the
+    end of the job would then wait for a Ray that is gone. The daemons still die with the driver: the kernel sees to that,
+    and where it cannot, Ray needs them in the driver's group.
+    """
+    services = ray._private.services
+    if not ray._private.utils.detect_fate_sharing_support_linux():
+        yield
+        return
+    popen = services.ConsolePopen
+    services.ConsolePopen = lambda *arguments, **options: popen(*arguments, process_group=0, **options)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def session_folder() -> str:

@@ -36,16 +36,10 @@ with plan.launch() as job:
 def run_until(*signals: tuple[str, int, float]) -> tuple[int, str, list[int], list[str]]:
     """Send each signal so many seconds after the line that the program says; return status, what it said as errors, and what is left."""
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    command = [sys.executable, "-c", PROGRAM.format(tests=str(Path(fakes.__file__).parent))]
-    program = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"RLGRAPH_MARK": mark}
-    )
-    assert program.stdout is not None
+    program = started(mark)
     ours: set[int] = set()
     for awaited, number, after_s in signals:
-        for line in program.stdout:
-            if line.strip() == awaited:
-                break
+        read_until(program, awaited)
         time.sleep(after_s)
         ours |= set(marked(mark))
         os.killpg(program.pid, number)  # Ctrl-C reaches the whole group of a terminal
@@ -54,6 +48,20 @@ def run_until(*signals: tuple[str, int, float]) -> tuple[int, str, list[int], li
     made = {str(pid) for pid in ours}
     left = [path.name for path in Path("/dev/shm").iterdir() if made & set(re.findall(r"\d+", path.name))]
     return program.returncode, errors, marked(mark), left
+
+
+def started(mark: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PROGRAM.format(tests=str(Path(fakes.__file__).parent))]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"RLGRAPH_MARK": mark}
+    )
+
+
+def read_until(program: "subprocess.Popen[str]", awaited: str) -> None:
+    assert program.stdout is not None
+    for line in program.stdout:
+        if line.strip() == awaited:
+            return
 
 
 def marked(mark: str) -> list[int]:
@@ -90,3 +98,20 @@ def test_a_signal_at_a_bad_time_leaves_nothing_and_gives_its_own_status(signals,
         errors
     )
     assert (processes, shared) == ([], [])
+
+
+@pytest.mark.ray
+def test_a_signal_to_the_whole_group_is_left_to_the_program_and_ray_goes_on_until_its_end() -> None:
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    program = started(mark)
+    read_until(program, "did 2")
+    daemons = [pid for pid in marked(mark) if re.search(rb"gcs_server|raylet/raylet", Path(f"/proc/{pid}/cmdline").read_bytes())]
+    groups = [os.getpgid(pid) for pid in daemons]
+    os.killpg(program.pid, signal.SIGTERM)  # as `timeout` and job schedulers send it
+    read_until(program, "ending")
+    alive = set(daemons) <= set(marked(mark))
+    _, errors = program.communicate(timeout=90)
+    assert (program.returncode, "finishing the steps in flight" in errors) == (128 + signal.SIGTERM, True), errors
+    assert (len(daemons), alive, program.pid in groups) == (2, True, False)
+    wait_until(lambda: not marked(mark))
+    assert marked(mark) == []
