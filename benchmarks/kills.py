@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from victims import MARK, chosen, kill, processes
+from victims import MARK, VICTIMS, chosen, kill, processes
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
@@ -208,7 +208,7 @@ def _wait(child: int, timeout_s: float | None) -> int | None:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budget: int, found: Found) -> None:
+def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budget: int, found: Found, of: Sequence[str] = ()) -> None:
     """Run a program on Ray and kill random processes of it; a killed driver is started again, the others come back by themselves."""
     log = (folder / "log").open("a")
     command = [sys.executable, __file__, "drive", str(folder), str(depth), str(steps)]
@@ -237,7 +237,10 @@ def kill_on_ray(folder: Path, depth: int, steps: int, draw: random.Random, budge
             time.sleep(draw.uniform(0.0, 2.0))
         if driver.poll() is not None:
             continue
-        name, victim = chosen(processes(folder), draw)
+        there = chosen(processes(folder), draw, of)
+        if there is None:
+            continue
+        name, victim = there
         before, killed_s = _beat(folder), time.time()
         kill(victim)
         found.kills[name] += 1
@@ -278,7 +281,7 @@ def ks_p(a: Sequence[float], b: Sequence[float]) -> float:
     return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * z) ** 2) for k in range(1, 101))) if z > 0.2 else 1.0
 
 
-def measure(mode: str, kills: int, seed: int, minutes: float) -> dict[str, Any]:
+def measure(mode: str, kills: int, seed: int, minutes: float, of: Sequence[str] = ()) -> dict[str, Any]:
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     root = Path(tempfile.mkdtemp(prefix="rlgraph-faults-"))
     tiny_model(root / "model")
@@ -299,7 +302,7 @@ def measure(mode: str, kills: int, seed: int, minutes: float) -> dict[str, Any]:
             found = Found()
             budget = min(kills - total.kills.total(), 40)
             if mode == "ray":
-                kill_on_ray(folder, depth, steps, draw, budget, found)
+                kill_on_ray(folder, depth, steps, draw, budget, found, of)
             else:
                 found.kills = kill_here(folder, depth, steps, draw, budget)
             checked = check(folder, whole, depth, steps)
@@ -362,10 +365,11 @@ def main() -> None:
     arguments.add_argument("--kills", type=int, default=50)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--minutes", type=float, default=13.0)
+    arguments.add_argument("--of", nargs="+", choices=VICTIMS, default=(), help="on Ray, kill only these")
     arguments.add_argument("--json", type=Path, help="add the figures to those in this file")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    figures = measure(given.mode, given.kills, given.seed, given.minutes)
+    figures = measure(given.mode, given.kills, given.seed, given.minutes, given.of)
     print(json.dumps(figures, indent=1))
     if given.json:
         before = json.loads(given.json.read_text())["parts"] if given.json.exists() else []

@@ -40,10 +40,15 @@ def _name(pid: int) -> str:
     return "another of Ray's"
 
 
-def chosen(there: Sequence[tuple[str, int]], draw: random.Random) -> tuple[str, int]:
-    """Draw whom to kill: a worker, the driver or the raylet as often as one another, now and then another of Ray's processes."""
-    kinds = sorted({name for name, _ in there})
-    wanted = [kind for kind in kinds if kind in VICTIMS] if draw.random() < 0.9 else kinds
+def chosen(there: Sequence[tuple[str, int]], draw: random.Random, of: Sequence[str] = ()) -> tuple[str, int] | None:
+    """Draw whom to kill: a worker, the driver or the raylet as often as one another, now and then another of Ray's processes.
+
+    With `of`, only processes of these kinds; None where there is none.
+    """
+    kinds = sorted({name for name, _ in there if not of or name in of})
+    if of and not kinds:
+        return None
+    wanted = kinds if of or draw.random() >= 0.9 else [kind for kind in kinds if kind in VICTIMS]
     kind = draw.choice(wanted or kinds)
     return draw.choice(sorted(victim for victim in there if victim[0] == kind))
 

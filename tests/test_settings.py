@@ -14,14 +14,19 @@ import rlgraph as rg
 from rlgraph import algorithms, settings
 from rlgraph.errors import GraphError, PlanError, RlgraphError, shown
 from rlgraph.graph import Due, Output
+from rlgraph.nodes.base import checked_metrics
 from rlgraph.nodes.mini_batches import Walks
 from rlgraph.nodes.sandbox import Limits
+from rlgraph.nodes.scorers import reasoning_gym
 from rlgraph.nodes.tools import Python, Tool
 from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.plan import Plan
+from rlgraph.planning.replay import deeper
+from rlgraph.runtime.identity import difference
 from rlgraph.runtime.local import LocalJob
 
+LONG = "x" * 10**5
 POOL = rg.Pool("p")
 QUESTIONS = [{"prompt": "1 + 1 =", "answer": "2"}]
 
@@ -189,3 +194,28 @@ def test_a_value_whose_class_cannot_print_itself_is_named_by_its_class() -> None
     assert shown(Shy()) == "a Shy that cannot be printed (ValueError)"
     assert shown(object()) == "an object"
     assert shown(Output) == "the class Output"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: algorithms.GDPO(keys=(LONG, LONG)),
+        lambda: algorithms.GDPO(keys=tuple(map(str, range(10_000))), weights=(1.0,)),
+        lambda: algorithms.Rejection.from_verl(LONG, 2.0),
+        lambda: reasoning_gym("chain_sum", size=1, instruction=LONG),
+        lambda: rg.Tools(environment=LONG, pool=rg.Pool("tools", cpus=1)),
+        lambda: rg.Tools([LONG], pool=rg.Pool("tools", cpus=1)),
+        lambda: checked_metrics("score", {LONG: LONG}),
+        lambda: deeper(None, LONG),
+    ],
+)
+def test_an_error_never_shows_a_long_value_whole(make) -> None:
+    with pytest.raises(RlgraphError) as error:
+        make()
+    assert len(str(error.value)) < 600
+
+
+def test_a_difference_of_two_runs_is_told_in_short() -> None:
+    told = difference({"data": "a" + LONG}, {"data": "b" + LONG})
+    assert told.startswith("data was 'axx")
+    assert len(told) < 300

@@ -15,7 +15,7 @@ from rlgraph.algorithms.groups import Groups, groups_of
 from rlgraph.algorithms.inputs import masked, rowwise
 from rlgraph.algorithms.masks import count, spread, whiten_rows
 from rlgraph.columns import Columns
-from rlgraph.errors import DataError, GraphError
+from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.settings import Finite, Positive
 
 EPSILON = 1e-6
@@ -162,9 +162,11 @@ class GDPO(GRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.keys or len(set(self.keys)) < len(self.keys):
-            raise GraphError(f"GDPO(keys={self.keys!r}): keys name one column or more, each once, as in keys=('accuracy', 'format')")
+            raise GraphError(f"GDPO(keys={shown(self.keys)}): keys name one column or more, each once, as in keys=('accuracy', 'format')")
         if self.weights is not None and len(self.weights) != len(self.keys):
-            raise GraphError(f"GDPO(weights={self.weights!r}): there is one weight for each of the keys {self.keys}; give a tuple of them")
+            raise GraphError(
+                f"GDPO(weights={shown(self.weights)}): there is one weight for each of the keys {shown(self.keys)}; give a tuple of them"
+            )
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -8,7 +8,7 @@ from rlgraph import settings
 from rlgraph.algorithms.inputs import check_mask
 from rlgraph.algorithms.rejection import Rejection
 from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, TruncatedIS
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         settings.check(self)
         if len(set(self.rejections)) < len(self.rejections):
-            raise GraphError(f"RolloutCorrection(rejections={self.rejections!r}): a rejection is given twice; leave one out")
+            raise GraphError(f"RolloutCorrection(rejections={shown(self.rejections)}): a rejection is given twice; leave one out")
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -124,4 +124,4 @@ def _verl_numbers(threshold: object) -> list[float] | None:
 
 def _not_verl(option: str, threshold: object) -> GraphError:
     form = "'lower_upper' as '0.5_2.0', or the upper bound alone, at least 1" if option.endswith("k1") else "one number above 0, as 0.01"
-    return GraphError(f"Rejection.from_verl({option!r}, {shown(threshold)}): the threshold of this option is {form}")
+    return GraphError(f"Rejection.from_verl({shown(option)}, {shown(threshold)}): the threshold of this option is {form}")

@@ -9,7 +9,7 @@ import msgspec
 from rlgraph.channels.address import dial
 from rlgraph.channels.base import MAX_SLOTS, Stop
 from rlgraph.channels.link import UNREADABLE, Link
-from rlgraph.errors import ChannelError, ChannelTimeout
+from rlgraph.errors import ChannelError, ChannelTimeout, shown
 
 MAX_REASON = 4000  # characters: the token that carries it still fits into one write
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -140,7 +140,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
             with link.deadline(timeout_s):
                 welcome = _decoder.decode(link.receive())
             if not isinstance(welcome, Welcome):
-                raise ChannelError(f"{where}: the writer at '{address}' sent {welcome!r} where its welcome belongs")
+                raise ChannelError(f"{where}: the writer at '{address}' sent {shown(welcome)} where its welcome belongs")
             return link, welcome
         except BaseException:
             link.close()
@@ -164,4 +164,4 @@ def stop(token: Token | Lost, who: str, link: Link) -> Stop:
         case Lost():
             return Stop(who, token.why, link.pid)
         case _:
-            return Stop(who, f"sent {token!r} where no such token belongs; the channel is of no further use", link.pid)
+            return Stop(who, f"sent {shown(token)} where no such token belongs; the channel is of no further use", link.pid)

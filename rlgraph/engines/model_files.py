@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlgraph.errors import DataError
+from rlgraph.errors import DataError, shown
 
 MOST_HEADER_BYTES = 100_000_000  # what safetensors takes itself
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32}
@@ -50,8 +50,8 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         import transformers
 
         raise DataError(
-            f"'{file}': model_type {config['model_type']!r} is unknown to transformers {transformers.__version__}; install a version that "
-            "knows it, or take another model: code that comes with a model is not run"
+            f"'{file}': model_type {shown(config['model_type'])} is unknown to transformers {transformers.__version__}; install a "
+            "version that knows it, or take another model: code that comes with a model is not run"
         )
     if config.get("is_encoder_decoder"):
         raise DataError(f"'{file}': an encoder with a decoder; rlgraph takes decoder-only text models")

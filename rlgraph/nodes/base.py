@@ -9,7 +9,7 @@ from typing import Any, Protocol, SupportsFloat, TypeAlias
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Output, declare
 from rlgraph.operation import NodeTraits, Operation
 
@@ -156,7 +156,7 @@ def checked_metrics(node: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
             raise GraphError(
-                f"node '{node}' returned the metric {name!r} as {type(value).__name__}; "
+                f"node '{node}' returned the metric {shown(name)} as {type(value).__name__}; "
                 "a metric is a number under a name: give value.item()"
             )
     return {name: float(value) for name, value in metrics.items()}

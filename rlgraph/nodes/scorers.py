@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlgraph.errors import DataError
+from rlgraph.errors import DataError, shown
 from rlgraph.nodes.mathematics import math_verify
 
 __all__ = ["answer_in", "math_verify", "reasoning_gym"]
@@ -30,7 +30,7 @@ class ReasoningGym:
 
     def __post_init__(self) -> None:
         if "{question}" not in self.instruction:
-            raise DataError(f"reasoning_gym: instruction={self.instruction!r} has no {{question}}, where the question goes")
+            raise DataError(f"reasoning_gym: instruction={shown(self.instruction)} has no {{question}}, where the question goes")
         _entries(self)
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlgraph import settings
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.sandbox import Limits, ToolError
@@ -110,15 +110,17 @@ class Tools:
         if self.tools and self.environment is not None:
             raise GraphError("Tools(tools, environment=...) has both; an environment of your own answers by itself: leave the tools out")
         if self.environment is not None and not inspect.iscoroutinefunction(getattr(self.environment, "reply", None)):
-            raise GraphError(f"Tools(environment={self.environment!r}): an environment is a class with `async def reply(self, text)`")
+            raise GraphError(f"Tools(environment={shown(self.environment)}): an environment is a class with `async def reply(self, text)`")
         if self.environment is not None:
             kinds = {p.kind for p in inspect.signature(self.environment).parameters.values()}
             if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
-                raise GraphError(f"Tools(environment={self.environment!r}): its parameters name the columns it is made with, as (answers)")
+                raise GraphError(
+                    f"Tools(environment={shown(self.environment)}): its parameters name the columns it is made with, as (answers)"
+                )
         names = [tool.name for tool in self.by_name().values()]
         for tool in self.tools:
             if not isinstance(tool, Tool) and not inspect.iscoroutinefunction(tool):
-                raise GraphError(f"Tools: {tool!r} is no tool; pass rg.tools.python, or an async function: `async def search(query)`")
+                raise GraphError(f"Tools: {shown(tool)} is no tool; pass rg.tools.python, or an async function: `async def search(query)`")
         if len(names) < len(self.tools):
             raise GraphError(f"Tools: two tools have one name among {names}; a model calls a tool by its name")
         if self.pool.cpus is None:

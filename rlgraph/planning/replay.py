@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rlgraph.errors import PlanError
+from rlgraph.errors import PlanError, shown
 from rlgraph.planning.fit import WARM_UP, measured_costs, setting_of
 from rlgraph.planning.handover import handovers, interruptions
 from rlgraph.planning.laws import NodeCost, Setting
@@ -161,7 +161,7 @@ def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]
 def deeper(plan: Plan, depth: int) -> Schedule:
     """Return the plan's schedule with another depth on every feedback edge, and the slots that follow."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise PlanError(f"replay(depth={depth!r}): depth is a whole number of at least 0")
+        raise PlanError(f"replay(depth={shown(depth)}): depth is a whole number of at least 0")
     if not plan.loops:
         raise PlanError("replay(depth=...): the plan has no feedback edge")
     pools = {node.pool for node in plan.nodes if node.pool is not None}

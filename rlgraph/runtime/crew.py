@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import AuthenticationError
 
 from rlgraph.channels.link import Link
-from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied, shown
 from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.activity import described
@@ -183,7 +183,7 @@ class Crew:
             case messages.Failure():
                 self._failures.append(message)
             case _:
-                raise OSError(f"a message that no worker sends: {message!r}")
+                raise OSError(f"a message that no worker sends: {shown(message)}")
 
     def did(self) -> Heartbeat | None:
         """What the worker that failed or died did at that moment, where that is known."""

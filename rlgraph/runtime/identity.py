@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlgraph.errors import shown
 from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
 
@@ -26,4 +27,4 @@ def difference(saved: Any, now: Any, where: str = "") -> str:
         return ""
     if isinstance(saved, Sequence) and isinstance(now, Sequence) and not isinstance(saved, str):
         return "" if list(saved) == list(now) else f"{where} was {list(saved)} and is {list(now)}"
-    return "" if saved == now else f"{where} was {saved!r} and is {now!r}"
+    return "" if saved == now else f"{where} was {shown(saved)} and is {shown(now)}"

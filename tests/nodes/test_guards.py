@@ -62,6 +62,7 @@ def test_a_run_goes_on_after_a_skipped_step_as_if_that_had_not_been(model: Path)
 def test_stop_raises_before_the_weights_change(model: Path) -> None:
     with pytest.raises(GuardError, match=r"node 'update': actor/pg_loss is nan, actor/grad_norm is nan; the weights are as they were"):
         trained(model, Guards(nonfinite="stop"), poisoned(float("nan")))
+    assert not torch.distributed.is_initialized()
 
 
 def test_an_empty_batch_is_skipped_and_counted(model: Path) -> None:
