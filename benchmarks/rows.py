@@ -201,14 +201,19 @@ def kills(mode: str, told: str) -> Row:
                "findings", count(KILLS, *where, "wrong", reduce="items"))  # fmt: skip
 
 
+def faults(on: str, told: str) -> Row:
+    return Row(f"faults injected into every stage, {told}: the first line of the error names the culprit, or a slow one is warned about",
+               count(FAULTS, on, "first line names the culprit"), f"benchmarks/injected_faults.py {on}", "faults",
+               count(FAULTS, on, "faults"))  # fmt: skip
+
+
 RELIABLE = [
     Row("every order of firing of all training graphs of up to 5 nodes: states, none with a broken bound or a deadlock",
         count("model_check.json", "states_in_all"), "benchmarks/model_check.py"),
     kills("here", "one process"),
     kills("ray", "worker, driver and Ray's own processes on Ray"),
-    Row("faults injected into every stage, forked workers: the first line of the error names the culprit, or a slow one is warned about",
-        count(FAULTS, "forked", "first line names the culprit"), "benchmarks/injected_faults.py forked", "faults",
-        count(FAULTS, "forked", "faults")),
+    faults("forked", "forked workers"),
+    faults("ray", "workers on Ray"),
     Row("malformed inputs to channels and driver", count("fuzz_cpu.json", Each(), "cases", reduce="sum"), "benchmarks/fuzz.py",
         "codes that ran", count("fuzz_cpu.json", "code that ran", reduce="count")),
     Row("a checkpoint of {size} every 10 steps, SmolLM2: training stalled, of the time",
@@ -364,7 +369,6 @@ FIGURES: Mapping[str, Figure] = {
 AWAITED = (
     "verl_one_step_off_h200.json", "verl_colocated_h200.json", "verl_one_step_off_64_tokens_h200.json", "verl_4b_h200.json",
     "peer_job_4b_h200.json",
-    "soak_cpu.json: seconds",
 )  # fmt: skip
 
 HEAD = ("what", "measured", "beside it", "script")
