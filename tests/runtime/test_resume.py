@@ -61,6 +61,34 @@ def test_a_job_that_was_left_goes_on_where_it_was(depth: int, buffers: int, disp
     assert found == oracle(graph, 10)
 
 
+def test_a_loop_that_is_left_early_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    graph, found = fakes.vector_loop(1), []
+    with job(graph, tmp_path, dispatch="forked") as first:
+        for step in first.steps(1000):
+            found.append(bits(step))
+            if step.index % 3 == 1 and any(tmp_path.glob("step-*")):
+                break  # steps that nobody has seen are at work: there is no point to save the run at
+    newest = max(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*"))
+    assert 0 < newest < len(found)
+    with job(graph, tmp_path, dispatch="forked") as second:
+        again = [bits(step) for step in second.steps(len(found) + 2)]
+    assert found[:newest] + again == oracle(graph, len(found) + 2)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_signal_lets_depth_plus_two_steps_finish_and_saves_them(depth: int, tmp_path: Path) -> None:
+    given = []
+    with pytest.raises(SystemExit) as ended, job(fakes.vector_loop(depth), tmp_path, every=100, dispatch="forked") as running:
+        for step in running.steps(50):
+            given.append(step.index)
+            if step.index == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert given == list(range(len(given)))
+    assert 6 <= len(given) <= 6 + depth + 2
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{len(given):08d}"]
+
+
 @pytest.mark.usefixtures("ray_unless_forked")
 @pytest.mark.parametrize(("worker", "dispatch"), [("generator", "forked"), pytest.param("policy", "compiled_graph", marks=pytest.mark.ray)])
 def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, dispatch: str, tmp_path: Path) -> None:
