@@ -217,5 +217,5 @@ def test_an_error_never_shows_a_long_value_whole(make) -> None:
 
 def test_a_difference_of_two_runs_is_told_in_short() -> None:
     told = difference({"data": "a" + LONG}, {"data": "b" + LONG})
-    assert told.startswith("data was 'axx")
+    assert told.startswith("'data' was 'axx")
     assert len(told) < 300

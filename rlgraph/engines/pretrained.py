@@ -129,14 +129,18 @@ def _write_smollm2(folder: Path) -> None:
         )
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import modeling_gguf_pytorch_utils as reader
 
     file = files[0]
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # from_pretrained(gguf_file=) would do this too, but asks for one more package (accelerate).
-    loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    bar, reader.tqdm = reader.tqdm, functools.partial(reader.tqdm, disable=True)  # a bar that transformers' setting leaves on
+    try:
+        loaded = reader.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    finally:
+        reader.tqdm = bar
     model.load_state_dict(loaded["tensors"], strict=False, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
@@ -218,16 +222,13 @@ def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
     """Keep transformers' progress bars out of the output: what is made here takes seconds."""
-    from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 
-    shown, bar = logging.is_progress_bar_enabled(), reader.tqdm
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    reader.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
-        reader.tqdm = bar
         if shown:
             logging.enable_progress_bar()
 

@@ -78,11 +78,16 @@ def test_a_loop_that_is_left_early_goes_on_from_the_newest_checkpoint(tmp_path: 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_signal_lets_depth_plus_two_steps_finish_and_saves_them(depth: int, tmp_path: Path) -> None:
     given = []
-    with pytest.raises(SystemExit) as ended, job(fakes.vector_loop(depth), tmp_path, every=100, dispatch="forked") as running:
-        for step in running.steps(50):
-            given.append(step.index)
-            if step.index == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run() -> None:
+        with job(fakes.vector_loop(depth), tmp_path, every=100, dispatch="forked") as running:
+            for step in running.steps(50):
+                given.append(step.index)
+                if step.index == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        run()
     assert ended.value.code == 128 + signal.SIGTERM
     assert given == list(range(len(given)))
     assert 6 <= len(given) <= 6 + depth + 2
