@@ -15,7 +15,7 @@ from rlgraph.planning.plan import Plan
 from rlgraph.planning.replay import Replayed, Trace, replayed
 from rlgraph.planning.search import Objective, search
 from rlgraph.settings import Natural, Positive, checked
-from rlgraph.views.tuning import Row, table
+from rlgraph.views.tuning import TuningRow, table
 
 if TYPE_CHECKING:
     from rlgraph.runtime.job import Job
@@ -24,7 +24,7 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Tuned(Row):
+class Tuned(TuningRow):
     """One plan of a tuning, with the settings that gave its graph and what it is predicted to give."""
 
     plan: Plan

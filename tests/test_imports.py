@@ -1,8 +1,9 @@
-"""Importing rlgraph is light, no two modules import each other, and engines go by their specs."""
+"""Importing rlgraph is light; no import circles, no two classes of one name; engines go by their specs."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import grimp
@@ -11,6 +12,8 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.engines.registry import ENGINES, TRAINERS
+
+PACKAGE = Path(rg.__file__).parent
 
 
 def test_import_brings_no_heavy_library() -> None:
@@ -56,3 +59,12 @@ def test_no_module_outside_of_the_engines_compares_an_engines_name() -> None:
     assert compared_texts("if engine in ('vllm', other) or 'fsdp' != trainer: pass") == {"vllm", "fsdp"}
     outside = [path for path in root.rglob("*.py") if "engines" not in path.relative_to(root).parts]
     assert {path.name: found for path in outside if (found := compared_texts(path.read_text()) & names)} == {}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -66,7 +66,7 @@ def signature(columns: Columns, dtype: torch.dtype | None) -> Signature | None:
     return (dtype, tensors) if len(tensors) == len(columns) else None
 
 
-class Layout:
+class MessageLayout:
     """The place of every column of a message. Floating-point columns become `dtype`.
 
     The columns on devices of type `apart` lie together in `device_size` bytes on theirs, all others in host memory. It serves all
@@ -104,7 +104,7 @@ class Layout:
 class Laid:
     """A layout in the memory of one slot, whose messages need only be copied. `memory` is the slot's on the layout's device."""
 
-    def __init__(self, layout: Layout, header: bytes, segment: mmap, memory: torch.Tensor | None) -> None:
+    def __init__(self, layout: MessageLayout, header: bytes, segment: mmap, memory: torch.Tensor | None) -> None:
         self.layout, self.header = layout, len(header)
         self.size = size_of(layout, header)
         segment[: self.header] = header
@@ -162,7 +162,7 @@ def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | N
     return buckets
 
 
-def size_of(layout: Layout, header: bytes) -> int:
+def size_of(layout: MessageLayout, header: bytes) -> int:
     """Return the bytes of a slot in host memory: the header, and the columns there."""
     return _aligned(len(header)) + layout.host_size
 

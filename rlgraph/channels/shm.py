@@ -56,7 +56,7 @@ class ShmWriter:
         self._readers = readers
         self._free = list(range(slots))
         self._unread: dict[int, list[Link]] = {}  # for each slot, the readers that have not released it
-        self._layout: layout.Layout | None = None  # of the last message
+        self._layout: layout.MessageLayout | None = None  # of the last message
         self._laid: dict[int, layout.Laid] = {}  # for each slot, what lies there
         self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
@@ -73,7 +73,7 @@ class ShmWriter:
     ) -> None:
         check_columns(self._end, step, columns)
         if self._layout is None or self._layout.signature is None or self._layout.signature != layout.signature(columns, dtype):
-            self._layout = layout.Layout(columns, dtype, apart=self._apart)
+            self._layout = layout.MessageLayout(columns, dtype, apart=self._apart)
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
@@ -93,7 +93,7 @@ class ShmWriter:
     def statistics(self) -> Statistics:
         return self._meter.statistics()
 
-    def _send(self, step: int, slot: int, wanted: layout.Layout, columns: Columns, bucket_bytes: int | None) -> int:
+    def _send(self, step: int, slot: int, wanted: layout.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
         """Fill the slot and tell the readers, with `bucket_bytes` of each bucket; return the message's bytes."""
         laid, handle = self._laid.get(slot), None
         if laid is None or laid.layout is not wanted:
@@ -117,7 +117,7 @@ class ShmWriter:
         self._segments[slot], self._laid[slot] = segment, laid
         return laid.size + wanted.device_size
 
-    def _bucket_bytes(self, wanted: int | None, of: layout.Layout) -> int | None:
+    def _bucket_bytes(self, wanted: int | None, of: layout.MessageLayout) -> int | None:
         """Return the size of buckets whose tokens fit into the socket's buffer with those of all slots; None for a single one."""
         most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
         return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
@@ -126,7 +126,7 @@ class ShmWriter:
         for link in self._door.links:
             tokens.send(link, token, handle)
 
-    def _lay(self, slot: int, wanted: layout.Layout) -> tuple[layout.Laid, mmap.mmap, int | None]:
+    def _lay(self, slot: int, wanted: layout.MessageLayout) -> tuple[layout.Laid, mmap.mmap, int | None]:
         """Return the layout in the slot's memory, that memory, and its handle where it is new."""
         self._laid.pop(slot, None)
         memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
@@ -135,7 +135,7 @@ class ShmWriter:
         handle, segment = segment_of(self._end.channel, self._segments.get(slot), size)
         return layout.Laid(wanted, header, segment, memory), segment, handle
 
-    def _room(self, slot: int, wanted: layout.Layout) -> tuple[torch.Tensor, Handle | None]:
+    def _room(self, slot: int, wanted: layout.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
         """Return the slot's memory on the layout's device, and under which handle readers of this host map it."""
         if self._cargo is not None:
             new = functools.partial(torch.empty, dtype=torch.uint8, device=wanted.device)

@@ -185,7 +185,7 @@ class GenerateEngine(ABC):
         return versions
 
 
-class PolicyLoss(Protocol):
+class PolicyLossFn(Protocol):
     """A loss of the policy over the rows of a micro-batch.
 
     Called with log-probs `[b, T]`, the rows of the batch, the totals of the whole mini-batch over all ranks, and the
@@ -207,7 +207,7 @@ class PolicyLoss(Protocol):
         """Compute this micro-batch's part of the loss and of the metrics."""
 
 
-class ValueLoss(Protocol):
+class ValueLossFn(Protocol):
     """A loss of the critic over the rows of a micro-batch: as a policy's, but of values `[b, T]`."""
 
     @property
@@ -222,7 +222,7 @@ class ValueLoss(Protocol):
         """Compute this micro-batch's part of the loss and of the metrics."""
 
 
-Loss: TypeAlias = PolicyLoss | ValueLoss
+Loss: TypeAlias = PolicyLossFn | ValueLossFn
 
 
 Guard: TypeAlias = Callable[[Mapping[str, float]], bool]  # of the metrics of an optimizer step: whether it may be taken

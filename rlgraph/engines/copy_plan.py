@@ -17,7 +17,7 @@ Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 COPIED, CONSTANT = 1, 2  # what an element of a parameter was last given
 
 
-class Model(Protocol):
+class Loadable(Protocol):
     """What is loaded: a model of vLLM, or the part of it that one rank has."""
 
     def load_weights(self, weights: Weights) -> Any:
@@ -64,7 +64,7 @@ def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Te
     return len(some) == len(others) and all(a is b for a, b in zip(some.values(), others.values(), strict=True)) and [*some] == [*others]
 
 
-def record(model: Model, weights: Mapping[str, torch.Tensor]) -> CopyPlan | None:
+def record(model: Loadable, weights: Mapping[str, torch.Tensor]) -> CopyPlan | None:
     """Load the weights with the model's own loader and return its copies, or None where it does more than copy.
 
     It does more if a copy comes from elsewhere than the weight that is being loaded, if a parameter is written in another way, or if

@@ -9,7 +9,7 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
 from rlgraph.engines.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
-from rlgraph.engines.base import PolicyLoss, ValueLoss
+from rlgraph.engines.base import PolicyLossFn, ValueLossFn
 from rlgraph.engines.log_probs import sum_pi_squared, token_scores
 from rlgraph.engines.packing import MicroBatch
 from rlgraph.engines.pretrained import value_head
@@ -68,7 +68,7 @@ class PolicyHead(Head):
         return (log_probs,) if more is None else (log_probs, more)
 
     def loss(
-        self, loss: PolicyLoss, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
+        self, loss: PolicyLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
     ) -> tuple[torch.Tensor, dict[str, float]]:
         return loss(scores[0], rows, totals, scores[1] if len(scores) > 1 else None)
 
@@ -104,6 +104,6 @@ class ValueHead(Head):
         return (torch.mv(predicting_states(self.model, part).float(), self.score.weight.float()[0]),)
 
     def loss(
-        self, loss: ValueLoss, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
+        self, loss: ValueLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
     ) -> tuple[torch.Tensor, dict[str, float]]:
         return loss(scores[0], rows, totals)

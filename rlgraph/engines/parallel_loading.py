@@ -96,7 +96,7 @@ def _first(weights: Weights) -> torch.Tensor:
 class RankWeights:
     """The end in the process of one rank, whose part of the model is `model`."""
 
-    def __init__(self, model: copy_plan.Model) -> None:
+    def __init__(self, model: copy_plan.Loadable) -> None:
         self.model = model
         self.weights: dict[str, torch.Tensor] = {}
         self.plan: copy_plan.CopyPlan | None = None

@@ -42,7 +42,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a trainer lays out the batches of a model: packed `flat` or padded, and then with shared prompts or without.
 
     `note` says why it is another way than the one asked for.
@@ -53,14 +53,14 @@ class Layout:
     note: str = ""
 
 
-def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Layout:
+def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> BatchLayout:
     """Choose a layout that is right for a model: the one asked for, else without shared prompts, else padded.
 
     Raises DataError where none is, or for a model that transformers cannot make.
     """
     found = trainer_verdicts(path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
     if flat and found[FLAT].right:
-        return Layout(flat=True, shared=False)
+        return BatchLayout(flat=True, shared=False)
     if flat:
         found |= trainer_verdicts(path, (PADDED, SHARED), device=device, dtype=dtype)
     where = f"model '{path}' ({check_model(path).model_type})"
@@ -71,7 +71,7 @@ def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: 
         )
     wrong = [f"{way} ({verdict})" for way, verdict in found.items() if not verdict.right]
     note = f"{where}: batches are padded{'' if found[SHARED].right else ', each response with its own prompt'}, since rlgraph cannot lay"
-    return Layout(flat=False, shared=found[SHARED].right, note=f"{note} them out {' or '.join(wrong)}" if wrong else "")
+    return BatchLayout(flat=False, shared=found[SHARED].right, note=f"{note} them out {' or '.join(wrong)}" if wrong else "")
 
 
 def check_generator(path: str | Path, *, device: str = "cpu") -> None:

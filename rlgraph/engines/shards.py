@@ -42,7 +42,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         return WriteItem(self.index.restored(), WriteItemType[self.kind], tensor_data=data)
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
     """Where a rank has written a piece."""
 
     index: Index
@@ -75,10 +75,10 @@ def plan(found: Iterable[Piece]) -> SavePlan:
     return SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
 
 
-def places(results: Sequence[WriteResult]) -> list[Place]:
+def places(results: Sequence[WriteResult]) -> list[PiecePlace]:
     """Where a rank has written its pieces."""
     stored = [(result, result.storage_data) for result in results]
-    return [Place(_index(r.index), r.size_in_bytes, data.relative_path, data.offset, data.length) for r, data in stored]
+    return [PiecePlace(_index(r.index), r.size_in_bytes, data.relative_path, data.offset, data.length) for r, data in stored]
 
 
 def _index(index: MetadataIndex) -> Index:

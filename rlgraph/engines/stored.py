@@ -52,7 +52,7 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
     return found
 
 
-class Staging:
+class StateCopy:
     """A copy of a state on the host, in memory that is kept: the run goes on while the copy is written."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Saver:
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._staging = Staging()
+        self._staging = StateCopy()
         self._group: Any = None
 
     def save(self, state: State, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
@@ -99,7 +99,7 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
         return shards.pieces(writer.prepare_local_plan(planner.create_local_plan()))
 
-    def own_places() -> list[shards.Place]:
+    def own_places() -> list[shards.PiecePlace]:
         done = writer.write_data(planner.finish_plan(plans[rank]), planner)
         done.wait()
         return shards.places(done.value())
@@ -112,7 +112,7 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
         found = of_all(group, own_pieces, list[shards.Piece], _reason)
         plans, contents = planner.create_global_plan([shards.plan(pieces) for pieces in found])  # the same on every rank
         plans = writer.prepare_global_plan(plans)
-        written = of_all(group, own_places, list[shards.Place], _reason)
+        written = of_all(group, own_places, list[shards.PiecePlace], _reason)
         of_all(group, complete, type(None), _reason)
     except RankFailed as error:
         raise CheckpointError(f"folder '{folder}': {error}") from error

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.engines.base import ValueLoss
+from rlgraph.engines.base import ValueLossFn
 from rlgraph.graph import Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.guards import Guards, Judge
@@ -35,7 +35,7 @@ class Critic(TrainedModel):
     def update(
         self,
         *inputs: Output,
-        loss: ValueLoss,
+        loss: ValueLossFn,
         epochs: Count = 1,
         mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,

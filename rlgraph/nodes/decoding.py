@@ -64,7 +64,7 @@ def joining(node: str, weights: Feedback | None, interrupt: Running | None, cont
     return Joining(interrupt, continuous, weights.depth if weights is not None else None)
 
 
-class _Batch:
+class _OpenBatch:
     """The requests of one step, and the responses that have come."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -82,8 +82,8 @@ class Decoding:
 
     def __init__(self, context: Context, prefix: str, rule: Joining, upcoming: Callable[[int], Sequence[Request]]) -> None:
         self.context, self.prefix, self.rule, self.upcoming = context, prefix, rule, upcoming
-        self._batches: dict[int, _Batch] = {}
-        self._home: dict[str, _Batch] = {}  # of each request that is not done
+        self._batches: dict[int, _OpenBatch] = {}
+        self._home: dict[str, _OpenBatch] = {}  # of each request that is not done
 
     def begin(self, step: int, requests: Sequence[Request]) -> None:
         """Submit the requests of batch `step`, unless they have joined before. Raises DataError if they are other ones now."""
@@ -109,7 +109,7 @@ class Decoding:
         return [batch.done[request.id] for request in requests]
 
     def _submit(self, step: int, requests: Sequence[Request]) -> None:
-        batch = self._batches[step] = _Batch(requests)
+        batch = self._batches[step] = _OpenBatch(requests)
         for request in requests:
             self.context.engine.submit(request)
             self._home[request.id] = batch

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.engines.base import PolicyLoss, Sampling
+from rlgraph.engines.base import PolicyLossFn, Sampling
 from rlgraph.engines.packing import response_lengths
 from rlgraph.errors import GraphError
 from rlgraph.graph import Node, Output, declare
@@ -67,7 +67,7 @@ class Policy(TrainedModel):
     def update(
         self,
         *inputs: Output,
-        loss: PolicyLoss,
+        loss: PolicyLossFn,
         epochs: Count = 1,
         mini_batches: Count = 1,
         critic_warmup: Natural = 0,

@@ -165,7 +165,7 @@ class Attempt:
                 self._end()
 
     def _end(self) -> None:
-        self._crew.tell(messages.Stop())
+        self._crew.tell(messages.Shutdown())
         gone = self._crew.until_gone(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:

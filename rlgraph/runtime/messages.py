@@ -115,13 +115,13 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Close everything and end."""
 
 
 MOST_BYTES = 1 << 26  # of a message; a report of many spans has some thousand
 
-Message: TypeAlias = Hello | Opened | Join | Ready | Report | Failure | Saved | NotSaved | Go | Save | Stop
+Message: TypeAlias = Hello | Opened | Join | Ready | Report | Failure | Saved | NotSaved | Go | Save | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

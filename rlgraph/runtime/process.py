@@ -195,7 +195,7 @@ class Process:
                 return
             if isinstance(message, messages.Save):
                 self._save(message.step)
-            if isinstance(message, messages.Stop):
+            if isinstance(message, messages.Shutdown):
                 self.stopped = True
                 if self.progress is not None:
                     self.progress.close()

@@ -34,7 +34,7 @@ RANK = {claim: rank for rank, claim in enumerate(CLAIMS)}
 
 
 @dataclass(frozen=True)
-class Device:
+class SharedDevice:
     """A GPU, the cores of one rank, or the process of a host node: the workers that share it, and how many devices it counts for."""
 
     pool: str | None
@@ -53,7 +53,7 @@ def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, e
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         by_worker[span.worker].append(span)
     trace = _Trace(plan, by_worker)
-    lanes = [Device(w.pool, (w.name,), max(len(w.gpus), 1)) for w in plan.workers]
+    lanes = [SharedDevice(w.pool, (w.name,), max(len(w.gpus), 1)) for w in plan.workers]
     return Bubbles(
         start_s=start_s,
         end_s=end_s,
@@ -62,21 +62,21 @@ def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, e
     )
 
 
-def devices(plan: Plan) -> Iterator[Device]:
+def devices(plan: Plan) -> Iterator[SharedDevice]:
     """Yield every device of every pool that has workers, and every process of the host."""
     for pool in plan.pools:
         crew = [worker for worker in plan.workers if worker.pool == pool.name]
         if pool.gpus:
             for gpu in pool.gpus:
-                yield Device(pool.name, tuple(w.name for w in crew if gpu in w.gpus), 1.0)
+                yield SharedDevice(pool.name, tuple(w.name for w in crew if gpu in w.gpus), 1.0)
         elif crew:
             lanes = max(worker.world for worker in crew)
             for lane in range(lanes):
                 sharing = tuple(w.name for w in crew if w.rank == lane * w.world // lanes)
-                yield Device(pool.name, sharing, pool.cpus / lanes)
+                yield SharedDevice(pool.name, sharing, pool.cpus / lanes)
     for worker in plan.workers:
         if worker.pool is None:
-            yield Device(None, (worker.name,), 1.0)
+            yield SharedDevice(None, (worker.name,), 1.0)
 
 
 def _summed(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
@@ -88,7 +88,7 @@ def _summed(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
     return tuple(Row(*key, seconds, models.get(key[1], "")) for key, seconds in total.items() if seconds > 0)
 
 
-def _rows(device: Device, trace: "_Trace", start_s: float, end_s: float) -> Iterator[Row]:
+def _rows(device: SharedDevice, trace: "_Trace", start_s: float, end_s: float) -> Iterator[Row]:
     home = device.workers[0] if device.workers else ""
     for begin, end, span in _sweep([trace.spans.get(name, []) for name in device.workers], trace, start_s, end_s):
         seconds = (end - begin) * device.count

@@ -8,7 +8,7 @@ from rlgraph.channels.factory import transport_of
 from rlgraph.planning.plan import Plan, PlannedChannel
 from rlgraph.views import words
 from rlgraph.views.layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout
-from rlgraph.views.lettering import LegendItem, Text
+from rlgraph.views.lettering import LegendItem, TextLine
 
 FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, MUTED, RED = "#1c2130", "#4d5464", "#c2330f"
@@ -155,7 +155,7 @@ def _arrow(tip: Point, way: tuple[int, int], colour: str) -> str:
     return f'<path d="M{_n(x)} {_n(y)}L{_n(left[0])} {_n(left[1])}L{_n(right[0])} {_n(right[1])}Z" fill="{colour}" stroke="none"/>'
 
 
-def _text(text: Text) -> str:
+def _text(text: TextLine) -> str:
     badge = ""
     if text.tone in BADGES:
         badge = f'<circle cx="{_n(text.x)}" cy="{_n(text.y - 3.5)}" r="8" fill="{BADGES[text.tone]}"/>'
@@ -171,7 +171,7 @@ def _text(text: Text) -> str:
 def _legend(item: LegendItem) -> str:
     x, y = item.x, item.y - 4.0
     if item.mark == "turn":
-        return _text(Text(x + 15.0, item.y, "1", 10.0, "badge", bold=True, anchor="middle"))
+        return _text(TextLine(x + 15.0, item.y, "1", 10.0, "badge", bold=True, anchor="middle"))
     styles = {
         "critical": f'stroke="{RED}" stroke-width="2.2"',
         "local": f'stroke="{LOCAL_COLOUR}" stroke-width="1.6"',

@@ -9,7 +9,7 @@ from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode
 from rlgraph.views import lettering
 from rlgraph.views.critical import Critical, critical
 from rlgraph.views.grid import Grid, arrange, drawn_channels
-from rlgraph.views.lettering import LegendItem, Text
+from rlgraph.views.lettering import LegendItem, TextLine
 from rlgraph.views.trunks import Trunk, out_offset, trunks
 
 Point: TypeAlias = tuple[float, float]
@@ -85,7 +85,7 @@ class Layout:
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
     loops: tuple[LoopLine, ...]
-    texts: tuple[Text, ...]
+    texts: tuple[TextLine, ...]
     legend: tuple[LegendItem, ...]
     critical: Critical
 
@@ -271,9 +271,9 @@ def _beside(box: Box, index: int, y: float, side: int) -> list[Point]:
     return [(box.x, y), (box.x - ARROW - 8.0 - 6.0 * index, y)]
 
 
-def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[Text]:
+def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[TextLine]:
     """Return the label of each feedback edge, under its line, where no line of a lower one passes through it."""
-    labels: list[Text] = []
+    labels: list[TextLine] = []
     for index, loop in enumerate(plan.loops):
         own = [line for line in loops if line.loop.name == loop.name]
         lower = [x for other in plan.loops[index + 1 :] for line in loops if line.loop.name == other.name for x in _falls(line)]

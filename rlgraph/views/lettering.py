@@ -22,7 +22,7 @@ FULL = 0.995  # a pool that works all the time
 
 
 @dataclass(frozen=True)
-class Text:
+class TextLine:
     """A line of text; `x` is its start, middle or end as `anchor` says, `y` its base line."""
 
     x: float
@@ -48,29 +48,32 @@ class LegendItem:
     mark: Mark
     x: float
     y: float
-    label: Text
+    label: TextLine
 
     @property
     def right(self) -> float:
         return self.label.span[1]
 
 
-def header(plan: Plan, x: float) -> list[Text]:
+def header(plan: Plan, x: float) -> list[TextLine]:
     """Return the name of the graph, and below it the cluster and the predicted step."""
     name = fitted(words.clean(plan.graph), HEADING, 600.0, bold=True)
-    return [Text(x, 26.0, name, HEADING, bold=True), Text(x, 48.0, f"{words.cluster(plan.cluster)} · {words.prediction(plan)}", NAME)]
+    return [
+        TextLine(x, 26.0, name, HEADING, bold=True),
+        TextLine(x, 48.0, f"{words.cluster(plan.cluster)} · {words.prediction(plan)}", NAME),
+    ]
 
 
-def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x: float) -> list[Text]:
+def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x: float) -> list[TextLine]:
     """Return name, devices and predicted busy share of each lane, which begins at the height given with it."""
     found = []
     for y, pool in lanes:
         lines = _label_lines(pool, plan)
         room = LABEL_MOST - 2 * PAD
-        found.append(Text(x + PAD, y + 23.0, fitted(lines[0], NAME, room, bold=True), NAME, bold=True))
-        found.append(Text(x + PAD, y + 42.0, lines[1], SMALL, "muted"))
+        found.append(TextLine(x + PAD, y + 23.0, fitted(lines[0], NAME, room, bold=True), NAME, bold=True))
+        found.append(TextLine(x + PAD, y + 42.0, lines[1], SMALL, "muted"))
         full = pool is not None and pool.busy >= FULL
-        found += [Text(x + PAD, y + 60.0, line, SMALL, "red" if full else "muted") for line in lines[2:]]
+        found += [TextLine(x + PAD, y + 60.0, line, SMALL, "red" if full else "muted") for line in lines[2:]]
     return found
 
 
@@ -99,21 +102,21 @@ def box_width(node: PlannedNode, turn: tuple[int, int] | None, plan: Plan) -> fl
 
 def box_texts(
     node: PlannedNode, turn: tuple[int, int] | None, place: tuple[float, float, float, float], plan: Plan, red: Critical
-) -> list[Text]:
+) -> list[TextLine]:
     """Return name, predicted seconds and written columns of a node whose box is at `place` (x, y, width, height)."""
     x, y, wide, high = place
     second = _second_line(node, plan, wide - 2 * PAD)
     base = y + high / 2 + (-4.5 if second else 4.5)
     tone: Tone = "red" if node.name in red.nodes else "muted"
-    found = [Text(x + wide - PAD, base, words.firing(node), SMALL, tone, anchor="end")]
+    found = [TextLine(x + wide - PAD, base, words.firing(node), SMALL, tone, anchor="end")]
     start = x + PAD
     if turn:
         badge: Tone = "red badge" if node.name in red.turns else "badge"
-        found.append(Text(start + 7.5, base - 1.5, str(turn[0]), 10.0, badge, bold=True, anchor="middle"))
+        found.append(TextLine(start + 7.5, base - 1.5, str(turn[0]), 10.0, badge, bold=True, anchor="middle"))
         start += BADGE
-    found.append(Text(start, base, fitted(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
+    found.append(TextLine(start, base, fitted(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
     if second:
-        found.append(Text(x + PAD, base + 18.0, second, SMALL, "muted"))
+        found.append(TextLine(x + PAD, base + 18.0, second, SMALL, "muted"))
     return found
 
 
@@ -126,7 +129,7 @@ def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
     return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fitted(lines[-1], SMALL, room))
 
 
-def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> Text:
+def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> TextLine:
     """Return the label of a feedback edge, as near to `middle` as lets it fit in `room` beside the verticals `lower`."""
     name = fitted(words.clean(loop.name), SMALL, 220.0)
     wide = width(f"{name}: {words.loop_terms(loop)}", SMALL)
@@ -135,7 +138,7 @@ def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float
     edges = [side for x in lower for side in (x - wide / 2 - 8.0, x + wide / 2 + 8.0)]
     beyond = max([least, *edges])
     free = [x for x in [wish, beyond, *(e for e in edges if least <= e <= most)] if all(abs(x - v) >= wide / 2 + 7.9 for v in lower)]
-    return Text(min(free, key=lambda x: abs(x - wish)), y, f"{name}: {words.loop_terms(loop)}", SMALL, "red", anchor="middle")
+    return TextLine(min(free, key=lambda x: abs(x - wish)), y, f"{name}: {words.loop_terms(loop)}", SMALL, "red", anchor="middle")
 
 
 def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple[LegendItem, ...]:
@@ -155,6 +158,6 @@ def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple
         wide = 32.0 + width(meaning, SMALL)
         if items and at + wide > right:
             at, y = x + PAD, y + 20.0
-        items.append(LegendItem(mark, at, y, Text(at + 32.0, y, meaning, SMALL, "muted")))
+        items.append(LegendItem(mark, at, y, TextLine(at + 32.0, y, meaning, SMALL, "muted")))
         at += wide + 26.0
     return tuple(items)

@@ -10,7 +10,7 @@ from rlgraph.views.tables import aligned, wrapped
 
 
 @dataclass(frozen=True)
-class Row:
+class TuningRow:
     """One plan of the table."""
 
     settings: Mapping[str, Any]
@@ -21,7 +21,7 @@ class Row:
     gpu_s_per_sample: float
 
 
-def table(rows: Sequence[Row], looked_at: int, left_out: Mapping[str, int], verdict: str, warnings: Sequence[str] = ()) -> str:
+def table(rows: Sequence[TuningRow], looked_at: int, left_out: Mapping[str, int], verdict: str, warnings: Sequence[str] = ()) -> str:
     """Return the table, what was left out and why, the verdict on stale batches, and the warnings that are not in it."""
     first = rows[0]
     names = list(first.settings)

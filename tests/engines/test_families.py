@@ -126,7 +126,7 @@ def test_a_layout_that_a_model_does_not_bear_is_left_for_one_that_it_does(tmp_pa
     assert (layout.flat, layout.shared) == (False, False)
     assert "(lfm2): batches are padded, each response with its own prompt" in layout.note
     assert "convolution over time" in layout.note
-    assert self_test.trainer_layout(folder_of("llama", tmp_path), flat=True) == self_test.Layout(flat=True, shared=False)
+    assert self_test.trainer_layout(folder_of("llama", tmp_path), flat=True) == self_test.BatchLayout(flat=True, shared=False)
 
 
 def test_sinks_added_to_a_kernels_output_give_output_and_gradients_of_the_attention_with_sinks() -> None:
