@@ -142,5 +142,9 @@ class WorkerDied(RlgraphError):
     """A worker process ended without a word."""
 
 
+class DispatchError(RlgraphError):
+    """What the workers run on gave up, and no worker says why; the message is its own."""
+
+
 class CheckpointError(RlgraphError):
     """A checkpoint cannot be written, or is not one that this run can go on from."""

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
-
-from rlgraph.errors import RlgraphError
+from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime import dispatch, leftovers, messages
@@ -117,13 +115,13 @@ class Attempt:
     def _guarded(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
-        except RlgraphError:
-            self.abandon()
-            raise
-        except ray.exceptions.RayError as error:  # Ray may notice a death first, without knowing whose
+        except DispatchError as error:  # Ray may notice a death first, without knowing whose
             explanation = self._crew.explanation()
             self.abandon()
             raise (explanation or error) from error
+        except RlgraphError:
+            self.abandon()
+            raise
 
     def _step(self, last: int) -> Sequence[messages.Report]:
         step = self.reported

@@ -1,4 +1,4 @@
-"""Dispatch on Ray: start the workers, tick them, collect what Ray holds. The only file that knows Compiled Graphs.
+"""Dispatch on Ray: start the workers, tick them, collect what Ray holds. The only file of the runtime that knows Ray.
 
 Two implementations with the same behaviour: a Compiled Graph (one bound method for each worker, whose edges carry step
 numbers only), and plain actor calls.
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
+from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlgraph.errors import ChannelTimeout, PlanError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan
-from rlgraph.runtime.hosts import Distant, Host, Keeper
+from rlgraph.runtime.hosts import Ask, Distant, Host, Keeper
 from rlgraph.runtime.leftovers import began
 from rlgraph.runtime.process import Process
 from rlgraph.runtime.signals import held
@@ -35,6 +36,15 @@ KILL_S = 5  # for Ray to take note that an actor is to end
 RAY_S = 60  # for what Ray does at once, unless it hangs
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def said_by_ray() -> Iterator[None]:
+    """Raise DispatchError for what Ray raises: nobody else needs to know its classes."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise DispatchError(f"Ray: {error}") from error
 
 
 class Dispatch(Protocol):
@@ -83,18 +93,21 @@ class Actors:
         self._preparing: dict[Any, str] = {}
         self._owns_ray = self._started_ray = False
 
+    @said_by_ray()
     def begin(self, hosts: int) -> None:
         with held("waiting until Ray has started, to end all of it"):
             self._owns_ray = start_ray(hosts)
             self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
+    @said_by_ray()
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
         if plan.cluster.hosts == 1:
             return ()
         return returned_hosts(plan, patience_s) if patience_s else ray_hosts(plan)
 
+    @said_by_ray()
     def keeper(self, host: str, folder: str) -> Keeper:
-        return Distant(ray.remote(Host).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder))
+        return Distant(_asking(ray.remote(Host).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder)))
 
     def folders(self) -> Sequence[str]:
         return [session_folder()] if self._started_ray else []
@@ -103,6 +116,7 @@ class Actors:
         if self._owns_ray:
             stop_ray()
 
+    @said_by_ray()
     def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment(setup)}}
         if host:
@@ -131,6 +145,7 @@ class Actors:
 class CompiledGraph(Actors):
     """One Compiled Graph over all workers, under one MultiOutputNode."""
 
+    @said_by_ray()
     def start(self, actors: Sequence[Any], window: int) -> None:
         from ray.dag import InputNode, MultiOutputNode
 
@@ -148,9 +163,11 @@ class CompiledGraph(Actors):
         # A driver that has not yet read from an actor aborts in Ray's own teardown when that actor dies, so read once now.
         ray.get(self.graph.execute(REHEARSAL), timeout=RAY_S)
 
+    @said_by_ray()
     def tick(self, step: int) -> None:
         self.refs[step] = self.graph.execute(step)
 
+    @said_by_ray()
     def report(self, step: int) -> None:
         ray.get(self.refs.pop(step), timeout=RAY_S)
 
@@ -166,9 +183,11 @@ class ActorCalls(Actors):
         self.actors = actors
         self.refs: dict[int, list[Any]] = {}
 
+    @said_by_ray()
     def tick(self, step: int) -> None:
         self.refs[step] = [actor.step.remote(step) for actor in self.actors]
 
+    @said_by_ray()
     def report(self, step: int) -> None:
         ray.get(self.refs.pop(step), timeout=RAY_S)
 
@@ -180,7 +199,7 @@ DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls
 
 
 def ray_hosts(plan: Plan) -> list[tuple[str, str]]:
-    """Return (node id, address) of as many living hosts as the plan takes, the driver's first.
+    """Find (node id, address) of as many living hosts as the plan takes, the driver's first.
 
     Raises PlanError where Ray has fewer, or one lacks the GPUs.
     """
@@ -202,7 +221,7 @@ def ray_hosts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
-    """Return what `ray_hosts` does, once each of them answers: Ray calls a lost host alive for a while."""
+    """Find what `ray_hosts` does, once each of them answers: Ray calls a lost host alive for a while."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -214,7 +233,7 @@ def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
 
 
 def _answering_hosts(plan: Plan) -> list[tuple[str, str]]:
-    """Return what `ray_hosts` does. Raises PlanError where one of them does not answer, too."""
+    """Find what `ray_hosts` does. Raises PlanError where one of them does not answer, too."""
     found = ray_hosts(plan)
     silent = [address for node, address in found[1:] if not _answers(node)]
     if silent:
@@ -223,7 +242,7 @@ def _answering_hosts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _answers(host: str) -> bool:
-    """Return whether a host runs something new."""
+    """Whether a host runs something new."""
     task = ray.remote(_sign_of_life).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(host))
     try:
         return bool(ray.get(task.remote(), timeout=ANSWER_S))
@@ -232,6 +251,27 @@ def _answers(host: str) -> bool:
 
 
 def _sign_of_life() -> bool:
+    return True
+
+
+def _asking(actor: Any) -> Ask:
+    """Call a method of an actor by name; None where it fails, or does not answer in time."""
+
+    def ask(method: str, timeout_s: float, *arguments: object) -> Any:
+        try:
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return None
+
+    return ask
+
+
+def sendable(value: Any) -> bool:
+    """Whether a value can be sent to a worker."""
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
+        return False
     return True
 
 
@@ -325,7 +365,7 @@ def _daemons_apart() -> Iterator[None]:
 
 
 def session_folder() -> str:
-    """Return where the Ray that `start_ray` started keeps its logs and sockets."""
+    """Where the Ray that `start_ray` started keeps its logs and sockets."""
     folder: str = ray._private.worker._global_node.get_session_dir_path()
     return folder
 
@@ -340,7 +380,7 @@ def stop_ray() -> None:
 
 
 def environment(setup: WorkerSetup) -> dict[str, str]:
-    """Return the variables that must be there before a worker imports anything."""
+    """The variables that must be there before a worker imports anything."""
     threads = str(setup.worker.threads)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if setup.worker.host == 0 else None  # which is said of the driver's host
     mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(setup.local_gpus, default=-1) + 1)]

@@ -2,14 +2,17 @@
 
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from rlgraph.runtime.stacks import read_stacks
 from rlgraph.runtime.status import Heartbeat, read_status
 
 ANSWER_S = 3.0  # of another host
+START_S = 60.0  # of its first answer
+
+Ask: TypeAlias = Callable[..., Any]
 
 
 class Keeper(Protocol):
@@ -47,11 +50,14 @@ class Host:
 
 
 class Distant:
-    """A `Host` on another host, by its actor. A host that does not answer knows nothing of its workers."""
+    """A `Host` on another host: `ask(method, timeout_s, *arguments)` calls it there, and gives None where it does not answer in time.
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self._ask("ready", 60.0)
+    A host that does not answer knows nothing of its workers.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._ask("ready", START_S)
 
     def states(self, workers: Collection[str]) -> Mapping[str, Heartbeat]:
         return self._ask("states", ANSWER_S, list(workers)) or {}
@@ -61,14 +67,6 @@ class Distant:
 
     def sweep(self) -> None:
         self._ask("sweep", ANSWER_S)
-
-    def _ask(self, what: str, timeout_s: float, *arguments: object) -> Any:
-        import ray
-
-        try:
-            return ray.get(getattr(self.actor, what).remote(*arguments), timeout=timeout_s)
-        except ray.exceptions.RayError:
-            return None
 
 
 @dataclass(frozen=True)

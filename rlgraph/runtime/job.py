@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import ray
 from rich.console import Console
 
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
@@ -151,7 +150,7 @@ class Job:
         """Wait for what the workers report; None if one of them failed and all were started again."""
         try:
             return self._attempt.step(last)
-        except (RlgraphError, ray.exceptions.RayError) as error:
+        except RlgraphError as error:
             self._start_again(error)
             return None
 
@@ -159,7 +158,7 @@ class Job:
         """Start the workers; one that dies on the way counts as one that dies later."""
         try:
             self._attempt.start()
-        except (RlgraphError, ray.exceptions.RayError) as error:
+        except RlgraphError as error:
             self._start_again(error)
         else:
             self._signals.install()
@@ -180,7 +179,7 @@ class Job:
             self._attempt = self._new_attempt(self._checkpoints.start(self._suspects.probe), HOST_BACK_S)
             try:
                 self._attempt.start()
-            except (RlgraphError, ray.exceptions.RayError) as again:
+            except RlgraphError as again:
                 error = again
             else:
                 self._signals.install()

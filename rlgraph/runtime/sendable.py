@@ -5,10 +5,9 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ray import cloudpickle
-
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Graph
+from rlgraph.runtime.dispatch import sendable
 
 GIVEN = ("function", "scoring", "tools", "loss")  # of an operation: what holds functions and objects of the user
 DEPTH = 4  # of the way to the culprit
@@ -19,7 +18,7 @@ def check_sendable(graph: Graph) -> None:
     for node in graph.nodes:
         for name in GIVEN:
             value = getattr(node.operation, name, None)
-            if value is None or _goes(value):
+            if value is None or sendable(value):
                 continue
             *way, culprit = _way(value, ())
             what = f"its '{'.'.join(way)}' is {_called(culprit)}" if way else f"it is {_called(culprit)}"
@@ -29,19 +28,11 @@ def check_sendable(graph: Graph) -> None:
             )
 
 
-def _goes(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
-        return False
-    return True
-
-
 def _way(value: Any, way: tuple[str, ...]) -> tuple[Any, ...]:
     """The names that lead to the innermost thing that cannot be sent, and that thing."""
     if len(way) < DEPTH:
         for name, part in _parts(value):
-            if part is not value and not _goes(part):
+            if part is not value and not sendable(part):
                 return _way(part, (*way, name) if name else way)
     return (*way, value)
 

@@ -3,9 +3,16 @@
 import os
 import signal
 
+import fakes
+import forked
 import pytest
+import ray
 
-from rlgraph.errors import CheckpointError, NodeError, StalenessError, WorkerDied
+from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphError, StalenessError, WorkerDied
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.dispatch import DISPATCHES, said_by_ray
+from rlgraph.runtime.job import Job
 from rlgraph.runtime.restarts import Restarts
 from rlgraph.runtime.signals import Signals
 
@@ -50,3 +57,29 @@ def test_a_signal_while_nothing_is_in_flight_ends_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signals.restore()
+
+
+class GivesUp(forked.Forked):
+    """A dispatch that fails at its second report; the first worker is killed before where `kills` says so."""
+
+    kills = False
+
+    def report(self, step: int) -> None:
+        if step == 1:
+            if self.kills:
+                next(iter(self.processes.values())).kill()
+            with said_by_ray():
+                raise ray.exceptions.RayChannelError("a channel of Ray's was closed")
+
+
+@pytest.mark.parametrize(("kills", "error"), [(False, DispatchError), (True, WorkerDied)])
+def test_what_ray_says_is_raised_where_no_worker_explains_it(kills: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GivesUp, "kills", kills)
+    monkeypatch.setitem(DISPATCHES, "gives up", GivesUp)
+    graph = fakes.vector_loop(1)
+    with Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="gives up", deadline_s=60.0) as running:
+        with pytest.raises(error, match="a channel of Ray's was closed" if error is DispatchError else "died") as raised:
+            list(running.steps(5))
+        assert isinstance(raised.value, RlgraphError)
+        pids = list(running.pids.values())
+    assert not any(forked.alive(pid) for pid in pids)
