@@ -50,7 +50,7 @@ class Writer(Protocol):
         """Break the channel: the readers get ChannelBroken with the reason at once, before messages still in the slots."""
 
     def statistics(self) -> Statistics:
-        """Return what this end has seen so far."""
+        """What this end has seen so far."""
 
 
 class Reader(Protocol):
@@ -68,7 +68,7 @@ class Reader(Protocol):
         """Take the next message as soon as it is begun: `arrived` says which of its tensors are there. Raises as `take` does."""
 
     def arrived(self, beyond: int, timeout_s: float) -> int:
-        """Return how many tensors of the message begun last are there; blocks until it is more than `beyond`, or all.
+        """How many tensors of the message begun last are there; blocks until it is more than `beyond`, or all.
 
         Raises as `take` does.
         """
@@ -86,7 +86,7 @@ class Reader(Protocol):
         """Break the channel: the writer gets ChannelBroken with the reason."""
 
     def statistics(self) -> Statistics:
-        """Return what this end has seen so far."""
+        """What this end has seen so far."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Taken:
         self.step, self._versions = step, [tensor._version for tensor in self._tensors.values()]
 
     def as_given(self) -> bool:
-        """Return whether the tensors can be given again, for the slot's next message: nobody changed them, or asked for gradients."""
+        """Whether the tensors can be given again, for the slot's next message: nobody changed them, or asked for gradients."""
         return all(t._version == v and not t.requires_grad for t, v in zip(self._tensors.values(), self._versions, strict=True))
 
     def check_unchanged(self, end: End) -> None:

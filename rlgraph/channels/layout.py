@@ -61,7 +61,7 @@ Signature: TypeAlias = tuple[torch.dtype | None, list[tuple[str, torch.Size, tor
 
 
 def signature(columns: Columns, dtype: torch.dtype | None) -> Signature | None:
-    """Return what the layout of a message depends on; None where there is text, which lies in the header itself."""
+    """What the layout of a message depends on; None where there is text, which lies in the header itself."""
     tensors = [(name, c.shape, c.dtype, c.device) for name, c in columns.items() if isinstance(c, torch.Tensor)]
     return (dtype, tensors) if len(tensors) == len(columns) else None
 
@@ -178,7 +178,7 @@ class Found:
     columns: dict[str, Column]
 
     def again(self, header: bytes, size: int, segment: mmap, carried: torch.Tensor | None) -> bool:
-        """Return whether a message lies where the last one lay."""
+        """Whether a message lies where the last one lay."""
         return self.segment is segment and self.carried is carried and self.size == size and self.header == header
 
 

@@ -119,7 +119,7 @@ def receive(link: Link) -> Token | Lost:
 
 
 def lost(error: Exception) -> Lost:
-    """Return in words why a peer is lost."""
+    """Say why a peer is lost."""
     if isinstance(error, EOFError | ConnectionError):
         return DIED
     if isinstance(error, BlockingIOError):

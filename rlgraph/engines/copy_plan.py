@@ -60,7 +60,7 @@ class CopyPlan:
 
 
 def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether these are the very same tensors, in the same order: a buffer that was only filled again."""
+    """Whether these are the very same tensors, in the same order: a buffer that was only filled again."""
     return len(some) == len(others) and all(a is b for a, b in zip(some.values(), others.values(), strict=True)) and [*some] == [*others]
 
 
@@ -94,7 +94,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _given(parameter: torch.Tensor, written: Mapping[int, list[tuple[int, torch.Tensor]]]) -> bool:
-    """Return whether every element was copied or is a constant, and none is both: a replay would lose a constant set after a copy."""
+    """Whether every element was copied or is a constant, and none is both: a replay would lose a constant set after a copy."""
     last = torch.zeros(parameter.untyped_storage().nbytes() // parameter.itemsize, dtype=torch.uint8, device=parameter.device)
     for kind, part in written.get(_place(parameter), []):
         if part.dtype != parameter.dtype:

@@ -28,12 +28,12 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
 
 
 def deadlock_free(schedule: Schedule) -> bool:
-    """Return whether every cycle holds a token: then the marked graph is live (Commoner, 1971)."""
+    """Whether every cycle holds a token: then the marked graph is live (Commoner, 1971)."""
     return bool(nx.is_directed_acyclic_graph(_tokens(d for d in schedule.dependencies if d.tokens == 0)))
 
 
 def staleness_bound(graph: Graph, schedule: Schedule) -> int:
-    """Return how many versions a batch can be behind when it is trained: the tokens on its loop, less the one in service.
+    """How many versions a batch can be behind when it is trained: the tokens on its loop, less the one in service.
 
     The tokens on a cycle never change, so those on the way that a version takes, from publish through rollout and update
     to the next publish, bound the open batches. Turns in a pool can keep fewer open, but not make an older version newer.

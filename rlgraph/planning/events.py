@@ -18,12 +18,12 @@ AHEAD = 60  # steps that training may be ahead of an evaluation beside it, at mo
 
 
 def open_batches(graph: Graph) -> int:
-    """Return how many batches may be admitted to rollout and not yet published: the largest depth and one."""
+    """How many batches may be admitted to rollout and not yet published: the largest depth and one."""
     return 1 + max((f.depth for f in graph.feedbacks), default=0)
 
 
 def slots(graph: Graph, node: Node) -> int:
-    """Return how many batches the channel of `node` holds, in parts or whole: enough never to hold up what its loop admits.
+    """How many batches the channel of `node` holds, in parts or whole: enough never to hold up what its loop admits.
 
     What lies before the loop (prompts) has one more, so that it is ready when the loop takes its next batch.
     """
@@ -31,7 +31,7 @@ def slots(graph: Graph, node: Node) -> int:
 
 
 def window(graph: Graph) -> int:
-    """Return how many steps may be in flight: so many that none waits for an older one to be done, whatever the times.
+    """How many steps may be in flight: so many that none waits for an older one to be done, whatever the times.
 
     Those that the loop admits, one for each node that a batch passes before it and beside it, and two more.
     """
@@ -44,7 +44,7 @@ def window(graph: Graph) -> int:
 
 
 def in_loop(graph: Graph, node: Node) -> bool:
-    """Return whether `node` lies downstream of a rollout that a feedback edge drives."""
+    """Whether `node` lies downstream of a rollout that a feedback edge drives."""
     driven = [n for n in graph.nodes if n.feedback is not None]
     return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
 
@@ -170,7 +170,7 @@ def evaluation_loop(feedback: str, node: str) -> str:
 
 
 def ahead(graph: Graph) -> int:
-    """Return how many steps training may be ahead of an evaluation."""
+    """How many steps training may be ahead of an evaluation."""
     return max((min(node.due.every, AHEAD) for node in graph.nodes if node.due is not None), default=0)
 
 
@@ -221,7 +221,7 @@ def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
 
 
 def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """Return what nodes are ordered by: as declared, but that those which work on the parts of a rollout come with it.
+    """What nodes are ordered by: as declared, but that those which work on the parts of a rollout come with it.
 
     Of several such nodes each works on a part before the first works on the next. What they read besides comes before them.
     """
@@ -279,13 +279,13 @@ def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Rel
 
 
 def _waits_for_weights(rollout: Node, update: Node) -> bool:
-    """Return whether the next step's rollout waits for this step's update anyway."""
+    """Whether the next step's rollout waits for this step's update anyway."""
     feedback = rollout.feedback
     return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
 
 
 def by_part(writer: Node, reader: Node) -> bool:
-    """Return whether `reader` fires for each part that `writer` gives."""
+    """Whether `reader` fires for each part that `writer` gives."""
     return reader.follows is not None and reader.follows is writer.stream
 
 

@@ -66,7 +66,7 @@ class Replayed:
 
 
 def replayed(trace: Trace, shares: Mapping[str, float] | None, depth: int | None) -> Replayed:
-    """Return what the recorded firings would have given. Raises PlanError for a change that the plan does not allow."""
+    """Play the recorded firings again. Raises PlanError for a change that the plan does not allow."""
     plan = trace.plan
     steps = sorted({span.step for span in trace.spans})
     if len(steps) < LEAST_STEPS:

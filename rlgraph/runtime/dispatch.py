@@ -66,7 +66,7 @@ class Dispatch(Protocol):
         """End what `begin` started."""
 
     def keeper(self, host: str, folder: str) -> Keeper:
-        """Return who looks after the job's workers on another host."""
+        """Who looks after the job's workers on another host."""
 
     def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
         """Start a worker that connects to the driver at its address, and prepares itself."""

@@ -282,7 +282,7 @@ class Worker:
         return metrics, self.ledger.taken()
 
     def taken_sampled(self) -> list[Sampled]:
-        """Return how much was sampled since the last report."""
+        """How much was sampled since the last report."""
         found, self.sampled = self.sampled, []
         return found
 
@@ -341,7 +341,7 @@ def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
 
 
 def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
-    """Return how many versions the batch is behind, by token. Raises StalenessError where the oldest exceeds the bound."""
+    """How many versions the batch is behind, by token. Raises StalenessError where the oldest exceeds the bound."""
     mask, versions = columns["response_mask"], columns["weight_version"]
     assert isinstance(mask, torch.Tensor)
     assert isinstance(versions, torch.Tensor)

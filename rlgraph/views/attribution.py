@@ -43,7 +43,7 @@ class SharedDevice:
 
 
 def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, end_s: float | None = None) -> Bubbles:
-    """Return what every device-second between two moments was spent on; without them, between the first span and the last.
+    """What every device-second between two moments was spent on; without them, between the first span and the last.
 
     Spans are in seconds on one clock, those of a worker in any order. What no span covers is a row of its own.
     """
@@ -117,7 +117,7 @@ def _sweep(workers: Sequence[Sequence[Span]], trace: "_Trace", start_s: float, e
 
 
 def innermost(spans: Sequence[Span]) -> Span:
-    """Return of spans of one worker that are open at a time the one begun last; receiving weights goes on beside the others."""
+    """Of the spans of one worker that are open at a time, the one begun last; receiving weights goes on beside the others."""
     return max(spans, key=lambda span: (span.kind != "receive", span.start_s, -span.end_s))
 
 
@@ -141,7 +141,7 @@ class _Trace:
             self._fired[key] = max(span.end_s, self._fired.get(key, 0.0))
 
     def name(self, span: Span) -> str:
-        """Return what a span is called in a row: its node, whichever part of a batch it fires for."""
+        """What a span is called in a row: its node, whichever part of a batch it fires for."""
         return self._nodes.get(span.name, span.name) if span.kind == "fire" else span.name
 
     def rank(self, span: Span) -> int:
@@ -157,7 +157,7 @@ class _Trace:
         return USES[span.kind]
 
     def silence(self, workers: Sequence[str], begin: float, end: float) -> tuple[Use, str]:
-        """Return what it means that no worker of a device has a span: before its first one, or before it is started again, it
+        """What it means that no worker of a device has a span: before its first one, or before it is started again, it
         starts; after its last it is done."""
         known = [name for name in workers if name in self._ends]
         later = [span for name in workers for span in islice(self._during(name, end, float("inf")), 2) if span.start_s >= end]

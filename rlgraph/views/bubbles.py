@@ -85,7 +85,7 @@ class Bubbles:
         return _sorted(row for row in self.workers if row.worker == worker)
 
     def share(self, rows: Iterable[Row], within: Sequence[Row]) -> float:
-        """Return what part the rows are of those they are among."""
+        """What part the rows are of those they are among."""
         return _share(within, rows)
 
     def busy(self, pool: str | None) -> float:

@@ -159,7 +159,7 @@ def _frame(plan: Plan, grid: Grid, lines: Mapping[str, Trunk]) -> _Frame:
 
 
 def _crossings(plan: Plan, grid: Grid) -> list[int]:
-    """Return how many edges turn in the space right of each column, which sets its width."""
+    """How many edges turn in the space right of each column, which sets its width."""
     found = [0] * grid.columns
     for channel in drawn_channels(plan):
         leaves = grid.cells[channel.writer].column
@@ -176,7 +176,7 @@ def _strip_height(grid: Grid, index: int, lines: Mapping[str, Trunk], ports: Map
 
 
 def _ports(plan: Plan, grid: Grid) -> Counter[str]:
-    """Return how many edges enter each box at its left side."""
+    """How many edges enter each box at its left side."""
     ports = Counter(reader for channel in drawn_channels(plan) for reader in channel.readers)
     ports.update(reader for loop in plan.loops for reader in loop.readers if not grid.is_free_below(grid.cells[reader]))
     return ports
@@ -259,7 +259,7 @@ def _loops(plan: Plan, grid: Grid, frame: _Frame, boxes: Mapping[str, Box]) -> t
 
 
 def _below(box: Box, index: int, side: int) -> list[Point]:
-    """Return where a feedback edge leaves (`side` 1) or enters (-1) a box that has nothing under it."""
+    """Where a feedback edge leaves (`side` 1) or enters (-1) a box that has nothing under it."""
     spread = 0.18 * box.width + min(14.0, 0.25 * box.width / max(index, 1)) * index
     return [(box.x + box.width / 2 + side * spread, box.bottom)]
 
@@ -284,5 +284,5 @@ def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[T
 
 
 def _falls(line: LoopLine) -> list[float]:
-    """Return where a feedback edge runs up and down."""
+    """Where a feedback edge runs up and down."""
     return [a[0] for a, b in zip(line.points, line.points[1:], strict=False) if a[0] == b[0]]

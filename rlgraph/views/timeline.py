@@ -29,19 +29,19 @@ def write_both(path: str | Path, predicted: Sequence[Span], measured: Sequence[S
 
 
 def from_zero(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans on a clock that is 0 when the first of them starts."""
+    """Put the spans on a clock that is 0 when the first of them starts."""
     zero = min((span.start_s for span in spans), default=0.0)
     return [replace(span, start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans]
 
 
 def ranked(spans: Sequence[Span], plan: Plan) -> list[Span]:
-    """Return predicted spans once for each rank that runs them."""
+    """Repeat predicted spans once for each rank that runs them."""
     nodes = {event.name: event.node for event in plan.schedule.events}
     return [replace(span, worker=worker) for span in spans for worker in plan.node(nodes[span.name]).workers]
 
 
 def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") -> dict[str, Any]:
-    """Return Chrome-trace JSON of spans whose names are those of the plan's events; a wait has the name of its channel.
+    """Write Chrome-trace JSON of spans whose names are those of the plan's events; a wait has the name of its channel.
 
     Tracks are the plan's workers, in its order. What runs beside a worker's main work, as receiving weights does, is on
     a second track under it. An arrow leads from each published version to each span that begins to use it.
@@ -140,12 +140,12 @@ def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Pl
 
 
 def _events(plan: Plan, loop: PlannedLoop, kind: str) -> set[str]:
-    """Return the names of the events of one kind on a feedback edge."""
+    """The names of the events of one kind on a feedback edge."""
     return {event.name for event in plan.schedule.events if event.kind == kind and event.edge == loop.name}
 
 
 def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[int, int]:
-    """Return the span that published each version: the publish, or the update of that step where publishing is not a span."""
+    """The span that published each version: the publish, or the update of that step where publishing is not a span."""
     found: dict[int, int] = {}
     for names in ({loop.writer}, _events(plan, loop, "publish")):
         steps = {span.step + 1: index for index, span in reversed(list(enumerate(spans))) if span.name in names and span.kind in WORK}
@@ -154,7 +154,7 @@ def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[
 
 
 def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
-    """Return the spans that begin to use a version: each load, or the firing of the reader where loading is not a span."""
+    """The spans that begin to use a version: each load, or the firing of the reader where loading is not a span."""
     loads, readers = _events(plan, loop, "load"), set(loop.readers)
     loaded = {(span.worker, span.step) for span in spans if span.name in loads}
     return [
@@ -165,7 +165,7 @@ def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
 
 
 def _version_used(spans: Sequence[Span], index: int, loop: PlannedLoop, published: Mapping[int, int]) -> int:
-    """Return the version a span uses: as measured, or by the rule of its loop where the span does not say."""
+    """The version a span uses: as measured, or by the rule of its loop where the span does not say."""
     span = spans[index]
     if span.version is not None:
         return span.version
