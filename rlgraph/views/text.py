@@ -118,7 +118,7 @@ def _batch_size(channel: PlannedChannel) -> str:
 
 
 def _route(channel: PlannedChannel) -> str:
-    lead = "" if channel.name.startswith(channel.writer) else f"{words.clean(channel.writer)} -> "
+    lead = "" if channel.kind == "batch" else f"{words.clean(channel.writer)} -> "
     carried = "the turn" if channel.kind == "order" else ", ".join(map(words.clean, channel.columns))
     return f"{lead}{', '.join(map(words.clean, channel.readers))}: {carried}"
 
