@@ -44,8 +44,9 @@ from weights import machine
 
 import rlgraph as rg
 from rlgraph.planning.costs_file import written
-from rlgraph.planning.fit import Record, costs_of
+from rlgraph.planning.fit import costs_of
 from rlgraph.planning.lengths import PROBABILITIES, Lengths
+from rlgraph.planning.trace import Trace
 from rlgraph.runtime.dispatch import start_ray, stop_ray
 from rlgraph.runtime.measure import Step
 
@@ -172,7 +173,7 @@ class Ran:
     """What is left of a launch: its steps, for costs what the workers did, and how long it took."""
 
     steps: list[Step]
-    record: Record
+    record: Trace
     residual: float
     launch_s: float
     whole_s: float
@@ -189,7 +190,7 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
         at.append(time.monotonic())
         taken += steps
         at.append(time.monotonic())
-        record, residual = job.record(), job.bubbles().residual
+        record, residual = job.trace(), job.bubbles().residual
     at.append(time.monotonic())
     progress.launches.append(at[-1] - at[0])
     seconds = " ".join(f"{step.seconds:.3f}" for step in taken)

@@ -150,10 +150,10 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) 
             f"profile({[plan.graph for plan in plans]}): graphs profiled together are at least one, with the same nodes; they may "
             "differ in prompts, groups, lengths, depth and devices"
         )
-    records = []
+    traces = []
     for plan in plans:
         with plan.launch() as job:
             for _ in job.steps(steps + 1):
                 pass
-            records.append(job.record())
-    return costs_of(records)
+            traces.append(job.trace())
+    return costs_of(traces)

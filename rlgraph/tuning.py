@@ -12,8 +12,9 @@ from rlgraph.planning.cluster import Cluster
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.model_configs import shapes_of
 from rlgraph.planning.plan import Plan
-from rlgraph.planning.replay import Replayed, Trace, replayed
+from rlgraph.planning.replay import Replayed, replayed
 from rlgraph.planning.search import Objective, search
+from rlgraph.planning.trace import Trace
 from rlgraph.settings import Natural, Positive, checked
 from rlgraph.views.tuning import TuningRow, table
 
@@ -70,10 +71,10 @@ def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None =
     """
     if isinstance(trace, str | Path):
         path = Path(trace)
-        record = Trace.from_file(path / "trace.json" if path.is_dir() else path)
+        recorded = Trace.from_file(path / "trace.json" if path.is_dir() else path)
     else:
-        record = trace.trace()
-    return replayed(record, shares, depth)
+        recorded = trace.trace()
+    return replayed(recorded, shares, depth)
 
 
 @checked(PlanError)

@@ -1,7 +1,7 @@
 """From what a run measured to costs: the law of each node that explains its firings with the fewest numbers."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from rlgraph.planning.lengths import Array, Lengths
 from rlgraph.planning.plan import Plan, PlannedJoin, PlannedNode
 from rlgraph.planning.regression import explained, fewest, spread, told_apart, varies
 from rlgraph.planning.schedule import MOVING, Sampled, Span
+from rlgraph.planning.trace import Trace
 from rlgraph.planning.training_law import by_passes, share_of
 from rlgraph.planning.widths import with_doubling
 
@@ -25,31 +26,21 @@ Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
 Tokens = Mapping[tuple[str, int], Sampled]
 
 
-@dataclass(frozen=True)
-class Record:
-    """What costs are read off: a plan, what its workers did, how much was sampled, and the bytes of a published version."""
-
-    plan: Plan
-    spans: Sequence[Span]
-    sampled: Sequence[Sampled]
-    published_bytes: int = 0
-
-
 def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
     """Return what each node and moving weights have cost in a run of `plan`, but for the first step, which warms up.
 
     A cost holds the work itself and, as a serial part, its hand-over: from when it could have begun until it did.
     """
-    return costs_of([Record(plan, spans, sampled, published_bytes)])
+    return costs_of([Trace(plan, spans, sampled, published_bytes)])
 
 
-def costs_of(records: Sequence[Record]) -> Costs:
+def costs_of(records: Sequence[Trace]) -> Costs:
     """Return costs that explain all of several runs of the same nodes, with batches of different sizes.
 
     What is constant is told from what grows with the batch. Lengths, devices and the setting measured are the first run's. A run
     on other devices, as one in turns, tells what engines and ranks that are as wide take there, and what waking and sleeping take.
     """
-    places: dict[str, list[Record]] = {}
+    places: dict[str, list[Trace]] = {}
     for record in records:
         places.setdefault(_place(record.plan), []).append(record)
     groups = [(group[0].plan, _spans(group), _late(group)) for group in places.values()]
@@ -135,7 +126,7 @@ def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[
     return found
 
 
-def _spans(records: Sequence[Record]) -> list[Span]:
+def _spans(records: Sequence[Trace]) -> list[Span]:
     """Return the spans of all runs but for their warm-up, the steps of each run apart."""
     return [
         replace(span, step=_apart(run, span.step))
@@ -145,7 +136,7 @@ def _spans(records: Sequence[Record]) -> list[Span]:
     ]
 
 
-def _late(records: Sequence[Record]) -> Mapping[str, float]:
+def _late(records: Sequence[Trace]) -> Mapping[str, float]:
     """Return the mean hand-over of each event."""
     found: dict[str, list[float]] = {}
     for record in records:
@@ -155,12 +146,12 @@ def _late(records: Sequence[Record]) -> Mapping[str, float]:
     return {event: float(np.mean(seconds)) for event, seconds in found.items()}
 
 
-def _first(record: Record) -> int:
+def _first(record: Trace) -> int:
     """Return the first step that counts."""
     return min((span.step for span in record.spans), default=0) + WARM_UP
 
 
-def _settings(records: Sequence[Record]) -> Mapping[tuple[str, int], Setting]:
+def _settings(records: Sequence[Trace]) -> Mapping[tuple[str, int], Setting]:
     """Return where each node ran in each step of the runs."""
     steps = [(record.plan, _apart(run, step)) for run, record in enumerate(records) for step in {span.step for span in record.spans}]
     return {(node.name, step): setting_of(plan, node) for plan, step in steps for node in plan.nodes}

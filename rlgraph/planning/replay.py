@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from rlgraph.errors import PlanError, shown
@@ -14,35 +12,12 @@ from rlgraph.planning.laws import NodeCost, Setting
 from rlgraph.planning.period import play
 from rlgraph.planning.placement import divided
 from rlgraph.planning.plan import Plan, PlannedNode
-from rlgraph.planning.schedule import WORK, Dependency, Event, Sampled, Schedule, Span
+from rlgraph.planning.schedule import WORK, Dependency, Event, Schedule
+from rlgraph.planning.trace import Trace
 
 LEAST_STEPS = 4
 PLAYED_STEPS = 200
 Durations = Mapping[str, Sequence[float]]  # of each event, by recorded step after the warm-up
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A recorded run: its plan, what each worker did, and how much was sampled."""
-
-    plan: Plan
-    spans: tuple[Span, ...]
-    sampled: tuple[Sampled, ...]
-
-    def to_file(self, path: str | Path) -> None:
-        """Write the record as JSON; `Trace.from_file` reads it again."""
-        Path(path).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values)))
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "Trace":
-        """Read a record. Raises PlanError for a file that is missing or holds something else."""
-        file = Path(path)
-        if not file.is_file():
-            raise PlanError(f"replay('{path}'): there is no such record; rg.record writes trace.json into its folder")
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=Trace)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise PlanError(f"replay('{path}'): {error}; give the trace.json that rg.record writes") from None
 
 
 @dataclass(frozen=True)

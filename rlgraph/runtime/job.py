@@ -13,10 +13,10 @@ from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
-from rlgraph.planning.fit import Record, costs_of
+from rlgraph.planning.fit import costs_of
 from rlgraph.planning.plan import Plan
-from rlgraph.planning.replay import Trace
 from rlgraph.planning.schedule import Sampled, Span
+from rlgraph.planning.trace import Trace
 from rlgraph.planning.watch import Observed, Watch
 from rlgraph.runtime.attempt import Attempt
 from rlgraph.runtime.checkpoint import Checkpoints, Recovery
@@ -249,8 +249,8 @@ class Job:
         return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
-        """The record of the run so far, for `rlgraph.replay`."""
-        return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled))
+        """The firings of the run so far: what its costs are read off, and `rlgraph.replay` plays again."""
+        return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
 
     @property
     def observed(self) -> Observed:
@@ -297,11 +297,7 @@ class Job:
 
         The first step, which warms up, is left out; the lengths of the responses are those of all steps.
         """
-        return costs_of([self.record()])
-
-    def record(self) -> Record:
-        """What the costs of this run are read off, as values."""
-        return Record(self.plan.values, self._spans.since(0.0), tuple(self._sampled), self._published_bytes)
+        return costs_of([self.trace()])
 
     def close(self) -> None:
         """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.

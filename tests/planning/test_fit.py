@@ -8,9 +8,10 @@ from recorded import STEPS, law, run_of
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
-from rlgraph.planning.fit import Record, costs_of, measured_costs
+from rlgraph.planning.fit import costs_of, measured_costs
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.schedule import Span
+from rlgraph.planning.trace import Trace
 
 
 def by_length(event: str, lengths: list[int]) -> float:
@@ -52,7 +53,7 @@ def test_two_sizes_of_batch_tell_what_is_constant_from_what_grows() -> None:
     def seconds(event: str, lengths: list[int]) -> float:
         return 0.03 + 1e-3 * len(lengths) if event == "reward" else by_length(event, lengths)
 
-    costs = costs_of([Record(*run_of(loop, seconds, lengths=same)) for loop in loops])
+    costs = costs_of([Trace(*run_of(loop, seconds, lengths=same)) for loop in loops])
     twice = rg.compile(Loop(depth=1, rows=2 * Loop().rows).graph(), rg.Cluster(cpus=2), costs)
     for node in ("rollout", "reward", "update"):
         assert twice.node(node).seconds == pytest.approx(seconds(node, [50] * 2 * Loop().rows), rel=1e-3)
@@ -66,9 +67,9 @@ def claimed(sizes: tuple[int, ...], seed: int) -> set[str]:
     def noisy(event: str, lengths: list[int]) -> float:
         return by_length(event, lengths) * chance.uniform(0.95, 1.05)
 
-    def recorded(size: int) -> Record:
+    def recorded(size: int) -> Trace:
         plan, spans, sampled = run_of(Loop(depth=1, rows=size * Loop().rows), noisy, lengths=Lengths((0.0, 1.0), (50.0, 50.0)))
-        return Record(plan, spans, [replace(s, prompt_tokens=s.prompt_tokens + int(chance.integers(9))) for s in sampled])
+        return Trace(plan, spans, [replace(s, prompt_tokens=s.prompt_tokens + int(chance.integers(9))) for s in sampled])
 
     decode = law(costs_of([recorded(size) for size in sizes]), "rollout").decode
     assert decode is not None
@@ -140,7 +141,7 @@ def rollout_on(cores: int, costs: rg.Costs) -> rg.Plan:
     return rg.compile(Loop(depth=1, lengths=UNIFORM, rollout_share=cores).graph(), rg.Cluster(cpus=1 + cores), costs)
 
 
-def profiled_on(cores: int, kept: float) -> Record:
+def profiled_on(cores: int, kept: float) -> Trace:
     """A run in which the one engine of the rollout has so many cores, of which each doubling keeps a share of the ideal speed-up."""
     faster = cores * kept ** np.log2(cores)
     loop = Loop(depth=1, rollout_share=cores)
@@ -150,7 +151,7 @@ def profiled_on(cores: int, kept: float) -> Record:
         lengths=UNIFORM,
         cores=1 + cores,
     )
-    return Record(plan, spans, sampled)
+    return Trace(plan, spans, sampled)
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.7, 1.0])

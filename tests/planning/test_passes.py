@@ -15,10 +15,11 @@ from tiny import batch_of
 import rlgraph as rg
 from rlgraph.engines.packing import plan_micro_batches
 from rlgraph.nodes.mini_batches import Walks
-from rlgraph.planning.fit import Record, costs_of
+from rlgraph.planning.fit import costs_of
 from rlgraph.planning.laws import NodeCost, Setting
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.passes import Passes
+from rlgraph.planning.trace import Trace
 
 LIMIT, TOKEN_S, ALONE_S, SHARDED_S = 500, 1e-4, 0.02, 0.03
 
@@ -70,10 +71,10 @@ def trained(passes: Passes, ranks: int, least_s: float) -> Callable[[str, list[i
     return taken
 
 
-def run_on_gpus(loop: Loop, tokens: tuple[float, float], least_s: float) -> Record:
+def run_on_gpus(loop: Loop, tokens: tuple[float, float], least_s: float) -> Trace:
     """Return the record of a run on GPUs."""
     run = run_of(loop, trained(Passes(LIMIT), loop.trainers, least_s), lengths=Lengths((0.0, 1.0), tokens))
-    return Record(*run)
+    return Trace(*run)
 
 
 ALONE = [run_on_gpus(Loop(depth=1, micro_batch_tokens=LIMIT), tokens, ALONE_S) for tokens in ((20, 90), (60, 200))]
@@ -98,17 +99,17 @@ def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes() -> None:
 def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_over_sooner() -> None:
     """One rank begins early, and waits within its firing; the wait is known already as what kept the other."""
     loop = Loop(depth=1, trainers=2, micro_batch_tokens=LIMIT)
-    both = Record(*run_of(loop, trained(Passes(LIMIT), 2, SHARDED_S), late_s=0.02, lengths=Lengths((0.0, 1.0), (20, 90))))
+    both = Trace(*run_of(loop, trained(Passes(LIMIT), 2, SHARDED_S), late_s=0.02, lengths=Lengths((0.0, 1.0), (20, 90))))
     early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in both.spans if span.name == "update"]
     skewed = replace(both, spans=[*both.spans, *early])
     assert costs_of([skewed]) == costs_of([both])
     assert law(costs_of([*ALONE, skewed]), "update") == law(costs_of([*ALONE, both]), "update")
 
 
-def decoding(loop: Loop) -> Record:
+def decoding(loop: Loop) -> Trace:
     """Return the record of a run in which all responses are equally long, and an engine takes a time for each of their tokens."""
     same = Lengths((0.0, 1.0), (50.0, 50.0))
-    return Record(*run_of(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
+    return Trace(*run_of(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
 
 
 def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:

@@ -14,7 +14,7 @@ from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.laws import Decode, NodeCost
 from rlgraph.planning.lengths import Lengths
 from rlgraph.planning.placement import nodes_needed
-from rlgraph.planning.replay import Trace
+from rlgraph.planning.trace import Trace
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
 

@@ -9,8 +9,9 @@ from simulated import LONG_TAIL, PROMPT_TOKENS, Loop
 import rlgraph as rg
 from rlgraph.errors import PlanError
 from rlgraph.planning.period import simulate
-from rlgraph.planning.replay import Replayed, Trace, replayed
+from rlgraph.planning.replay import Replayed, replayed
 from rlgraph.planning.schedule import Event, Sampled
+from rlgraph.planning.trace import Trace
 
 STEPS = 60
 LENGTHS = LONG_TAIL.batches(STEPS, 16).astype(int)

@@ -13,9 +13,10 @@ from simulated import Loop, Turns
 import rlgraph as rg
 from rlgraph.planning.compile import compile_plan
 from rlgraph.planning.costs import Costs
-from rlgraph.planning.fit import Record, costs_of
+from rlgraph.planning.fit import costs_of
 from rlgraph.planning.laws import SleepCost
 from rlgraph.planning.schedule import WORK, Sampled, Span
+from rlgraph.planning.trace import Trace
 from rlgraph.runtime import ledger
 from rlgraph.runtime.job import Job
 from rlgraph.runtime.measure import Step
@@ -64,7 +65,7 @@ def run(loop: Loop) -> tuple[rg.Plan, list[Step], list[Span], Costs]:
             progress.step = partial(heard, progress.step)  # type: ignore[method-assign]
         steps = list(job.steps(STEPS))
         sampled = [found for progress in workers for found in progress.worker.taken_sampled()]
-    return plan, steps, spans, costs_of([Record(plan, spans, sampled)])
+    return plan, steps, spans, costs_of([Trace(plan, spans, sampled)])
 
 
 def step_s(spans: list[Span]) -> float:
