@@ -73,7 +73,7 @@ class TrainerSpec(Estimates):
         return setting in self.settings
 
 
-class Table(Generic[S]):
+class SpecTable(Generic[S]):
     """Specs by name. One that is known by its module is imported when it is asked for first."""
 
     def __init__(self, known: Mapping[str, str | S]) -> None:
@@ -101,8 +101,8 @@ class Table(Generic[S]):
         return [known for known in self._known if self.find(known).takes(name)]
 
 
-ENGINES: Table[EngineSpec] = Table({"vllm": "rlgraph.engines.vllm_spec", "transformers": "rlgraph.engines.transformers_spec"})
-TRAINERS: Table[TrainerSpec] = Table({"fsdp": "rlgraph.engines.fsdp_spec"})
+ENGINES: SpecTable[EngineSpec] = SpecTable({"vllm": "rlgraph.engines.vllm_spec", "transformers": "rlgraph.engines.transformers_spec"})
+TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp_spec"})
 
 
 def engine_of(generator: Any) -> EngineSpec:
@@ -115,7 +115,7 @@ def trainer_of(model: Any) -> TrainerSpec:
     return _checked(model, "trainer", TRAINERS, get_args(TrainerSetting))
 
 
-def _checked(model: Any, choice: str, table: Table[S], optional: tuple[str, ...]) -> S:
+def _checked(model: Any, choice: str, table: SpecTable[S], optional: tuple[str, ...]) -> S:
     asked = getattr(model, choice)
     spec = table.find(asked)
     for field in fields(model):

@@ -284,7 +284,7 @@ def planned(node: Node) -> PlannedJoin | None:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyVersions:
     """The rule by which batches joined where every version was there in time."""
 
     beside: int
@@ -305,7 +305,7 @@ def decoded(lengths: Array, join: PlannedJoin) -> Array:
 
     They follow from the lengths alone: a batch joins when half of the responses before it have ended, whenever that is.
     """
-    machine = Machine(Ready(join.ahead), Decode(), lengths, 0.0, 0.0, never, join.shared)
+    machine = Machine(ReadyVersions(join.ahead), Decode(), lengths, 0.0, 0.0, never, join.shared)
     for step in range(len(lengths)):
         machine.fire(step, 0.0)
     return np.array(machine.decoded)

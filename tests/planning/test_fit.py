@@ -185,7 +185,7 @@ def test_a_width_that_no_run_had_is_said_to_be_assumed_with_bounds_that_hold() -
 @pytest.mark.parametrize("sizes", [(1,), (1, 2)])
 def test_one_size_of_batch_does_not_tell_steps_from_sequences_which_is_said_with_bounds_that_hold(sizes: tuple[int, ...]) -> None:
     same = Lengths((0.0, 1.0), (50.0, 50.0))
-    costs = costs_of([Record(*run_of(Loop(depth=1, rows=size * Loop().rows), by_length, lengths=same)) for size in sizes])
+    costs = costs_of([Trace(*run_of(Loop(depth=1, rows=size * Loop().rows), by_length, lengths=same)) for size in sizes])
     there, larger = (rg.compile(Loop(depth=1, rows=rows).graph(), rg.Cluster(cpus=2), costs) for rows in (16, 64))
     truth = by_length("rollout", [50] * 64)
     assert there.prediction.assumed == ()
