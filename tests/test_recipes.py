@@ -60,7 +60,7 @@ def assert_complete(folder: Path, said: str) -> None:
 
 WRONG = {
     "an unknown key": (["learning_rate=1"], "Key 'learning_rate' not in 'Config'"),
-    "none of the choices": (["engine=none"], "Invalid value 'none', expected one of ['vllm', 'transformers']"),
+    "an engine that is none": (["model=tiny", "engine=none"], "engine is one of ['vllm', 'transformers'] or an EngineSpec"),
     "a value of another type": (["steps=many"], "Value 'many' of type 'str' could not be converted to Integer"),
     "a file that is not there": (["config=none.yaml"], "config=none.yaml: there is no such file"),
     "no setting at all": (["fast"], "argument 'fast' is no setting; write key=value"),
@@ -88,6 +88,11 @@ def test_bad_settings_end_with_a_clear_error_before_anything_starts(name: str, t
     monkeypatch.setitem(DISPATCHES, "compiled_graph", begin)
     with pytest.raises(RlgraphError, match=re.escape(message)):
         run("one_step_off", monkeypatch, *arguments)
+
+
+def test_a_setting_that_is_none_of_its_choices_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RlgraphError, match=re.escape("Invalid value 'never', expected one of ['keep', 'recompute']")):
+        run("interrupt", monkeypatch, "interrupt=never")
 
 
 def test_a_recipe_says_its_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
