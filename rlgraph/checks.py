@@ -8,6 +8,7 @@ import networkx as nx
 
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import GraphError, shown
+from rlgraph.rounds import lags
 
 if TYPE_CHECKING:
     from rlgraph.graph import Feedback, Graph, Node, Output
@@ -157,11 +158,11 @@ def drawn_prompts_have_one_reader(graph: "Graph") -> None:
 def depth_buys_something(graph: "Graph") -> None:
     pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
-        if feedback.depth > 0 and len(pools) == 1:
+        if feedback.depth > 0 and len(pools) == 1 and not any(lags(graph).values()):
             raise GraphError(
                 f"feedback '{feedback.name}' has depth={feedback.depth}, but every model is in pool '{next(iter(pools))}' and nothing can "
-                "overlap: nodes of a pool take turns in the order of the plan, so the next rollout comes after the update, also where that "
-                "waits for a reward on the host; use depth=0, where rollout(chunks=n) lets a reward work beside the decoding, or two pools"
+                "overlap: the next rollout comes before the update only where the update waits for a node on the host, such as a reward, "
+                "and no model that it has to wait for generates; use depth=0, or two pools"
             )
 
 

@@ -62,6 +62,7 @@ class Simulator:
         self.channels = [self._channel(channel) for channel in plan.channels]
         self.loops = [Weights(p, list(dict.fromkeys(self.home[r] for r in p.readers))) for p in plan.loops]
         self.awake: set[str] = set()
+        self.ahead = plan.steps_ahead()
         self._run()
 
     def period(self, rounds: int) -> float:
@@ -73,7 +74,8 @@ class Simulator:
         for worker in self.plan.workers:
             if worker.rank == 0 and (names := [n for n in worker.nodes if n in plan.readers]):
                 users[worker.name] = names
-        return Channel(plan, users, 0, dict.fromkeys(users, 0), {worker: set() for worker in users})
+        skipped = max(-plan.tokens, 0)  # are never sent
+        return Channel(plan, users, skipped, dict.fromkeys(users, skipped), {worker: set() for worker in users})
 
     def _run(self) -> None:
         tickets, heap, blocked = count(), list[tuple[float, int, Process]](), list[tuple[Callable[[], bool], Process]]()
@@ -95,7 +97,7 @@ class Simulator:
                             continue
                         heapq.heappush(heap, (self.now + wanted, next(tickets), process))
                     break
-                while len(self.reported) < min(self.finished.values()):
+                while len(self.reported) < min(done - self.ahead[name] for name, done in self.finished.items()):
                     self.reported.append(self.now)
                 if not ready:
                     ready = [p for holds, p in blocked if holds()]
@@ -103,8 +105,8 @@ class Simulator:
         assert len(self.reported) == self.steps, "a deadlock"
 
     def _worker(self, name: str) -> Process:
-        for step in range(self.steps):
-            yield lambda step=step: step < len(self.reported) + self.window  # type: ignore[misc]
+        for step in range(self.steps + self.ahead[name]):
+            yield lambda step=step: step < len(self.reported) + self.window + self.ahead[name]  # type: ignore[misc]
             for event in self.fires[name]:
                 yield from self._fire(name, event.name, event.node, event.part, step)
             self.finished[name] += 1
@@ -125,7 +127,7 @@ class Simulator:
             yield self.seconds[sleep]
             self.awake.discard(worker)
         message = step * planned.chunks + part
-        for channel in (c for c in self.channels if c.plan.writer == node):
+        for channel in (c for c in self.channels if c.plan.writer == node and message + c.plan.tokens >= 0):
             yield channel.room
             assert channel.put == message
             channel.put += 1
@@ -166,7 +168,7 @@ class Simulator:
 
     def _receiver(self, weights: Weights, worker: str) -> Process:
         node = next(n for n in self.plan.worker(worker).nodes if n in weights.plan.readers)
-        for step in range(self.steps):
+        for step in range(self.steps + self.ahead[worker]):
             yield lambda step=step: weights.published >= step - weights.plan.depth  # type: ignore[misc]
             yield lambda step=step: weights.loaded.get(worker, 0) >= step  # type: ignore[misc]
             yield self.seconds[f"receive {weights.plan.name} for {node}"]

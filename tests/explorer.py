@@ -82,6 +82,7 @@ def walk(schedule: Schedule, dependencies: Sequence[Gives], promised: Sequence[P
     fields = len(dependencies) + len(promised) + len(schedule.events)
     ones = sum(1 << (FIELD * i) for i in range(fields))
     sevens, tops = MOST * ones, TOP * ones
+    sevens -= sum(owed << (FIELD * i) for i, owed in enumerate(map(_owed, dependencies)))  # so much more makes its field full
     low = sum(TOP << shift for shift, _ in checked)
     room = sum((MOST - most - 1) << shift for shift, most in checked)  # a count is kept one higher, so that -1 is 0
     seen, open_states = {state}, [state]
@@ -113,7 +114,7 @@ def _encoded(
     token_at = [FIELD * i for i in range(len(dependencies))]
     running_at = {event.name: FIELD * (len(dependencies) + i) for i, event in enumerate(events)}
     promise_at = [FIELD * (len(dependencies) + len(events) + i) for i in range(len(promised))]
-    state = sum(g.dependency.tokens << at for g, at in zip(dependencies, token_at, strict=True)) + sum(1 << at for at in promise_at)
+    state = sum((g.dependency.tokens + _owed(g)) << at for g, at in zip(dependencies, token_at, strict=True)) + sum(1 << at for at in promise_at)
     moves = []
     for event in events:
         for kind in ("start", "end"):
@@ -130,6 +131,11 @@ def _encoded(
             delta += sum(((move in p.up) - (move in p.down)) << at for p, at in zip(promised, promise_at, strict=True))
             moves.append((need, delta))
     return state, moves, [(at, p.most) for at, p in zip(promise_at, promised, strict=True)]
+
+
+def _owed(gives: Gives) -> int:
+    """Return how many tokens a dependency lacks at first before one lets anything fire; a field is kept so much higher."""
+    return max(-gives.dependency.tokens, 0)
 
 
 def _broken(state: int, checked: Sequence[tuple[int, int]], promised: Sequence[Promise]) -> str:

@@ -15,7 +15,7 @@ from rlgraph.channels.weight_shards import WeightShard, whole
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import stored
 from rlgraph.graph import Feedback, Graph, Model, Output, Pool, declare, feedback
-from rlgraph.nodes.base import Context, Fired, Stage, node
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, node
 from rlgraph.nodes.prompts import prompts
 from rlgraph.operation import NodeTraits, Operation
 
@@ -151,6 +151,13 @@ class TrainCritic(Operation):
 def score(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
     rewards = batch["values"].mean(-1) * 0.5 + batch["group_ids"].float() * 0.01  # type: ignore[union-attr]
     return {"rewards": rewards}, {"rewards/max": rewards.max().item(), "rewards/rows": float(len(rewards))}
+
+
+def scored_on(pool: Pool, rollout: Output) -> Output:
+    """Return rewards that a model on a pool gives."""
+    operation = FunctionOperation(score.function, by_group=True, work="forward")
+    model = VectorCritic("vector", pool=pool)
+    return Output(declare("judge", operation, (rollout,), reads=("values", "group_ids"), writes=("rewards",), model=model))
 
 
 def vector_loop(

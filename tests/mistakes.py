@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import fakes
 import numpy as np
 import torch
 
@@ -146,6 +147,11 @@ def plan_json(change: Callable[[str], str]) -> Callable[[], Any]:
     return lambda: rg.Plan.from_json(change(rg.compile(graph(), rg.Cluster(cpus=2)).to_json()))
 
 
+def stale_in_one_pool() -> rg.Graph:
+    pool = rg.Pool("shared")
+    return fakes.vector_loop(1, pools=(pool, pool), middle=lambda rollout: fakes.scored_on(pool, rollout))
+
+
 def two_updates() -> rg.Graph:
     generator, policy = rg.Generator("m", pool=rg.Pool("r")), rg.Policy("m", pool=rg.Pool("t"))
     weights = rg.feedback("weights", depth=1)
@@ -251,7 +257,7 @@ NODES = {
     "a graph of nothing": made("has no outputs", lambda: rg.Graph("g")),
     "a graph without a name": made("Graph(name=the batch of 'prompts')", lambda: rg.Graph(rg.prompts(ITEMS, 1))),  # type: ignore[arg-type]
     "two updates of one policy": made("'update' and 'again' both update one policy", two_updates),
-    "a stale loop in one pool": declared("nothing can overlap", depth=1),
+    "a stale loop in one pool": made("nothing can overlap", stale_in_one_pool),
     "clipping in percent": made("clip_low is a finite number of at least 0 and at most 1", lambda: rg.ClippedLoss(clip_low=20)),
     "gamma above 1": made("gamma is", lambda: rg.GAE(gamma=1.5)),
     "an unknown aggregation": made("token-mean", lambda: rg.ClippedLoss(aggregation="mean")),

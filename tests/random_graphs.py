@@ -61,7 +61,7 @@ def _drawn(chance: random.Random) -> Graph:
     depth = chance.randint(0, 3)
     buffers = chance.randint(1, 2) if depth else 1
     chunks = chance.choice([1, 1, 2, 4])
-    pools = [Pool(f"pool {index}") for index in range(chance.randint(2, 4))]
+    pools = [Pool(f"pool {index}") for index in range(chance.randint(1, 4))]
     generator, policy = Model("generator", pool=pools[0]), Model("policy", pool=chance.choice(pools))
     others = [Model(f"model {index}", pool=chance.choice(pools)) for index in range(2)]
     weights = feedback("weights", depth=depth, buffers=buffers)

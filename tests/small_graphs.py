@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
+from rlgraph.errors import GraphError
 from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.operation import Operation
 from rlgraph.planning.cluster import Cluster
@@ -15,6 +16,7 @@ from rlgraph.planning.scheduling import scheduled
 
 Edges = tuple[tuple[int, int], ...]
 LOOPS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2))  # depth and buffers; two buffers need a depth
+SHARED = ("host", "train", "judge")
 HOMES = ("host", "rollout", "train")
 
 
@@ -34,10 +36,12 @@ class Small:
     homes: tuple[str, ...]
     depth: int
     buffers: int
+    shared: bool = False  # the update has the rollout's pool
 
     def graph(self) -> Graph:
         pools = {"rollout": Pool("rollout"), "train": Pool("train")}
-        models = {name: Model(name, pool=pool) for name, pool in pools.items()}
+        models = {name: Model(name, pool=pools["rollout" if self.shared else name]) for name in pools}
+        models["judge"] = Model("judge", pool=pools["rollout"])
         weights = feedback("weights", depth=self.depth, buffers=self.buffers)
         homes, made = iter(self.homes), list[Output]()
         for index in range(self.nodes):
@@ -61,6 +65,20 @@ class Small:
     def schedule(self) -> tuple[Graph, Schedule]:
         graph, cluster = self.graph(), Cluster(cpus=4)
         return graph, scheduled(graph, cluster, next(iter(splits(graph, cluster))), nominal(graph))[2]
+
+
+def shared_graphs(nodes: int) -> Iterator[Small]:
+    """Yield the graphs of that many nodes in one pool, stale ones that overlap something included, also three steps deep."""
+    for edges in shapes(nodes):
+        for rollout in range(nodes - 1):
+            for homes in product(SHARED, repeat=nodes - 2):
+                for depth, buffers in LOOPS:
+                    small = Small(nodes, edges, rollout, homes, depth, buffers, shared=True)
+                    try:
+                        small.graph()
+                    except GraphError:
+                        continue
+                    yield small
 
 
 def name_of(index: int) -> str:

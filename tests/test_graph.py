@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import fakes
 import pytest
 
 import rlgraph as rg
@@ -78,10 +79,7 @@ def two_of_a_name() -> object:
 
 def depth_in_one_pool() -> object:
     pool = rg.Pool("shared")
-    parts = Parts(1, rollout=pool, train=pool)
-    step = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss())
-    parts.weights.close(step.weights)
-    return rg.Graph("one pool", step.metrics)
+    return fakes.vector_loop(1, pools=(pool, pool), middle=lambda rollout: fakes.scored_on(pool, rollout))
 
 
 def closed_twice() -> object:

@@ -28,8 +28,13 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
 
 
 def deadlock_free(schedule: Schedule) -> bool:
-    """Whether every cycle holds a token: then the marked graph is live (Commoner, 1971)."""
-    return bool(nx.is_directed_acyclic_graph(_tokens(d for d in schedule.dependencies if d.tokens == 0)))
+    """Whether every cycle holds a token: then the marked graph is live (Commoner, 1971).
+
+    Counted in rounds no dependency has fewer than none, on the same cycles: so those without a token wait within a round.
+    """
+    lag = {event.name: event.lag for event in schedule.events}
+    ahead = any(d.tokens + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
+    return not ahead and bool(nx.is_directed_acyclic_graph(nx.DiGraph(list(schedule.within_rounds()))))
 
 
 def staleness_bound(graph: Graph, schedule: Schedule) -> int:

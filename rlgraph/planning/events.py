@@ -11,6 +11,7 @@ from rlgraph.graph import Feedback, Graph, Node
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.schedule import Dependency, Event, EventKind, Schedule
 from rlgraph.planning.turns import Sleeps, around_turns, turn_events
+from rlgraph.rounds import lags
 
 Hosts = Mapping[str, str]  # the worker of each node, by name
 Seconds = Mapping[str, float]  # of each node in a step, on average
@@ -53,7 +54,8 @@ def in_loop(graph: Graph, node: Node) -> bool:
 class Relay:
     """A channel without a batch, by which a node of a pool tells the next one, in another process, that it is its turn.
 
-    `tokens` messages are there before the first step; `slots` is how many it holds.
+    `tokens` messages are there before the first step; `slots` is how many it holds. Where `tokens` is below 0 the first so many
+    messages are never sent: update 0 takes what rollout 1 sends, and what rollout 0 did is the turn of nobody.
     """
 
     writer: Node
@@ -98,8 +100,10 @@ def schedule(
 
     `sleeps` are the costs of the models that have their devices in turns, by node; `batches` are the readers of each channel.
     """
+    lag = {node.name: rounds for node, rounds in lags(graph).items()}
     fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
-    events = [*fired, *_weights_events(graph, hosts, costs)]
+    events = [replace(event, lag=lag[event.node]) for event in (*fired, *_weights_events(graph, hosts, costs))]
+    fired = [event for event in events if event.kind == "fire"]
     ordered = _ordered(graph, [*events, *turn_events(graph, _ordered(graph, fired), sleeps)])
     puts = _puts(graph, ordered, hosts, batches)
     flow = [*_data(graph, puts), *_relayed(puts, ordered), *_loops(graph, puts)]
@@ -211,13 +215,14 @@ def pool_of(node: Node) -> str | None:
 
 
 def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
-    """Order the events of a step: nodes by their turn, weights loaded just before a rollout and published just after an update.
+    """Order the events of a round: nodes by their turn, weights loaded just before a rollout and published just after an update.
 
+    What happens for an older step comes after all that happens for this one.
     An engine wakes before it loads weights, and sleeps before those that it trained are published.
     """
     turns = {node.name: turn(graph, node) for node in graph.nodes}
     rank: dict[EventKind, int] = {"receive": 0, "wake": 1, "load": 2, "fire": 3, "sleep": 4, "publish": 5}
-    return sorted(events, key=lambda e: (turns[e.node][0], turns[e.node][1] + e.part, turns[e.node][2], rank[e.kind]))
+    return sorted(events, key=lambda e: (e.lag, turns[e.node][0], turns[e.node][1] + e.part, turns[e.node][2], rank[e.kind]))
 
 
 def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
@@ -267,21 +272,33 @@ def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Rel
     found: dict[str, Relay] = {}
     for pool in dict.fromkeys(event.pool for event in ordered if event.pool is not None):
         fired = [event for event in ordered if event.kind == "fire" and event.pool == pool]
-        for this, following in zip(fired, fired[1:] + fired[:1], strict=True):
+        for this, following in _next_in_pool(fired):
             before, after = graph.node(this.node), graph.node(following.node)
-            wraps = following is fired[0]
-            told = _waits_for_weights(after, before) if wraps else after.feedback is None and nx.has_path(graph.forward, before, after)
+            wraps = ordered.index(following) <= ordered.index(this)
+            steps = wraps + this.lag - following.lag  # how many the next one is ahead
+            if wraps:
+                told = _waits_for_weights(after, before, steps)
+            else:
+                told = steps == 0 and after.feedback is None and nx.has_path(graph.forward, before, after)
             if hosts[before.name] != hosts[after.name] and not told:
-                tokens = int(following.part != this.part or wraps) if by_part(before, after) else before.chunks * wraps
-                relay = Relay(before, after, tokens, tokens + before.chunks)
+                tokens = int(following.part != this.part or wraps) if by_part(before, after) else before.chunks * steps
+                relay = Relay(before, after, tokens, max(tokens, 0) + before.chunks)
                 found[relay.name] = relay
     yield from found.values()
 
 
-def _waits_for_weights(rollout: Node, update: Node) -> bool:
-    """Whether the next step's rollout waits for this step's update anyway."""
+def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Yield each firing of a pool with the next, round and round; in the first rounds those without a lag are alone."""
+    yield from zip(fired, [*fired[1:], *fired[:1]], strict=True)
+    alone = [event for event in fired if event.lag == 0]
+    if 0 < len(alone) < len(fired):
+        yield alone[-1], alone[0]
+
+
+def _waits_for_weights(rollout: Node, update: Node, steps: int) -> bool:
+    """Whether the rollout of so many steps later waits for an update anyway."""
     feedback = rollout.feedback
-    return feedback is not None and feedback.depth == 0 and feedback.source is not None and feedback.source.node is update
+    return feedback is not None and feedback.depth < steps and feedback.source is not None and feedback.source.node is update
 
 
 def by_part(writer: Node, reader: Node) -> bool:

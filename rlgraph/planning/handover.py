@@ -41,17 +41,19 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
         if span.kind in WORK and span not in within:
             measured.setdefault((span.name, span.step), []).append(span)
     steps = sorted({span.step for span in spans})
+    within_run = set(steps)
     waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}
     for dependency in schedule.dependencies:
         waits[dependency.after].append(dependency)
     ends: Ends = {}
     unknown: set[tuple[str, int]] = set()  # done when nobody saw it
     late: dict[str, list[float]] = {event.name: [] for event in schedule.events}
-    for step in steps:
-        for event in firing_order(schedule):
+    order = firing_order(schedule)
+    for turn in range(steps[0], steps[-1] + 1 + schedule.most_lag) if steps else ():
+        for event, step in ((event, turn - event.lag) for event in order if turn - event.lag in within_run):
             found = measured.get((event.name, step), [])
             before = [(d.before, step - d.tokens) for d in waits[event.name] if d.before != event.name]
-            known = not any(place in unknown or 0 <= place[1] < steps[0] for place in before)
+            known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)
             if not found:  # weights of a step that needs none, or what runs unmeasured: done as soon as it could begin
                 ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
                 if not known:

@@ -54,10 +54,12 @@ class Outlook:
     def _turns(self) -> Iterator[tuple[str, str, int]]:
         """Yield each event, after the one before it in the same pool or worker of the host, and how many steps before that was."""
         chains: dict[str, list[str]] = {}
+        lag = {event.name: event.lag for event in self.schedule.events}
         for event in (e for e in self.schedule.events if e.kind != "receive"):
             chains.setdefault(event.pool or event.worker, []).append(event.name)
         for chain in chains.values():
-            yield from ((chain[index - 1], name, int(index == 0)) for index, name in enumerate(chain))
+            for index, name in enumerate(chain):
+                yield chain[index - 1], name, int(index == 0) + lag[chain[index - 1]] - lag[name]
 
     def _idle(self, before: str, after: str, back: int, own: bool, steps: Iterable[int]) -> Iterator[tuple[Dependency, float]]:
         """Yield what an event waited for, and how long it stood still meanwhile; the mean of its engines."""
@@ -65,6 +67,8 @@ class Outlook:
         done, each = played.ends[before], played.engines.get(after)
         for step in steps:
             if each is None:
+                if step - back >= self.steps:  # the one before it was not played so far
+                    continue
                 starting = played.causes[after][step], max(played.starts[after][step] - done[step - back], 0.0)
                 ending = played.held[after][step], played.ends[after][step] - played.worked[after][step]
                 yield from ((cause, seconds) for cause, seconds in (starting, ending) if cause is not None)
@@ -119,4 +123,5 @@ def outlook(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) 
     def seconds(event: Event, step: int) -> float:
         return alone[event.name][step] if event.name in alone else event.seconds
 
-    return Outlook(schedule, play(schedule, steps, seconds, apart), steps, steps // 8)
+    played = steps - schedule.most_lag  # what fires rounds ahead of others has drawn as many more
+    return Outlook(schedule, play(schedule, played, seconds, apart), played, played // 8)

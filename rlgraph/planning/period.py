@@ -12,6 +12,7 @@ from rlgraph.planning.schedule import Dependency, Event, Schedule, Span
 
 Point: TypeAlias = tuple[str, int]  # an event and which of its puts is done; 0 is its start
 TOGETHER: Mapping[str, Engines] = {}
+TIMES = ("starts", "worked", "ends", "causes", "held")  # of a play, by event
 WARM_UP_STEPS = 60  # divisible by 1 to 6, the token counts of common loops, so that the average covers whole rounds
 
 
@@ -151,6 +152,13 @@ class Played:
     held: dict[str, list[Dependency | None]]
     engines: Mapping[str, Engines]
 
+    def only(self, steps: int) -> "Played":
+        """Leave out the steps that some events were played ahead for others."""
+        if all(len(ends) == steps for ends in self.ends.values()):
+            return self
+        times = {name: {event: at[:steps] for event, at in getattr(self, name).items()} for name in TIMES}
+        return replace(self, **times)
+
     def step_ends(self) -> list[float]:
         """Return when each step is finished: all its firings and those of the steps before."""
         last = [max(at) for at in zip(*self.ends.values(), strict=True)]
@@ -160,7 +168,8 @@ class Played:
 def play(
     schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None, engines: Mapping[str, Engines] = TOGETHER
 ) -> Played:
-    """Play `steps` steps in which each firing starts as soon as it may; `seconds(event, step)` may vary.
+    """Play `steps` steps in which each firing starts as soon as it may; `seconds(event, step)` may vary. What lies
+    rounds before others is asked for as many steps more.
 
     `engines` are the events that each engine of a node has for itself. An engine waits for its own earlier events, and for all
     engines of any other node.
@@ -168,11 +177,14 @@ def play(
     order = firing_order(schedule)
     found = Played(tuple(order), {}, {}, {}, {}, {}, engines)
     for event in order:
-        for times in (found.starts, found.worked, found.ends, found.causes, found.held):
-            times[event.name] = []
+        for name in TIMES:
+            getattr(found, name)[event.name] = []
     lines = [(event, engines.get(event.name), puts) for event, puts in _lines(schedule, found)]
-    for step in range(steps):
+    for turn in range(steps + schedule.most_lag):
         for event, each, puts in lines:
+            step = turn - event.lag
+            if step < 0:
+                continue
             if each is not None:
                 each.fire(step)
                 _note_last(found, event.name, each, puts)
@@ -190,7 +202,7 @@ def play(
                 put.done.append(at)
             found.ends[event.name].append(at)
             found.held[event.name].append(held)
-    return found
+    return found.only(steps)
 
 
 @dataclass(frozen=True)
@@ -256,13 +268,13 @@ def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], flo
 
 
 def firing_order(schedule: Schedule) -> list[Event]:
-    """Return the events of a step so that each follows all it waits for within the step.
+    """Return the events of a round so that each follows all it waits for within it.
 
     Raises networkx.NetworkXUnfeasible for a schedule that would never start.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(event.name for event in schedule.events)
-    graph.add_edges_from((d.before, d.after) for d in schedule.dependencies if d.tokens == 0)
+    graph.add_edges_from(schedule.within_rounds())
     by_name = {event.name: event for event in schedule.events}
     return [by_name[name] for name in nx.topological_sort(graph)]
 

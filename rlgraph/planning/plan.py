@@ -96,7 +96,7 @@ class PlannedChannel:
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order"] = "batch"
-    tokens: int = 0  # messages that are there before the first step
+    tokens: int = 0  # messages that are there before the first step; below 0, so many of the first are never sent
     parts: int = 1  # messages a step
     stream: str | None = None  # the rollout whose parts they are
 
@@ -342,6 +342,23 @@ class Plan:
         if unknown:
             raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
         return plan
+
+    def steps_ahead(self) -> Mapping[str, int]:
+        """Return for each worker how many steps it fires beyond the one it is to finish, since others wait for them to finish theirs.
+
+        Where update k waits for its turn until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
+        """
+        found = {worker.name: 0 for worker in self.workers}
+        settled = False
+        while not settled:
+            settled = True
+            for channel in self.channels:
+                ahead = max(found[name] for reader in channel.readers for name in self.node(reader).workers)
+                needed = ahead - -(-channel.tokens // channel.parts)
+                for name in self.node(channel.writer).workers:
+                    if found[name] < needed:
+                        found[name], settled = needed, False
+        return found
 
     def due_events(self) -> Mapping[str, Due]:
         """The events that do not happen at each step."""

@@ -1,13 +1,14 @@
 """The schedule of a plan: a marked graph of events. An event's firing k starts when all it depends on has finished.
 
 A dependency with t tokens lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
-firing k - t of `before`. The number of tokens on a cycle never changes (Commoner, 1971), which is what bounds staleness.
+firing k - t of `before`. The number of tokens on a cycle never changes (Commoner, 1971), which is what bounds staleness. Of the
+turns of a pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.rounds`).
 
 A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot holds
 up that put, those after it and the end of the firing, but neither its start nor its work.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -32,6 +33,7 @@ class Event:
     seconds: float
     part: int = 0  # of the batch, for a node that fires for each of several parts
     edge: str = ""
+    lag: int = 0  # in round r of its pool's turns it happens for step r - lag
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ class Schedule:
 
     def seconds(self) -> Mapping[str, float]:
         return {event.name: event.seconds for event in self.events}
+
+    @property
+    def most_lag(self) -> int:
+        """The rounds between the first and the last event of one step."""
+        return max((event.lag for event in self.events), default=0)
+
+    def within_rounds(self) -> Iterator[tuple[str, str]]:
+        """Yield what waits for an event of its own round, as (before, after)."""
+        lag = {event.name: event.lag for event in self.events}
+        yield from ((d.before, d.after) for d in self.dependencies if d.tokens + lag[d.after] - lag[d.before] == 0)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class LocalJob:
         if checkpoints is not None:
             checkpoints.open()
         start = checkpoints.start() if checkpoints is not None else None
-        self.progress = {s.worker.name: self._progress(s) for s in setups(graph, plan, "", b"", 0.0, start)}
+        found = [replace(setup, ahead=0) for setup in setups(graph, plan, "", b"", 0.0, start)]
+        self.progress = {s.worker.name: self._progress(s) for s in found}
         self._homes = {node: progress for progress in self.progress.values() for node in progress.worker.setup.worker.nodes}
         self._entered = False
         self._asked, self._finished = 0, checkpoints.newest if checkpoints is not None else 0
@@ -68,7 +69,7 @@ class LocalJob:
 
     def _progress(self, setup: WorkerSetup) -> Progress:
         name, mailbox = setup.worker.name, Mailbox()
-        for channel, posts in setup.channels:
+        for channel, posts in (each for each in setup.channels if each[0].kind == "batch"):  # here nodes never overlap anyway
             if posts[0].writer == name:
                 mailbox.outboxes.append(Outbox(channel, self._writer(posts[0])))
             users = tuple(task.name for task in setup.tasks if task.name in channel.readers)

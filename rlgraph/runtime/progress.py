@@ -37,8 +37,8 @@ class Progress:
             self.worker.reopen(resume.step, {step: fired.columns for step, fired in self.recent.items()})
 
     def step(self, step: int) -> Reported:
-        """Fire the nodes for `step` unless they have, and return what there is to report of it."""
-        self._fire_until(step + 1)
+        """Fire the nodes for `step` unless they have, and those ahead that others wait for; return what there is to report of it."""
+        self._fire_until(step + 1 + self.worker.setup.ahead)
         return self.reports.pop(step)
 
     def save(self, step: int) -> None:

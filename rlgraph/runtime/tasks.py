@@ -127,6 +127,7 @@ class WorkerSetup:
     set_aside: tuple[int, ...] = ()
     probe: tuple[str, int] | None = None
     prompts: int = 0  # of a step
+    ahead: int = 0  # steps that it fires beyond the one it is to finish: others wait for them to finish theirs
     sequences: int = 0  # responses that its engine decodes at once, at most
 
     @property
@@ -154,6 +155,7 @@ def setups(
     start = start or Start()
     lead = leads(plan) if start.folder else {}
     begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
+    ahead = plan.steps_ahead()
     channels = tuple(
         (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", c.transport)) for i, c in enumerate(plan.channels)
     )
@@ -182,6 +184,7 @@ def setups(
             set_aside=start.set_aside,
             probe=start.probe if start.probe and start.probe[0] in worker.nodes else None,
             prompts=next((node.rows for node in graph.nodes if isinstance(node.operation, Prompts)), 0),
+            ahead=ahead[worker.name],
             sequences=sum(_sequences(graph.node(name), worker.world) for name in worker.nodes),
         )
         for worker in plan.workers

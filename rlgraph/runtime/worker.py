@@ -202,7 +202,7 @@ class Worker:
         for at in sorted(opened):
             for task in self.setup.tasks:
                 for part, columns in enumerate(opened[at].get(task.name, ())):
-                    self._put(task, at * task.chunks + part, columns)
+                    self._put(task, at * task.chunks + part, columns, again=True)
         for loop in self.loops:
             if loop.writer is not None and loop.plan.due is None:
                 loop.writer.publish(step, self.context.engine.weight_shards(), self.setup.deadline_s)
@@ -210,13 +210,17 @@ class Worker:
                 self.context.version = step - 1
         self.kept = {}
 
-    def _put(self, task: Task, message: int, columns: Columns) -> None:
+    def _put(self, task: Task, message: int, columns: Columns, *, again: bool = False) -> None:
+        """Put a batch into the channels of its node, and tell the next of the pool its turn; what is put `again` is no turn."""
         if self.setup.saving is not None and task.name in self.setup.saving.open:
             self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
         step = message // task.chunks
         for box in self.mailbox.written_by(task.name):
-            if step < min(self.setup.begin[reader] for reader in box.channel.readers):
-                continue  # read before the checkpoint that this run goes on from
+            read_at = (message + box.channel.tokens) // box.channel.parts
+            if read_at < min(self.setup.begin[reader] for reader in box.channel.readers):
+                continue  # read before the checkpoint that this run goes on from, or nobody's turn
+            if again and box.channel.kind == "order":
+                continue
             self.on_enter(step, Activity("put", task.name, box.channel.name))
             with self.ledger.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
                 box.put(message, columns, self.setup.deadline_s)

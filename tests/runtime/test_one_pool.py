@@ -1,0 +1,102 @@
+"""One pool for rollout and update: with a depth the next rollout comes before the update, so that a reward on the host hides behind it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import fakes
+import forked  # noqa: F401 (the dispatch of that name)
+import pytest
+from simulated import Loop
+
+import rlgraph as rg
+from rlgraph.columns import Columns
+from rlgraph.planning.compile import compile_plan
+from rlgraph.runtime.checkpoint import Recovery
+from rlgraph.runtime.job import Job
+from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
+
+Bits = tuple[int, dict[str, float], int]
+
+
+@rg.node(reads="values group_ids", writes="rewards", by_group=True)
+def slow_score(batch: Columns) -> Any:
+    time.sleep(0.1)
+    return fakes.score.function(batch)
+
+
+def one_pool(depth: int, **changed: Any) -> rg.Graph:
+    pool = rg.Pool("shared")
+    return fakes.vector_loop(depth, pools=(pool, pool), **changed)
+
+
+def job(graph: rg.Graph, folder: Path | None = None, *, restarts: int = 0, dispatch: str = "forked") -> Job:
+    recovery = Recovery(folder, 3, 2, restarts) if folder is not None else None
+    return Job(graph, compile_plan(graph, rg.Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=30.0, recovery=recovery)
+
+
+def bits(step: Step) -> Bits:
+    return step.index, {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}, step.staleness
+
+
+def here(graph: rg.Graph, steps: int) -> list[Bits]:
+    with LocalJob(graph, compile_plan(graph, rg.Cluster(cpus=2))) as running:
+        return [bits(step) for step in running.steps(steps)]
+
+
+@pytest.mark.usefixtures("ray_unless_forked")
+@pytest.mark.parametrize(
+    ("depth", "buffers", "dispatch"), [(1, 2, "forked"), (2, 2, "forked"), (3, 1, "forked"), pytest.param(1, 1, "compiled_graph", marks=pytest.mark.ray)]
+)
+def test_one_pool_gives_the_bits_of_two_pools_and_of_one_process_at_the_same_depth(depth: int, buffers: int, dispatch: str) -> None:
+    graph = one_pool(depth, buffers=buffers)
+    with job(graph, dispatch=dispatch) as running:
+        found = [bits(step) for step in running.steps(5)]
+        found += [bits(step) for step in running.steps(3)]
+    assert found == here(graph, 8) == here(fakes.vector_loop(depth, buffers=buffers), 8)
+    assert [staleness for _, _, staleness in found] == [min(step, depth) for step in range(8)]
+
+
+def test_a_rollout_decodes_while_the_reward_of_the_batch_before_is_at_work_and_never_beside_an_update() -> None:
+    graph = one_pool(1, generate_s=0.1, train_s=0.05, middle=slow_score)
+    with job(graph) as running:
+        assert len(list(running.steps(6))) == 6
+        spans = running.spans()
+    at = {(span.name, span.step): span for span in spans if span.kind == "fire"}
+    for step in range(1, 5):
+        rollout, reward, update = at["rollout", step + 1], at["slow_score", step], at["update", step]
+        assert rollout.start_s < reward.end_s
+        assert rollout.end_s <= update.start_s
+        assert step == 4 or update.end_s <= at["rollout", step + 2].start_s
+
+
+@pytest.mark.parametrize(("depth", "stop"), [(1, 3), (1, 4), (2, 5), (3, 4)])
+def test_a_job_in_one_pool_goes_on_from_its_checkpoint(depth: int, stop: int, tmp_path: Path) -> None:
+    graph = one_pool(depth)
+    found = []
+    for steps in (stop, 9):
+        with job(graph, tmp_path) as running:
+            found += [bits(step) for step in running.steps(steps)]
+    assert found == here(graph, 9)
+
+
+@pytest.mark.parametrize("worker", ["generator", "policy"])
+def test_a_worker_of_one_pool_that_is_killed_is_replaced(worker: str, tmp_path: Path) -> None:
+    graph = one_pool(1, generate_s=0.02, train_s=0.02)
+    found = []
+    with job(graph, tmp_path, restarts=1) as running:
+        for step in running.steps(8):
+            found.append(bits(step))
+            if step.index == 4:
+                os.kill(running.pids[worker], signal.SIGKILL)
+    assert found == here(graph, 8)
+
+
+@pytest.mark.parametrize("loop", [Loop(depth=1, reference="train"), Loop(depth=2, shared=True, reference="train")], ids=["apart", "one pool"])
+def test_turns_are_taken_up_again_after_a_checkpoint_where_a_reference_is_ahead_of_the_trainer(loop: Loop, tmp_path: Path) -> None:
+    for steps in (4, 8):
+        with job(loop.graph(), tmp_path) as running:
+            assert [step.staleness for step in running.steps(steps)][-1] == loop.depth
