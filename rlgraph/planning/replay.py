@@ -139,10 +139,14 @@ def deeper(plan: Plan, depth: int) -> Schedule:
         raise PlanError(f"replay(depth={shown(depth)}): depth is a whole number of at least 0")
     if not plan.loops:
         raise PlanError("replay(depth=...): the plan has no feedback edge")
-    pools = {node.pool for node in plan.nodes if node.pool is not None}
-    if depth > 0 and len(pools) == 1:
-        raise PlanError(f"replay(depth={depth}): every model is in pool '{next(iter(pools))}', so nothing can overlap; record two pools")
     loops = {loop.name: loop for loop in plan.loops}
+    for loop in plan.loops:
+        pool = plan.node(loop.writer).pool
+        if depth != loop.depth and any(plan.node(reader).pool == pool for reader in loop.readers):
+            raise PlanError(
+                f"replay(depth={depth}): '{loop.writer}' shares pool '{pool}' with what it gives weights to, and the order of turns there "
+                "changes with the depth; compile the graph of that depth with job.costs(), or let rg.tune try several"
+            )
     more = depth - max(loop.depth for loop in plan.loops)
 
     def changed(d: Dependency) -> Dependency:
