@@ -114,7 +114,8 @@ def _encoded(
     token_at = [FIELD * i for i in range(len(dependencies))]
     running_at = {event.name: FIELD * (len(dependencies) + i) for i, event in enumerate(events)}
     promise_at = [FIELD * (len(dependencies) + len(events) + i) for i in range(len(promised))]
-    state = sum((g.dependency.tokens + _owed(g)) << at for g, at in zip(dependencies, token_at, strict=True)) + sum(1 << at for at in promise_at)
+    state = sum(1 << at for at in promise_at)
+    state += sum((g.dependency.tokens + _owed(g)) << at for g, at in zip(dependencies, token_at, strict=True))
     moves = []
     for event in events:
         for kind in ("start", "end"):

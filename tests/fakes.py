@@ -15,7 +15,7 @@ from rlgraph.channels.weight_shards import WeightShard, whole
 from rlgraph.columns import Column, Columns
 from rlgraph.engines import stored
 from rlgraph.graph import Feedback, Graph, Model, Output, Pool, declare, feedback
-from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, node
+from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.nodes.prompts import prompts
 from rlgraph.operation import NodeTraits, Operation
 
@@ -153,11 +153,22 @@ def score(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
     return {"rewards": rewards}, {"rewards/max": rewards.max().item(), "rewards/rows": float(len(rewards))}
 
 
+@dataclass(frozen=True)
+class Judge(Operation):
+    """Gives the rewards of `score` on a model's devices."""
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: score.function(columns)
+
+
 def scored_on(pool: Pool, rollout: Output) -> Output:
     """Return rewards that a model on a pool gives."""
-    operation = FunctionOperation(score.function, by_group=True, work="forward")
     model = VectorCritic("vector", pool=pool)
-    return Output(declare("judge", operation, (rollout,), reads=("values", "group_ids"), writes=("rewards",), model=model))
+    return Output(declare("judge", Judge(), (rollout,), reads=("values", "group_ids"), writes=("rewards",), model=model))
 
 
 def vector_loop(

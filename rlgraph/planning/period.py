@@ -156,7 +156,7 @@ class Played:
         """Leave out the steps that some events were played ahead for others."""
         if all(len(ends) == steps for ends in self.ends.values()):
             return self
-        times = {name: {event: at[:steps] for event, at in getattr(self, name).items()} for name in TIMES}
+        times: dict[str, Any] = {name: {event: at[:steps] for event, at in getattr(self, name).items()} for name in TIMES}
         return replace(self, **times)
 
     def step_ends(self) -> list[float]:

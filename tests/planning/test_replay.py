@@ -83,7 +83,7 @@ def test_a_change_that_the_plan_does_not_allow_is_refused(name: str, trace: Trac
 
 
 def test_a_colocated_run_cannot_be_replayed_at_a_depth() -> None:
-    with pytest.raises(PlanError, match="shares pool 'shared' .*the order of turns there changes with the depth"):
+    with pytest.raises(PlanError, match=r"shares pool 'shared' .*the order of turns there changes with the depth"):
         replayed(recorded(Loop(depth=0, shared=True)), None, 1)
 
 

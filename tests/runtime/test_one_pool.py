@@ -49,7 +49,8 @@ def here(graph: rg.Graph, steps: int) -> list[Bits]:
 
 @pytest.mark.usefixtures("ray_unless_forked")
 @pytest.mark.parametrize(
-    ("depth", "buffers", "dispatch"), [(1, 2, "forked"), (2, 2, "forked"), (3, 1, "forked"), pytest.param(1, 1, "compiled_graph", marks=pytest.mark.ray)]
+    ("depth", "buffers", "dispatch"),
+    [(1, 2, "forked"), (2, 2, "forked"), (3, 1, "forked"), pytest.param(1, 1, "compiled_graph", marks=pytest.mark.ray)],
 )
 def test_one_pool_gives_the_bits_of_two_pools_and_of_one_process_at_the_same_depth(depth: int, buffers: int, dispatch: str) -> None:
     graph = one_pool(depth, buffers=buffers)
@@ -95,7 +96,9 @@ def test_a_worker_of_one_pool_that_is_killed_is_replaced(worker: str, tmp_path: 
     assert found == here(graph, 8)
 
 
-@pytest.mark.parametrize("loop", [Loop(depth=1, reference="train"), Loop(depth=2, shared=True, reference="train")], ids=["apart", "one pool"])
+@pytest.mark.parametrize(
+    "loop", [Loop(depth=1, reference="train"), Loop(depth=2, shared=True, reference="train")], ids=["apart", "one pool"]
+)
 def test_turns_are_taken_up_again_after_a_checkpoint_where_a_reference_is_ahead_of_the_trainer(loop: Loop, tmp_path: Path) -> None:
     for steps in (4, 8):
         with job(loop.graph(), tmp_path) as running:
