@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,28 @@ from rlgraph.runtime.measure import Step
 Bits = tuple[int, dict[str, float], int]
 
 
-@rg.node(reads="values group_ids", writes="rewards", by_group=True)
-def slow_score(batch: Columns) -> Any:
-    time.sleep(0.1)
-    return fakes.score.function(batch)
+@dataclass(frozen=True)
+class Begun:
+    """Leaves a file when a rollout begins."""
+
+    folder: Path
+
+    def __call__(self, step: int) -> None:
+        (self.folder / f"begun {step}").touch()
+
+
+def scored_once_the_next_has_begun(folder: Path) -> Any:
+    @rg.node(reads="values group_ids", writes="rewards", by_group=True)
+    def patient(batch: Columns) -> Any:
+        step = len(list(folder.glob("scored *")))
+        until_s = time.monotonic() + 20
+        while not (folder / f"begun {step + 1}").exists():
+            assert time.monotonic() < until_s, f"rollout {step + 1} waits for the reward of batch {step}"
+            time.sleep(0.005)
+        (folder / f"scored {step}").touch()
+        return fakes.score.function(batch)
+
+    return patient
 
 
 def one_pool(depth: int, **changed: Any) -> rg.Graph:
@@ -61,17 +80,15 @@ def test_one_pool_gives_the_bits_of_two_pools_and_of_one_process_at_the_same_dep
     assert [staleness for _, _, staleness in found] == [min(step, depth) for step in range(8)]
 
 
-def test_a_rollout_decodes_while_the_reward_of_the_batch_before_is_at_work_and_never_beside_an_update() -> None:
-    graph = one_pool(1, generate_s=0.1, train_s=0.05, middle=slow_score)
+def test_a_rollout_decodes_while_the_reward_of_the_batch_before_is_at_work_and_never_beside_an_update(tmp_path: Path) -> None:
+    graph = one_pool(1, train_s=0.02, middle=scored_once_the_next_has_begun(tmp_path), begun=Begun(tmp_path))
     with job(graph) as running:
-        assert len(list(running.steps(6))) == 6
+        assert len(list(running.steps(5))) == 5
         spans = running.spans()
     at = {(span.name, span.step): span for span in spans if span.kind == "fire"}
-    for step in range(1, 5):
-        rollout, reward, update = at["rollout", step + 1], at["slow_score", step], at["update", step]
-        assert rollout.start_s < reward.end_s
-        assert rollout.end_s <= update.start_s
-        assert step == 4 or update.end_s <= at["rollout", step + 2].start_s
+    for step in range(4):
+        assert at["rollout", step + 1].end_s <= at["update", step].start_s
+        assert step == 3 or at["update", step].end_s <= at["rollout", step + 2].start_s
 
 
 @pytest.mark.parametrize(("depth", "stop"), [(1, 3), (1, 4), (2, 5), (3, 4)])
