@@ -344,7 +344,7 @@ class Plan:
         return plan
 
     def steps_ahead(self) -> Mapping[str, int]:
-        """Return for each worker how many steps it fires beyond the one it is to finish, since others wait for them to finish theirs.
+        """How many steps each worker fires beyond the one it is to finish, since others wait for them to finish theirs.
 
         Where update k waits for its turn until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
         """
