@@ -1,4 +1,4 @@
-"""How long one hop of a torch tensor takes between two worker processes of one host: rlgraph's shared memory against its peers.
+"""How long one hop of a torch tensor takes between two worker processes of one host: rlgraph's transports against their peers.
 
     python benchmarks/channels.py [--quick] [--json PATH]
 
@@ -6,7 +6,8 @@ A hop lasts from before the writer's `put` (or what the peer calls it) to the mo
 pass over the data counts for nobody. Hops are measured one at a time, the next starts when the reader has said it is done, on the
 system-wide monotonic clock. Every transport is warmed up first, since memory costs page faults when it is first touched; the cost of the
 very first message of rlgraph's channel is printed as well. `memcpy` is torch's `copy_` between two warm buffers in the writer's process,
-taken in turns with the hops. "zero-copy" is Ray with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1, which is off by default; its reader, like that
+taken in turns with the hops. "rlgraph ray" is rlgraph's channel over those of Ray's Compiled Graphs, "native edge" such a graph itself.
+"zero-copy" is Ray with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1, which is off by default; its reader, like that
 of rlgraph, gets views. Rows of a peer say so where it cannot carry a size.
 """
 
@@ -33,12 +34,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels import Site, open_reader, open_writer
 from rlgraph.errors import ChannelTimeout
 
 KIB, MIB = 2**10, 2**20
 COUNTS = {KIB: 500, 64 * KIB: 300, MIB: 200, 16 * MIB: 50, 64 * MIB: 30, 256 * MIB: 10}
 WARM_UP = 5
+OURS = ("shm", "tcp", "ray")
 DEADLINE_S = 120.0
 WAIT_S = 3.0
 STORE_BYTES = 3 * 2**29
@@ -70,16 +72,19 @@ def tensor(size: int) -> torch.Tensor:
 class End:
     """One of the two workers; each method is one side of one measurement."""
 
-    def open(self, folder: str, first: bool) -> None:
-        there, back = f"{folder}/there", f"{folder}/back"
-        self.writer = ShmWriter("hop", 2, 1, b"key", there if first else back)
-        self.reader = ShmReader("hop", b"key", back if first else there, DEADLINE_S)
+    def listen(self, transport: str, path: str) -> str:
+        self.transport = transport
+        self.writer = open_writer(transport, Site("hop", 2, 1, path, b"key", "127.0.0.1"))
+        return self.writer.address
+
+    def join(self, address: str) -> None:
+        self.reader = open_reader(self.transport, Site("hop", 2, 1, address, b"key", timeout_s=DEADLINE_S))
 
     def close(self) -> None:
         self.writer.close()
         self.reader.close()
 
-    def shm_send(self, size: int, count: int) -> tuple[list[float], list[float]]:
+    def send(self, size: int, count: int) -> tuple[list[float], list[float]]:
         source, target, starts, copies = tensor(size), tensor(size), [], []
         for step in range(count):
             since = time.monotonic()
@@ -91,7 +96,7 @@ class End:
             self.reader.release()
         return starts, copies
 
-    def shm_receive(self, count: int) -> list[float]:
+    def receive(self, count: int) -> list[float]:
         ends = []
         for step in range(count):
             self.reader.take(step, DEADLINE_S)
@@ -100,7 +105,7 @@ class End:
             self.writer.put(step, {}, DEADLINE_S)
         return ends
 
-    def shm_ping(self, count: int) -> list[float]:
+    def ping(self, count: int) -> list[float]:
         source, trips = tensor(KIB), []
         for step in range(count):
             since = time.monotonic()
@@ -110,7 +115,7 @@ class End:
             self.reader.release()
         return trips
 
-    def shm_pong(self, count: int) -> None:
+    def pong(self, count: int) -> None:
         for step in range(count):
             self.writer.put(step, self.reader.take(step, DEADLINE_S), DEADLINE_S)
             self.reader.release()
@@ -176,22 +181,28 @@ def ends(environment: dict[str, str] | None = None) -> tuple[Any, Any]:
     )
 
 
+def join(sender: Any, receiver: Any, transport: str, folder: str) -> None:
+    """Connect the two workers by a channel each way."""
+    both = [sender, receiver]
+    addresses = ray.get([end.listen.remote(transport, f"{folder}/{way}") for end, way in zip(both, ("there", "back"), strict=True)])
+    ray.get([end.join.remote(address) for end, address in zip(both, reversed(addresses), strict=True)])
+
+
 def stop(*actors: Any) -> None:
     for actor in actors:
         ray.kill(actor)
 
 
-def measure_shm(size: int, count: int, folder: str) -> list[Row]:
-    sender, receiver = ends()
-    ray.get([sender.open.remote(folder, True), receiver.open.remote(folder, False)])
-    (starts, copies), arrivals = ray.get([sender.shm_send.remote(size, count), receiver.shm_receive.remote(count)], timeout=DEADLINE_S)
+def measure_ours(transport: str, size: int, count: int, folder: str, zero_copy: bool = False) -> list[Row]:
+    sender, receiver = ends({ZERO_COPY: "1"} if zero_copy else None)
+    join(sender, receiver, transport, folder)
+    (starts, copies), arrivals = ray.get([sender.send.remote(size, count), receiver.receive.remote(count)], timeout=DEADLINE_S)
     ray.get([sender.close.remote(), receiver.close.remote()])
     stop(sender, receiver)
     hops = [arrived - started for started, arrived in zip(starts, arrivals, strict=True)]
-    return [
-        row("rlgraph shm", size, hops, f"first message {hops[0] * 1e3:.1f} ms"),
-        row("memcpy", size, copies, "in the writer, not a hop"),
-    ]
+    name = f"rlgraph {transport}{', zero-copy' if zero_copy else ''}"
+    found = row(name, size, hops, f"first message {hops[0] * 1e3:.1f} ms")
+    return [found, row("memcpy", size, copies, "in the writer, not a hop")] if transport == "shm" else [found]
 
 
 def measure_store(size: int, count: int, zero_copy: bool) -> Row:
@@ -260,8 +271,8 @@ def measure_queue(size: int, count: int, echo: bool) -> list[float]:
 
 def measure_round_trips(count: int, folder: str) -> list[Row]:
     sender, receiver = ends()
-    ray.get([sender.open.remote(folder, True), receiver.open.remote(folder, False)])
-    trips, _ = ray.get([sender.shm_ping.remote(count), receiver.shm_pong.remote(count)], timeout=DEADLINE_S)
+    join(sender, receiver, "shm", folder)
+    trips, _ = ray.get([sender.ping.remote(count), receiver.pong.remote(count)], timeout=DEADLINE_S)
     ray.get([sender.close.remote(), receiver.close.remote()])
     calls = ray.get(sender.call_ping.remote(receiver, count), timeout=DEADLINE_S)
     stop(sender, receiver)
@@ -272,9 +283,11 @@ def measure_round_trips(count: int, folder: str) -> list[Row]:
 def measure_waiting(folder: str) -> dict[str, float]:
     """Return the share of a core that a worker uses while it waits for three seconds."""
     sender, receiver = ends()
-    ray.get([sender.open.remote(folder, True), receiver.open.remote(folder, False)])
-    shares = {"asleep outside any channel": ray.get(receiver.rest.remote()), "rlgraph shm": ray.get(receiver.wait_in_take.remote())}
-    ray.get([sender.close.remote(), receiver.close.remote()])
+    shares = {"asleep outside any channel": ray.get(receiver.rest.remote())}
+    for transport in OURS:
+        join(sender, receiver, transport, folder)
+        shares[f"rlgraph {transport}"] = ray.get(receiver.wait_in_take.remote())
+        ray.get([sender.close.remote(), receiver.close.remote()])
     pid, _ = ray.get(receiver.facts.remote(KIB))
     ray.get(sender.facts.remote(KIB))
     graph = native(sender, receiver)
@@ -342,7 +355,10 @@ def goals(rows: list[Row], trips: list[Row], waiting: dict[str, float]) -> list[
 def run(sizes: dict[int, int], folder: str, console: Console) -> tuple[list[Row], list[Row], dict[str, float]]:
     rows: list[Row] = []
     kinds: list[Callable[[int, int], list[Row]]] = [
-        lambda size, count: measure_shm(size, count, folder),
+        lambda size, count: measure_ours("shm", size, count, folder),
+        lambda size, count: measure_ours("tcp", size, count, folder),
+        lambda size, count: measure_ours("ray", size, count, folder),
+        lambda size, count: measure_ours("ray", size, count, folder, zero_copy=True),
         lambda size, count: [measure_native(size, min(count, 100), zero_copy=False)],
         lambda size, count: [measure_native(size, min(count, 100), zero_copy=True)],
         lambda size, count: [measure_store(size, count, zero_copy=False)],

@@ -1,10 +1,10 @@
 """What a user does with a graph: compile it, look at its plan, launch it, record it, tune it. The one facade; a plan calls it too."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlgraph.errors import PlanError, PlanWarning
 from rlgraph.graph import Graph
@@ -16,6 +16,7 @@ from rlgraph.planning.model_configs import shapes_of
 from rlgraph.planning.period import simulate
 from rlgraph.planning.plan import DEADLINE_S, Plan
 from rlgraph.planning.schedule import Event
+from rlgraph.planning.wires import with_transport
 from rlgraph.record import record
 from rlgraph.settings import Count, Natural, Seconds, checked
 from rlgraph.silent import teaches_nothing
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from rlgraph.runtime.job import Job
     from rlgraph.runtime.local import LocalJob
 
-__all__ = ["compile", "draw", "launch", "profile", "record", "replay", "run_here", "svg", "text", "timeline", "tune"]
+__all__ = ["compile", "draw", "launch", "profile", "ray_dag", "record", "replay", "run_here", "svg", "text", "timeline", "tune"]
 
 
 @checked(PlanError)
@@ -84,6 +85,7 @@ def launch(
     keep: Count = 2,
     restarts: Natural = 0,
     fresh: bool = False,
+    transport: str | None = None,
 ) -> "Job":
     """Make the job of a plan: what `Plan.launch` does, and says."""
     from rlgraph.runtime.job import Job
@@ -104,6 +106,7 @@ def launch(
             "launch with dispatch='calls'"
         )
     recovery = _recovery(checkpoint, every, keep, restarts, fresh)
+    plan = plan if transport is None else with_transport(plan, transport)
     return Job(graph, plan, dispatch_name=chosen, deadline_s=deadline_s, recovery=recovery)
 
 
@@ -112,6 +115,13 @@ def run_here(plan: Plan) -> "LocalJob":
     from rlgraph.runtime.local import LocalJob
 
     return LocalJob(_checked_source(plan), plan)
+
+
+def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
+    """Bind the forward graph of a plan to actors: what `Plan.ray_dag` does, and says."""
+    from rlgraph.runtime import ray_graph
+
+    return ray_graph.ray_dag(plan, actors)
 
 
 def _checked_source(plan: Plan) -> Graph:

@@ -55,7 +55,7 @@ class Forked:
     def __init__(self) -> None:
         self.processes: dict[str, Any] = {}
 
-    def begin(self, hosts: int) -> None:
+    def begin(self, hosts: int, *, stores: bool = False) -> None:
         pass
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:

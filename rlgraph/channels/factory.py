@@ -69,6 +69,7 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
         Transport("tcp", "rlgraph.channels.shm", "hosts", writer_keeps="host", reader_keeps="host"),
         Transport("nccl", "rlgraph.channels.shm", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl"),
         Transport("gloo", "rlgraph.channels.shm", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo"),
+        Transport("ray", "rlgraph.channels.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),
     )
 }
 

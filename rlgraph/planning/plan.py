@@ -234,6 +234,8 @@ class Facade(Protocol):
 
     def run_here(self, plan: "Plan") -> "LocalJob": ...
 
+    def ray_dag(self, plan: "Plan", actors: Mapping[str, Any]) -> Any: ...
+
     @property
     def launch(self) -> "Callable[..., Job]": ...
 
@@ -293,6 +295,7 @@ class Plan:
         keep: Count = 2,
         restarts: Natural = 0,
         fresh: bool = False,
+        transport: str | None = None,
     ) -> "Job":
         """Make the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
 
@@ -302,6 +305,9 @@ class Plan:
         `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
         folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
         a further checkpoint, the job starts again by itself when a worker dies or a node fails.
+
+        `transport` is how batches and weights go from process to process: "shm" (what a plan takes by itself: memory that both map) or
+        "ray" (the channels of Ray's Compiled Graphs, with a buffer for each slot), with the same bits.
 
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
         cannot be used: before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
@@ -315,11 +321,24 @@ class Plan:
             keep=keep,
             restarts=restarts,
             fresh=fresh,
+            transport=transport,
         )
 
     def run_here(self) -> "LocalJob":
         """Make a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""
         return self.facade.run_here(self)
+
+    def ray_dag(self, actors: Mapping[str, Any]) -> Any:
+        """Bind the forward graph to an actor for each worker, as a graph of Ray with an edge for each channel.
+
+        Each node calls `fire(node, step, *batches)` of its worker's actor. A job does not run it; Ray's own tools do, once compiled:
+
+            compiled = plan.ray_dag(actors).experimental_compile()
+            print(compiled.visualize(format="ascii"))  # other formats need graphviz and its program `dot`
+
+        Raises PlanError where a worker has no actor, or one has no method `fire`.
+        """
+        return self.facade.ray_dag(self, actors)
 
     def to_json(self) -> str:
         """Write the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""

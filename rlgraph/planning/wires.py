@@ -1,10 +1,12 @@
 """How what a node writes travels to its readers, from where their workers run, and how many versions of weights wait on the way."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from rlgraph.channels.factory import Reach, first_choice
+from rlgraph.channels.factory import TRANSPORTS, Reach, first_choice
+from rlgraph.errors import PlanError
 from rlgraph.graph import Feedback, Graph, Node
-from rlgraph.planning.plan import PlannedWorker
+from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 
 
 def wire(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> str:
@@ -33,6 +35,38 @@ def weights_wire(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[
     reach = _reach(crew, writer, *readers)
     all_on_gpus = reach == "host" or all(worker.gpus for worker in _of(crew, writer, *readers))
     return first_choice(reach, "gpu" if on_gpus and all_on_gpus else "host")
+
+
+def with_transport(plan: Plan, asked: str) -> Plan:
+    """Let everything that crosses processes of the plan's host travel by another transport than it would by itself.
+
+    Raises PlanError for a transport that there is not, or that this plan has no use for.
+    """
+    default = first_choice("host")
+    offered = [name for name, found in TRANSPORTS.items() if (found.reach, found.writer_keeps) == ("host", "host")]
+    if asked not in offered:
+        raise PlanError(f"transport='{asked}': a launch chooses one of {offered}, between processes of one host; leave it out elsewhere")
+    ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
+    beyond = [end for end in ends if TRANSPORTS[end.transport].reach == "hosts"]
+    on_gpus = [end for end in ends if TRANSPORTS[end.transport].writer_keeps == "gpu"]
+    if asked != default and beyond:
+        raise PlanError(
+            f"transport='{asked}' and {plan.cluster.hosts} hosts: '{beyond[0].name}' goes from host to host, where a channel of "
+            f"transport '{asked}' can hang; compile for one host, or leave transport out"
+        )
+    if asked != default and on_gpus:
+        raise PlanError(
+            f"transport='{asked}': '{on_gpus[0].name}' goes from GPU to GPU by transport '{on_gpus[0].transport}', and '{asked}' would "
+            "take it through the host's memory; leave transport out"
+        )
+    if not any(end.transport == default for end in ends):
+        raise PlanError(f"transport='{asked}' changes nothing: in this plan no channel leaves its process; leave transport out")
+
+    return replace(
+        plan,
+        channels=tuple(replace(channel, transport=asked) if channel.transport == default else channel for channel in plan.channels),
+        loops=tuple(replace(loop, transport=asked) if loop.transport == default else loop for loop in plan.loops),
+    )
 
 
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:

@@ -90,7 +90,7 @@ class Attempt:
         self.folder = leftovers.made()
         leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
-        self._dispatch.begin(self.plan.cluster.hosts)
+        self._dispatch.begin(self.plan.cluster.hosts, stores=dispatch.stores(self.plan))
         found = self._dispatch.hosts(self.plan, self._patience_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S

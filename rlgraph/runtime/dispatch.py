@@ -19,6 +19,7 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlgraph.channels.factory import transport_of
 from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime.hosts import Ask, Distant, Host, Keeper
@@ -50,8 +51,8 @@ def said_by_ray() -> Iterator[None]:
 class Dispatch(Protocol):
     """Starts workers and ticks them; execution k is step k."""
 
-    def begin(self, hosts: int) -> None:
-        """Start what the workers run on, on so many hosts, unless it runs."""
+    def begin(self, hosts: int, *, stores: bool = False) -> None:
+        """Start what the workers run on, on so many hosts, unless it runs; with room for messages where Ray `stores` them."""
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
         """Return (id, address) of the hosts of the plan, the driver's first; nothing where it is the only one.
@@ -94,9 +95,9 @@ class Actors:
         self._owns_ray = self._started_ray = False
 
     @said_by_ray()
-    def begin(self, hosts: int) -> None:
+    def begin(self, hosts: int, *, stores: bool = False) -> None:
         with held("waiting until Ray has started, to end all of it"):
-            self._owns_ray = start_ray(hosts)
+            self._owns_ray = start_ray(hosts, stores=stores)
             self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
     @said_by_ray()
@@ -309,7 +310,7 @@ def within(otherwise: str, work: Callable[[], T]) -> T:
     return done[0]
 
 
-def start_ray(hosts: int = 1) -> bool:
+def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     """Start Ray on this machine unless the user has; return whether it is ours to shut down.
 
     Raises PlanError where several hosts are needed and no Ray spans them.
@@ -326,7 +327,7 @@ def start_ray(hosts: int = 1) -> bool:
             ) from error
         return True
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Payload never goes through the object store, so the smallest one does; workers are given no CPU resource, since
+    # Payload does not go through the object store unless Ray `stores` it, so the smallest one does. Workers get no CPU resource, since
     # they share the cores as the plan says.
     # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
@@ -335,7 +336,7 @@ def start_ray(hosts: int = 1) -> bool:
             "local",
             include_dashboard=False,
             num_cpus=1,
-            object_store_memory=100 * 2**20,
+            object_store_memory=None if stores else 100 * 2**20,  # None: as Ray finds right for the machine
             log_to_driver=True,
             logging_level=logging.ERROR,
             # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
@@ -362,6 +363,12 @@ def _daemons_apart() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+def stores(plan: Plan) -> bool:
+    """Whether messages of the plan lie in Ray's object store."""
+    taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
+    return any(transport_of(name).needs_ray for name in taken)
 
 
 def session_folder() -> str:

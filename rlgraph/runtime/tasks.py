@@ -240,12 +240,15 @@ def _task(graph: Graph, name: str) -> Task:
 def _posts(
     plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: str, *, shards: bool = False
 ) -> tuple[Post, ...]:
-    """Return the writing ends. Ranks of a generator write their own rows each; of a trained model rank 0 writes all of them,
-    but for weights (`shards`), of which each rank holds its own part."""
-    node = plan.node(writer)
-    many = shards or node.work == "generate"
+    """Return the writing ends. Of weights (`shards`), each rank holds its own part."""
     listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
-    ranks = node.workers if many else node.workers[:1]
+    ranks = plan.node(writer).workers if shards else writers_of(plan, writer)
     if transport_of(transport).reach == "process" and listening != ranks:
         transport = first_choice("host")  # ranks of one model are processes of their own
     return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, transport) for rank, worker in enumerate(ranks))
+
+
+def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
+    """The workers that write a node's batch: ranks of a generator their own rows each, of a trained model rank 0 all of them."""
+    found = plan.node(node)
+    return found.workers if found.work == "generate" else found.workers[:1]

@@ -35,10 +35,25 @@ def make_shm(tmp_path: Path) -> Iterator[MakeShm]:
         end.close()
 
 
+@pytest.fixture(scope="module")
+def ray_driver() -> Iterator[dict[str, object]]:
+    """Start Ray for ends in this process, and give what they share: an actor that stands for the driver."""
+    import ray
+
+    from rlgraph.runtime.dispatch import start_ray, stop_ray
+
+    ours = start_ray()
+    yield {"an actor": ray.remote(Site).options(num_cpus=0).remote("", 1, 1, "")}
+    if ours:
+        stop_ray()
+
+
 @pytest.fixture(params=WITHOUT_GPUS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Ends]]:
     """Return a function of (slots, readers) that gives the ends of a new channel called 'edge'."""
     numbers, made, here = itertools.count(), [], {}
+    if TRANSPORTS[request.param].needs_ray:
+        here |= request.getfixturevalue("ray_driver")
 
     def ends(slots: int = 2, readers: int = 1) -> Ends:
         path = str(tmp_path / str(next(numbers)))

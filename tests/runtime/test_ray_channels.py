@@ -1,0 +1,85 @@
+"""A job whose batches and weights go through Ray's own channels gives the oracle's bits, and a place without Ray is refused."""
+
+import os
+import signal
+
+import fakes
+import forked
+import pytest
+
+import rlgraph as rg
+from rlgraph.errors import NodeError, PlanError, WorkerDied
+from rlgraph.graph import Graph
+from rlgraph.planning.cluster import Cluster
+from rlgraph.planning.compile import compile_plan
+from rlgraph.planning.wires import with_transport
+from rlgraph.runtime.job import Job
+from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
+
+
+def bits(step: Step) -> tuple[int, float, float, int]:
+    return step.index, step.metrics["loss"], step.metrics["weight"], step.staleness
+
+
+def job(graph: Graph, dispatch: str) -> Job:
+    plan = with_transport(compile_plan(graph, Cluster(cpus=2)), "ray")
+    assert {end.transport for end in plan.loops} == {"ray"}
+    return Job(graph, plan, dispatch_name=dispatch, deadline_s=60.0)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+@pytest.mark.parametrize(("dispatch", "depth", "buffers", "ranks"), [("compiled_graph", 2, 2, 2), ("calls", 0, 1, 1)])
+def test_bits_are_those_of_the_oracle(dispatch: str, depth: int, buffers: int, ranks: int) -> None:
+    with job(fakes.vector_loop(depth, buffers=buffers, ranks=ranks), dispatch) as running:
+        found = [bits(step) for step in running.steps(6)]
+    graph = fakes.vector_loop(depth, buffers=buffers)
+    with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
+        assert found == [bits(step) for step in here.steps(6)]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_a_killed_writer_is_named_at_once_though_ray_tells_its_readers_nothing() -> None:
+    with job(fakes.vector_loop(1, generate_s=0.05), "compiled_graph") as running:
+        steps = running.steps(1000)
+        next(steps)
+        os.kill(running.pids["generator"], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="worker 'generator'"):
+            list(steps)
+
+
+def test_workers_that_are_none_of_rays_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fakes.vector_loop(1)
+    plan = with_transport(compile_plan(graph, Cluster(cpus=2)), "ray")
+    monkeypatch.setattr(forked, "compile_plan", lambda *given, **more: plan)
+    with (
+        pytest.raises(NodeError, match=r"before the first step.* has transport 'ray', and this process is no worker of a Ray"),
+        forked.job(graph),
+    ):
+        pass
+
+
+def test_a_transport_that_is_not_offered_is_refused() -> None:
+    plan = rg.compile(fakes.vector_loop(1), Cluster(cpus=2))
+    with pytest.raises(PlanError, match=r"transport='tcp': a launch chooses one of \['shm', 'ray'\]"):
+        plan.launch(transport="tcp")
+
+
+def test_rays_channels_between_hosts_are_refused() -> None:
+    plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=4, hosts=2))
+    assert any(loop.transport == "tcp" for loop in plan.loops)
+    with pytest.raises(PlanError, match=r"transport='ray' and 2 hosts: .* can hang; compile for one host"):
+        with_transport(plan, "ray")
+
+
+def test_rays_channels_between_gpus_are_refused() -> None:
+    plan = compile_plan(fakes.vector_loop(1), Cluster(gpus=2))
+    with pytest.raises(PlanError, match="transport='ray': 'weights' goes from GPU to GPU by transport 'peer'"):
+        with_transport(plan, "ray")
+
+
+def test_shared_memory_may_be_said_and_is_what_a_plan_takes_by_itself() -> None:
+    plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
+    assert with_transport(plan, "shm") == plan
