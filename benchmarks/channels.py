@@ -38,7 +38,7 @@ from rlgraph.channels import Site, open_reader, open_writer
 from rlgraph.errors import ChannelTimeout
 
 KIB, MIB = 2**10, 2**20
-COUNTS = {KIB: 500, 64 * KIB: 300, MIB: 200, 16 * MIB: 50, 64 * MIB: 30, 256 * MIB: 10}
+COUNTS = {KIB: 500, MIB: 200, 16 * MIB: 50, 64 * MIB: 30, 256 * MIB: 10}
 WARM_UP = 5
 OURS = ("shm", "tcp", "ray")
 DEADLINE_S = 120.0

@@ -83,3 +83,36 @@ def test_rays_channels_between_gpus_are_refused() -> None:
 def test_shared_memory_may_be_said_and_is_what_a_plan_takes_by_itself() -> None:
     plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
     assert with_transport(plan, "shm") == plan
+
+
+class Teller:
+    """An actor that says what it was fired for."""
+
+    def fire(self, node: str, step: int, *batches: str) -> str:
+        return f"{node}{step}({' '.join(batches)})"
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_the_forward_graph_runs_and_draws_as_a_graph_of_ray() -> None:
+    import ray
+
+    plan = rg.compile(fakes.vector_loop(1, ranks=2), Cluster(cpus=2))
+    actors = {worker.name: ray.remote(Teller).options(num_cpus=0).remote() for worker in plan.workers}
+    compiled = plan.ray_dag(actors).experimental_compile()
+    try:
+        drawn = compiled.visualize(format="ascii")
+        rollouts = "rollout3(prompts3()) rollout3(prompts3())"  # one of each rank
+        assert ray.get(compiled.execute(3), timeout=60) == [f"update3({rollouts} score3({rollouts}))"]
+    finally:
+        compiled.teardown(kill_actors=True)
+    tasks = {line.split(":")[0] for line in drawn.splitlines() if "Actor:" in line and "fire" in line}
+    assert len(tasks) == 5, drawn  # prompts, two ranks of the rollout, score, update
+
+
+def test_a_graph_of_ray_wants_an_actor_for_each_worker_and_its_method() -> None:
+    plan = rg.compile(fakes.vector_loop(1), Cluster(cpus=2))
+    with pytest.raises(PlanError, match=r"workers \['prompts', 'generator', 'score', 'policy'\] have no actor"):
+        plan.ray_dag({})
+    with pytest.raises(PlanError, match=r"the actors of \['prompts', .*\] have no method fire\(node, step, \*batches\)"):
+        plan.ray_dag({worker.name: object() for worker in plan.workers})
