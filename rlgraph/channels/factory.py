@@ -70,6 +70,8 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
         Transport("nccl", "rlgraph.channels.shm", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl"),
         Transport("gloo", "rlgraph.channels.shm", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo"),
         Transport("ray", "rlgraph.channels.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),
+        Transport("ray nccl", "rlgraph.channels.ray_devices", "host", "gpu", reader_keeps="gpu", carrier="nccl", needs_ray=True),
+        Transport("ray gloo", "rlgraph.channels.ray_devices", "host", "host", reader_keeps="host", carrier="gloo", needs_ray=True),
     )
 }
 

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+import ray
 import torch
+from ray.experimental.channel.shared_memory_channel import Channel, ReaderRefInfo, SharedMemoryType
+from ray.experimental.channel.utils import get_self_actor
 
 from rlgraph.channels import layout
 from rlgraph.channels.base import Taken
@@ -54,11 +57,9 @@ class RayWriter(ShmWriter):
 
     def _send(self, step: int, slot: int, wanted: layout.Layout, columns: Columns, bucket_bytes: int | None) -> int:
         """Write the message into Ray's buffer of the slot, then tell the readers. Where that buffer is new, they get its name."""
-        import ray
-
         header = wanted.header(None)
         size = layout.size_of(wanted, header)
-        message = (header, size - wanted.host_size, _raw(wanted, columns))
+        message = (header, size - wanted.host_size, _raw(wanted, columns), self._parts(wanted))
         packed = ray._private.worker.global_worker.get_serialization_context().serialize(message)
         needed = packed.total_bytes + len(packed.metadata)
         channel, room = self._channels.get(slot, (None, 0))
@@ -74,19 +75,25 @@ class RayWriter(ShmWriter):
         if isinstance(segment, mmap.mmap):
             segment[: len(name)] = name
         try:
-            self._tell(Full(step, slot, len(name), len(name), len(segment), carried=size), handle)
+            self._tell(Full(step, slot, len(name), len(name), len(segment), carried=size + wanted.device_size), handle)
         finally:
             if handle is not None:
                 os.close(handle)
-        return size
+        self._after(slot, wanted, columns)
+        return size + wanted.device_size
+
+    def _parts(self, wanted: layout.Layout) -> tuple[Any, ...]:
+        """What the message holds beside its bytes in host memory."""
+        return ()
+
+    def _after(self, slot: int, wanted: layout.Layout, columns: Columns) -> None:
+        """Send what goes another way than through host memory, once the readers know of the message."""
 
     def _make(self, size: int) -> Any:
         """Make a channel of Ray with a buffer of that size, for each process that reads."""
-        from ray.experimental.channel.shared_memory_channel import Channel, SharedMemoryType
-
         processes = len({link.pid for link in self._door.links})
         with _wording(f"channel '{self._end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
-            return Channel(_self(), [(_any_actor(self._site), _node())] * processes, SharedMemoryType(buffer_size_bytes=size))
+            return Channel(self_actor(), [(any_actor(self._site), node_id())] * processes, SharedMemoryType(buffer_size_bytes=size))
 
 
 class RayReader(ShmReader):
@@ -107,14 +114,20 @@ class RayReader(ShmReader):
 
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
         """Copy the message out of Ray's buffer, which is the next message's from then on, and lay it out as in a slot."""
-        header, start, raw = self._buffers.take(full)
-        if len(self._segments[full.slot]) < full.carried:
-            self._segments[full.slot] = mmap.mmap(-1, full.carried)
+        header, start, raw, parts = self._buffers.take(full)
+        apart = self._beside(full, parts)
+        size = full.carried - apart
+        if len(self._segments[full.slot]) < size:
+            self._segments[full.slot] = mmap.mmap(-1, size)
         memory = self._segments[full.slot]
         memory[: len(header)] = header
         for offset, column in raw:
             np.copyto(np.frombuffer(memory, np.uint8, len(column), start + offset), column)
-        return super()._read(Full(full.step, full.slot, len(header), full.carried, 0))
+        return super()._read(Full(full.step, full.slot, len(header), size, 0, apart))
+
+    def _beside(self, full: Full, parts: tuple[Any, ...]) -> int:
+        """Take in what came another way than through host memory; say how many bytes that are."""
+        return 0
 
 
 @dataclass
@@ -128,18 +141,9 @@ class Buffers:
 
     def connect(self, slot: int, name: bytes) -> None:
         """Find the channel of that name, before the writer can be gone with it."""
-        import ray
-        from ray.experimental.channel.shared_memory_channel import Channel, ReaderRefInfo, SharedMemoryType
-
         if slot in self.channels and self.channels[slot][0] == name:
             return
-        found = ray.ObjectRef(name)
-        of = {_node(): ReaderRefInfo(found, ray.ActorID.nil(), 1)}
-        actor = _any_actor(self.site)
-        channel = Channel(actor, [(actor, _node())], SharedMemoryType(), _node(), found, of, True)
-        with _wording(f"channel '{self.site.channel}', a reader"):
-            channel.ensure_registered_as_reader()
-        self.channels[slot] = name, channel
+        self.channels[slot] = name, attached(self.site, name)
 
     def take(self, full: Full) -> Any:
         if full.step not in self.messages:
@@ -151,11 +155,19 @@ class Buffers:
         return message
 
 
+def attached(site: Site, name: bytes) -> Any:
+    """Find the channel of Ray that has that name on this host, and keep its buffer from going with the writer."""
+    found, actor, node = ray.ObjectRef(name), any_actor(site), node_id()
+    of = {node: ReaderRefInfo(found, ray.ActorID.nil(), 1)}
+    channel = Channel(actor, [(actor, node)], SharedMemoryType(), node, found, of, True)
+    with _wording(f"channel '{site.channel}', a reader"):
+        channel.ensure_registered_as_reader()
+    return channel
+
+
 @contextmanager
 def _wording(where: str) -> Iterator[None]:
     """Say in rlgraph's words what Ray raises."""
-    import ray
-
     try:
         yield
     except ray.exceptions.ObjectStoreFullError as error:
@@ -167,8 +179,6 @@ def _wording(where: str) -> Iterator[None]:
 
 
 def _check_ray(channel: str) -> None:
-    import ray
-
     if not ray.is_initialized():
         raise ChannelError(
             f"channel '{channel}' has transport 'ray', and this process is no worker of a Ray: its ends are workers of one Ray on one "
@@ -189,26 +199,20 @@ def _raw(wanted: layout.Layout, columns: Columns) -> list[tuple[int, Any]]:
     return found
 
 
-def _node() -> str:
-    import ray
-
+def node_id() -> str:
     node: str = ray.get_runtime_context().get_node_id()
     return node
 
 
-def _self() -> Any:
+def self_actor() -> Any:
     """The actor that this process is; None for a driver."""
-    from ray.experimental.channel.utils import get_self_actor
-
     return get_self_actor()
 
 
-def _any_actor(site: Site) -> Any:
+def any_actor(site: Site) -> Any:
     """An actor on this host: Ray wants one for each reader, and of those on the writer's host only counts them."""
-    import ray
-
-    if _self() is not None:
-        return _self()
+    if self_actor() is not None:
+        return self_actor()
     if "an actor" not in site.here:
         site.here["an actor"] = ray.remote(Site).options(num_cpus=0).remote("", 1, 1, "")
     return site.here["an actor"]

@@ -43,7 +43,7 @@ def with_transport(plan: Plan, asked: str) -> Plan:
     Raises PlanError for a transport that there is not, or that this plan has no use for.
     """
     default = first_choice("host")
-    offered = [name for name, found in TRANSPORTS.items() if (found.reach, found.writer_keeps) == ("host", "host")]
+    offered = [name for name, found in TRANSPORTS.items() if (found.reach, found.writer_keeps, found.carrier) == ("host", "host", None)]
     if asked not in offered:
         raise PlanError(f"transport='{asked}': a launch chooses one of {offered}, between processes of one host; leave it out elsewhere")
     ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
