@@ -68,7 +68,7 @@ class RayWriter(ShmWriter):
             room = max(int(needed * ROOM), 2 * room, LEAST_BYTES)
             channel = self._make(room)
             self._channels[slot] = channel, room
-        with _wording(f"channel '{self._end.channel}', the writer, step {step}"):
+        with in_words(f"channel '{self._end.channel}', the writer, step {step}"):
             channel.write(packed, RAY_S)
         name = channel._writer_ref.binary()
         handle, segment = new_segment(self._end.channel, len(name)) if new else (None, b"")
@@ -92,7 +92,7 @@ class RayWriter(ShmWriter):
     def _make(self, size: int) -> Any:
         """Make a channel of Ray with a buffer of that size, for each process that reads."""
         processes = len({link.pid for link in self._door.links})
-        with _wording(f"channel '{self._end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
+        with in_words(f"channel '{self._end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
             return Channel(self_actor(), [(any_actor(self._site), node_id())] * processes, SharedMemoryType(buffer_size_bytes=size))
 
 
@@ -147,7 +147,7 @@ class Buffers:
 
     def take(self, full: Full) -> Any:
         if full.step not in self.messages:
-            with _wording(f"channel '{self.site.channel}', a reader, step {full.step}"):
+            with in_words(f"channel '{self.site.channel}', a reader, step {full.step}"):
                 self.messages[full.step] = self.channels[full.slot][1].read(RAY_S), self.readers
         message, left = self.messages.pop(full.step)
         if left > 1:
@@ -160,13 +160,13 @@ def attached(site: Site, name: bytes) -> Any:
     found, actor, node = ray.ObjectRef(name), any_actor(site), node_id()
     of = {node: ReaderRefInfo(found, ray.ActorID.nil(), 1)}
     channel = Channel(actor, [(actor, node)], SharedMemoryType(), node, found, of, True)
-    with _wording(f"channel '{site.channel}', a reader"):
+    with in_words(f"channel '{site.channel}', a reader"):
         channel.ensure_registered_as_reader()
     return channel
 
 
 @contextmanager
-def _wording(where: str) -> Iterator[None]:
+def in_words(where: str) -> Iterator[None]:
     """Say in rlgraph's words what Ray raises."""
     try:
         yield

@@ -9,6 +9,7 @@ import contextlib
 import queue
 import secrets
 import threading
+import time
 from datetime import timedelta
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.gloo import Gloo
 from rlgraph.channels.link import Link
 from rlgraph.channels.nccl import Nccl
-from rlgraph.channels.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, node_id, self_actor
+from rlgraph.channels.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, in_words, node_id, self_actor
 from rlgraph.channels.tokens import Failed, Full, Goodbye, Kind, Lost, Token, Told, send
 from rlgraph.columns import Columns
 from rlgraph.errors import ChannelBroken
@@ -53,9 +54,10 @@ class RayDeviceWriter(RayWriter):
         self._apart = DEVICES[kind]
 
     def _await(self, step: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         super()._await(step, timeout_s)
         while self._stop is None and len(self._senders) < self._readers:
-            if not self._hear(timeout_s):
+            if not self._hear(deadline):
                 raise self._end.timeout(step, timeout_s, "a reader has come in and has not said where the two meet")
 
     def _obey(self, token: Token | Lost, link: Link) -> None:
@@ -115,7 +117,8 @@ class RayDeviceReader(RayReader):
         if self._channel is None:
             self._pair = Pair(self._store, 1, self._kind, self._device)
             self._channel = _channel(attached(self._buffers.site, name), self._pair, self._buffers.site)
-        found: torch.Tensor = self._channel.read(RAY_S)[0]
+        with in_words(f"channel '{self._end.channel}', a reader"):
+            found: torch.Tensor = self._channel.read(RAY_S)[0]
         return found
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
