@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from ray.exceptions import RayError
 from ray.experimental.channel.common import ChannelContext
 from ray.experimental.channel.communicator import Communicator
 from ray.experimental.channel.shared_memory_channel import Channel, SharedMemoryType
@@ -28,7 +29,7 @@ from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.gloo import Gloo
 from rlgraph.channels.link import Link
 from rlgraph.channels.nccl import Nccl
-from rlgraph.channels.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, in_words, node_id, self_actor
+from rlgraph.channels.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, node_id, self_actor
 from rlgraph.channels.tokens import Failed, Full, Goodbye, Kind, Lost, Token, Told, send
 from rlgraph.columns import Columns
 from rlgraph.errors import ChannelBroken
@@ -108,17 +109,22 @@ class RayDeviceReader(RayReader):
         if not size:
             return 0
         try:
-            self._carried[full.slot] = watched(lambda: self._receive(names[self._store]), [], RAY_S)
-        except (RuntimeError, EOFError) as error:
+            self._carried[full.slot] = watched(lambda: self._received(names[self._store]), [], RAY_S)
+        except (RuntimeError, EOFError, OSError) as error:
             raise ChannelBroken(f"{self._end.channel}, step {full.step}: Ray's accelerator channel gave way: {error}") from error
         return cast(int, size)
+
+    def _received(self, name: bytes) -> torch.Tensor:
+        try:
+            return self._receive(name)
+        except RayError as error:
+            raise RuntimeError(str(error)) from error
 
     def _receive(self, name: bytes) -> torch.Tensor:
         if self._channel is None:
             self._pair = Pair(self._store, 1, self._kind, self._device)
             self._channel = _channel(attached(self._buffers.site, name), self._pair, self._buffers.site)
-        with in_words(f"channel '{self._end.channel}', a reader"):
-            found: torch.Tensor = self._channel.read(RAY_S)[0]
+        found: torch.Tensor = self._channel.read(RAY_S)[0]
         return found
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
@@ -146,7 +152,7 @@ class _Sender:
                     self._pair = Pair(self.store, 0, self._kind, self._device)
                     channel = _channel(self._told, self._pair, self._site)
                 channel.write([memory])
-        except (RuntimeError, EOFError, OSError) as error:
+        except (RuntimeError, EOFError, OSError, RayError) as error:
             self._writer.fail(f"Ray's accelerator channel gave way: {error}")
         self.abort()
 
