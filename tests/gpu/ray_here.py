@@ -16,6 +16,7 @@ import ray
 import torch
 
 from rlgraph.channels import Site, open_reader, open_writer
+from rlgraph.channels.weight_shards import whole
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 
 SMOKE = "--smoke" in sys.argv
@@ -44,7 +45,7 @@ class End:
             self.writer.put(step, columns, 30)
         publisher = WeightsWriter(self.writer, torch.bfloat16)
         for version in range(len(SIZES), len(SIZES) + VERSIONS):
-            publisher.publish(version, {name: x.to(DEVICE) for name, x in weights_of(version).items()}, 30)
+            publisher.publish(version, whole({name: x.to(DEVICE) for name, x in weights_of(version).items()}), 30)
         source = torch.ones(BYTES, dtype=torch.uint8, device=DEVICE)
         for step in range(100, 100 + HOPS):
             self.writer.put(step, {"x": source}, 30)
