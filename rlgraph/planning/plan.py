@@ -334,7 +334,7 @@ class Plan:
         Each node calls `fire(node, step, *batches)` of its worker's actor. A job does not run it; Ray's own tools do, once compiled:
 
             compiled = plan.ray_dag(actors).experimental_compile()
-            print(compiled.visualize(format="ascii"))  # other formats need graphviz and its program `dot`
+            compiled.visualize("graph", format="svg")  # needs graphviz and its program `dot`; Ray's "ascii" fails on most graphs
 
         Raises PlanError where a worker has no actor, or one has no method `fire`.
         """
