@@ -118,7 +118,15 @@ def run_here(plan: Plan) -> "LocalJob":
 
 
 def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
-    """Bind the forward graph of a plan to actors: what `Plan.ray_dag` does, and says."""
+    """Bind the forward graph to an actor for each worker, as a graph of Ray with an edge for each channel.
+
+    Each node calls `fire(node, step, *batches)` of its worker's actor. A job does not run it; Ray's own tools do, once compiled:
+
+        compiled = plan.ray_dag(actors).experimental_compile()
+        compiled.visualize("graph", format="svg")  # needs graphviz and its program `dot`; Ray's "ascii" fails on most graphs
+
+    Raises PlanError where a worker has no actor, or one has no method `fire`.
+    """
     from rlgraph.runtime import ray_graph
 
     return ray_graph.ray_dag(plan, actors)

@@ -55,7 +55,7 @@ class RayWriter(ShmWriter):
         self._site = site
         self._channels: dict[int, tuple[Any, int]] = {}  # for each slot, Ray's channel and the bytes that its buffer holds
 
-    def _send(self, step: int, slot: int, wanted: layout.Layout, columns: Columns, bucket_bytes: int | None) -> int:
+    def _send(self, step: int, slot: int, wanted: layout.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
         """Write the message into Ray's buffer of the slot, then tell the readers. Where that buffer is new, they get its name."""
         header = wanted.header(None)
         size = layout.size_of(wanted, header)
@@ -82,11 +82,11 @@ class RayWriter(ShmWriter):
         self._after(slot, wanted, columns)
         return size + wanted.device_size
 
-    def _parts(self, wanted: layout.Layout) -> tuple[Any, ...]:
+    def _parts(self, wanted: layout.MessageLayout) -> tuple[Any, ...]:
         """What the message holds beside its bytes in host memory."""
         return ()
 
-    def _after(self, slot: int, wanted: layout.Layout, columns: Columns) -> None:
+    def _after(self, slot: int, wanted: layout.MessageLayout, columns: Columns) -> None:
         """Send what goes another way than through host memory, once the readers know of the message."""
 
     def _make(self, size: int) -> Any:
@@ -186,7 +186,7 @@ def _check_ray(channel: str) -> None:
         )
 
 
-def _raw(wanted: layout.Layout, columns: Columns) -> list[tuple[int, Any]]:
+def _raw(wanted: layout.MessageLayout, columns: Columns) -> list[tuple[int, Any]]:
     """The bytes of each tensor and where they lie: a view of it, where it is as it will be stored."""
     found = []
     for place in wanted.host:

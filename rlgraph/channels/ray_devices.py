@@ -67,11 +67,11 @@ class RayDeviceWriter(RayWriter):
         else:
             super()._obey(token, link)
 
-    def _parts(self, wanted: layout.Layout) -> tuple[Any, ...]:
+    def _parts(self, wanted: layout.MessageLayout) -> tuple[Any, ...]:
         """What the message holds beside its bytes in host memory: how many lie on the GPU, and which of Ray's channels tells of them."""
         return wanted.device_size, {sender.store: sender.name for sender in self._senders.values()} if wanted.device_size else {}
 
-    def _after(self, slot: int, wanted: layout.Layout, columns: Columns) -> None:
+    def _after(self, slot: int, wanted: layout.MessageLayout, columns: Columns) -> None:
         """Stage the columns on the GPU and let each reader's thread send them."""
         if not wanted.device_size:
             return

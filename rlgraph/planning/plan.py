@@ -233,7 +233,6 @@ class Facade(Protocol):
     def timeline(self, plan: "Plan", path: str | Path, steps: int) -> None: ...
 
     def run_here(self, plan: "Plan") -> "LocalJob": ...
-
     def ray_dag(self, plan: "Plan", actors: Mapping[str, Any]) -> Any: ...
 
     @property
@@ -305,9 +304,7 @@ class Plan:
         `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
         folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
         a further checkpoint, the job starts again by itself when a worker dies or a node fails.
-
-        `transport` is how batches and weights go from process to process: "shm" (what a plan takes by itself: memory that both map) or
-        "ray" (the channels of Ray's Compiled Graphs, with a buffer for each slot), with the same bits.
+        `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
 
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
         cannot be used: before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
@@ -329,15 +326,7 @@ class Plan:
         return self.facade.run_here(self)
 
     def ray_dag(self, actors: Mapping[str, Any]) -> Any:
-        """Bind the forward graph to an actor for each worker, as a graph of Ray with an edge for each channel.
-
-        Each node calls `fire(node, step, *batches)` of its worker's actor. A job does not run it; Ray's own tools do, once compiled:
-
-            compiled = plan.ray_dag(actors).experimental_compile()
-            compiled.visualize("graph", format="svg")  # needs graphviz and its program `dot`; Ray's "ascii" fails on most graphs
-
-        Raises PlanError where a worker has no actor, or one has no method `fire`.
-        """
+        """Bind the forward graph to an actor for each worker, as a graph of Ray: `rlgraph.api.ray_dag`."""
         return self.facade.ray_dag(self, actors)
 
     def to_json(self) -> str:
@@ -353,11 +342,8 @@ class Plan:
             raw = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(f"Plan.from_json: {error}; {here}") from None
-        ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
-        for end in ends:
-            if end.transport not in TRANSPORTS:
-                raise PlanError(f"Plan.from_json: '{end.name}' has transport '{end.transport}', and there are {list(TRANSPORTS)}; {here}")
-        unknown = _unknown(raw, msgspec.to_builtins(plan), "plan")
+        names = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
+        unknown = [f"transport '{name}'" for name in names - TRANSPORTS.keys()] + _unknown(raw, msgspec.to_builtins(plan), "plan")
         if unknown:
             raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
         return plan

@@ -69,6 +69,12 @@ def with_transport(plan: Plan, asked: str) -> Plan:
     )
 
 
+def lies_in_ray(plan: Plan) -> bool:
+    """Whether messages of the plan lie in Ray's object store."""
+    taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
+    return any(TRANSPORTS[name].needs_ray for name in taken)
+
+
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
     """Return how many versions of the weights are staged at once, at most.
 

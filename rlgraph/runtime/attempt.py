@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph import Graph
 from rlgraph.planning.plan import Plan
+from rlgraph.planning.wires import lies_in_ray
 from rlgraph.runtime import dispatch, leftovers, messages
 from rlgraph.runtime.crew import Crew
 from rlgraph.runtime.hosts import Host, Hosts
@@ -90,7 +91,7 @@ class Attempt:
         self.folder = leftovers.made()
         leftovers.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
-        self._dispatch.begin(self.plan.cluster.hosts, stores=dispatch.stores(self.plan))
+        self._dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
         found = self._dispatch.hosts(self.plan, self._patience_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S

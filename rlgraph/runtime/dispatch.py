@@ -19,7 +19,6 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlgraph.channels.factory import transport_of
 from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError, WorkerDied
 from rlgraph.planning.plan import Plan
 from rlgraph.runtime.hosts import Ask, Distant, Host, Keeper
@@ -363,12 +362,6 @@ def _daemons_apart() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
-
-
-def stores(plan: Plan) -> bool:
-    """Whether messages of the plan lie in Ray's object store."""
-    taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
-    return any(transport_of(name).needs_ray for name in taken)
 
 
 def session_folder() -> str:

@@ -25,7 +25,7 @@ def test_an_unknown_transport_is_an_error_that_lists_the_names(make):
 def test_a_plan_of_an_unknown_transport_is_not_read():
     text = rg.compile(vector_loop(depth=1), rg.Cluster(cpus=2)).to_json()
     assert '"transport": "shm"' in text
-    with pytest.raises(PlanError, match=r"has transport 'pigeon', and there are \['local', 'shm'"):
+    with pytest.raises(PlanError, match="transport 'pigeon' means nothing here"):
         rg.Plan.from_json(text.replace('"transport": "shm"', '"transport": "pigeon"', 1))
 
 
