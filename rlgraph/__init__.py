@@ -30,10 +30,10 @@ from rlgraph.errors import (
     StalenessError,
     WorkerDied,
 )
-from rlgraph.graph import Graph, Pool, feedback
+from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.nodes import scorers, tools
 from rlgraph.nodes.advantages import advantages
-from rlgraph.nodes.base import node
+from rlgraph.nodes.base import Context, node
 from rlgraph.nodes.correction import filter_groups, filter_truncated, rollout_correction
 from rlgraph.nodes.critic import Critic
 from rlgraph.nodes.dynamic_sampling import Refill
@@ -47,6 +47,7 @@ from rlgraph.nodes.reward_model import RewardModel
 from rlgraph.nodes.rollout import Generator
 from rlgraph.nodes.shaping import kl_shaped_rewards, shaped_rewards
 from rlgraph.nodes.tools import Tools
+from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.planning.cluster import Cluster, Precision
 from rlgraph.planning.costs import Costs
 from rlgraph.planning.laws import NodeCost
@@ -72,6 +73,7 @@ __all__ = [
     "Cluster",
     "Columns",
     "ConfigError",
+    "Context",
     "Costs",
     "Critic",
     "DataError",
@@ -84,8 +86,13 @@ __all__ = [
     "Guards",
     "Job",
     "Lengths",
+    "Model",
+    "ModelTraits",
     "NodeCost",
     "NodeError",
+    "NodeTraits",
+    "Operation",
+    "Output",
     "Plan",
     "PlanError",
     "PlanWarning",
@@ -106,6 +113,7 @@ __all__ = [
     "advantages",
     "compile",
     "config",
+    "declare",
     "evaluate",
     "feedback",
     "filter_groups",

@@ -38,11 +38,12 @@ def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
         raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
 
 
-def check_close(feedback: "Feedback", weights: Any) -> None:
+def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> None:
+    """`weights` are those given, None where these are no weights."""
     where = f"feedback '{feedback.name}'"
-    if getattr(weights, "kind", None) != "weights":
-        raise GraphError(f"{where} was closed with {describe(weights)}; close it with the weights of an update, as close(step.weights)")
-    if getattr(weights.node.model, "role", None) == "critic":
+    if weights is None:
+        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
+    if weights.node.model is not None and weights.node.model.role == "critic":
         raise GraphError(
             f"{where} was closed with the weights of '{weights.node.name}', a critic; close it with those of the policy's update"
         )
@@ -50,11 +51,8 @@ def check_close(feedback: "Feedback", weights: Any) -> None:
         raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
 
 
-def check_inputs(name: str, inputs: Sequence[Any], reads: Sequence[str]) -> None:
+def check_inputs(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
     where = f"node '{name}'"
-    for given in inputs:
-        if getattr(given, "kind", None) != "batch":
-            raise GraphError(f"{where} was given {describe(given)}; pass outputs of other nodes")
     carried = Counter(column for output in set(inputs) for column in output.columns)
     names = [output.node.name for output in inputs]
     for column in reads:
@@ -101,14 +99,6 @@ def check_parts(node: "Node") -> None:
                 f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
                 f"'{output.node.name}'; parts are of equal size and hold whole groups: choose a divisor, or another count of prompts"
             )
-
-
-def check_outputs(name: str, outputs: Sequence[Any]) -> None:
-    if not outputs:
-        raise GraphError(f"graph '{name}' has no outputs; pass what it should give, as Graph('{name}', step.metrics)")
-    for output in outputs:
-        if not hasattr(output, "kind") or not hasattr(output, "node"):
-            raise GraphError(f"graph '{name}' was given {describe(output)} as an output; pass what a node returned, as step.metrics")
 
 
 def names_are_unique(graph: "Graph") -> None:
@@ -257,9 +247,6 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
 
 
 def describe(value: Any) -> str:
-    """Print a value that is not what was asked for: an output by its node, anything else as `shown` does."""
-    node = getattr(value, "node", None)
-    if node is not None and hasattr(value, "kind"):
-        return f"the {value.kind} of '{node.name}'"
+    """Print a value that is not what was asked for: an output by its node, anything else with its type."""
     text = shown(value)
     return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import networkx as nx
 
 from rlgraph import checks, settings
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.kinds import Range
 from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.settings import Count, Name, Natural, checked
@@ -137,6 +137,21 @@ class Node:
         """The rollout whose parts it gives or works on."""
         return self if self.chunks > 1 and self.follows is None else self.follows
 
+    @cached_property
+    def batch(self) -> "Output":
+        """Its columns, for the nodes that read them."""
+        return Output(self)
+
+    @cached_property
+    def weights(self) -> "Output":
+        """The new version of the weights that it trains, for `feedback.close`."""
+        return Output(self, "weights")
+
+    @cached_property
+    def metrics(self) -> "Output":
+        """Its metrics, for the graph."""
+        return Output(self, "metrics")
+
     def needs(self, other: "Node") -> bool:
         """Return whether it depends on another node, within a step."""
         return any(output.node is other or output.node.needs(other) for output in self.inputs)
@@ -175,7 +190,7 @@ class Feedback:
 
     def close(self, weights: Output) -> None:
         """Join the back edge to the update whose weights it carries, as `feedback.close(step.weights)`."""
-        checks.check_close(self, weights)
+        checks.check_close(self, weights if isinstance(weights, Output) and weights.kind == "weights" else None, weights)
         self.source = weights
 
 
@@ -215,14 +230,31 @@ def declare(
     chunks: int = 1,
     due: Due | None = None,
 ) -> Node:
-    """Return a checked node. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses.
+    """Declare a node of your own: `operation` reads columns of the inputs and writes others, on the host or where `model` lives.
+
+        >>> class Brevity(Operation):
+        ...     def start(self, context):
+        ...         return lambda step, columns: {"rewards": -columns["response_mask"].sum(-1).float()}
+        >>> rollout = Node("rollout", Brevity(), (), (), ("response_mask",), rows=8)
+        >>> declare("brevity", Brevity(), [rollout.batch], reads=("response_mask",), writes=("rewards",)).batch
+        the batch of 'brevity'
+
+    Its outputs are `node.batch`, `node.weights` and `node.metrics`. `rows` is how many rows it writes in a step, needed where it has no
+    inputs. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses. With `feedback` its model
+    takes the weights of that edge.
 
     With `chunks` above 1 it gives its batch in so many parts. A node that works by group follows an input that comes in parts,
     unless it also needs the whole batch, or waits for the rollout's own pool.
 
-    Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read.
+    Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read; and for an
+    operation that is no `rlgraph.Operation`.
     """
+    if not isinstance(operation, Operation):
+        raise GraphError(f"node '{name}' has operation={shown(operation)}, which is no operation; {Operation.HOW}")
     outputs = tuple(inputs)
+    for given in outputs:
+        if not isinstance(given, Output) or given.kind != "batch":
+            raise GraphError(f"node '{name}' was given {checks.describe(given)}; pass outputs of other nodes")
     checks.check_inputs(name, outputs, reads)
     if rows is None:
         rows = max(output.node.rows for output in outputs)
@@ -254,7 +286,12 @@ class Graph:
     @checked(what="graph")
     def __init__(self, name: Name, *outputs: Output) -> None:
         self.name = name
-        checks.check_outputs(name, outputs)
+        if not outputs:
+            raise GraphError(f"graph '{name}' has no outputs; pass what it should give, as Graph('{name}', step.metrics)")
+        for output in outputs:
+            if not isinstance(output, Output):
+                given = checks.describe(output)
+                raise GraphError(f"graph '{name}' was given {given} as an output; pass what a node returned, as step.metrics")
         self.outputs = outputs
         self.nodes = _reachable(outputs)
         self.feedbacks = tuple(dict.fromkeys(n.feedback for n in self.nodes if n.feedback is not None))

@@ -7,18 +7,18 @@ from typing import Any
 
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph import Graph
+from rlgraph.operation import Operation
 from rlgraph.runtime.dispatch import sendable
 
-GIVEN = ("function", "scoring", "tools", "loss")  # of an operation: what holds functions and objects of the user
 DEPTH = 4  # of the way to the culprit
 
 
 def check_sendable(graph: Graph) -> None:
     """Raise GraphError naming the node, the function and what it holds that no other process can have."""
     for node in graph.nodes:
-        for name in GIVEN:
-            value = getattr(node.operation, name, None)
-            if value is None or sendable(value):
+        given = node.traits.given
+        for value in (node.operation,) if given is None else given:
+            if sendable(value):
                 continue
             *way, culprit = _way(value, ())
             what = f"its '{'.'.join(way)}' is {_called(culprit)}" if way else f"it is {_called(culprit)}"
@@ -56,6 +56,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _title(value: Any) -> str:
+    if isinstance(value, Operation):
+        return f"operation '{type(value).__name__}'"
     function = getattr(value, "function", value)
     function = function.func if isinstance(function, functools.partial) else function
     return f"function '{getattr(function, '__name__', shown(function))}'"

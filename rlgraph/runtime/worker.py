@@ -13,9 +13,9 @@ import torch
 from rlgraph.channels.weights import WeightsReader, WeightsWriter
 from rlgraph.columns import Column, Columns, repeat_rows, share
 from rlgraph.engines.base import GenerateEngine
-from rlgraph.errors import ChannelTimeout, StalenessError
+from rlgraph.errors import ChannelTimeout, GraphError, StalenessError, shown
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
-from rlgraph.operation import Stateful
+from rlgraph.operation import HasState, Stateful
 from rlgraph.planning.events import fire_event, load_event, publish_event
 from rlgraph.planning.plan import PlannedLoop
 from rlgraph.planning.schedule import Sampled, Span
@@ -64,7 +64,7 @@ class Worker:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
         if self.setup.model is not None:
             self.context.engine = self.setup.model.load(self.context)
-        self.stages = {task.name: task.operation.start(self.context) for task in self.setup.tasks}
+        self.stages = {task.name: checked_stage(task.name, task.operation.start(self.context)) for task in self.setup.tasks}
 
     def step(self, step: int) -> None:
         """Fire every node, once or for each part of the batch."""
@@ -325,6 +325,18 @@ class Arriving:
         yield
         if self.worker.context.version > before:
             self.worker.on_enter(self.step, Activity("fire", self.node))
+
+
+def checked_stage(node: str, stage: Any) -> Stage:
+    """What an operation's `start` gave. Raises GraphError for what cannot be called, or whose state could be saved and not loaded."""
+    if not callable(stage):
+        raise GraphError(
+            f"node '{node}': start(context) gave {shown(stage)}; it gives a function of (step, columns), which is called at each firing"
+        )
+    if isinstance(stage, HasState) and not isinstance(stage, Stateful):
+        raise GraphError(f"node '{node}' has a state() for checkpoints and no load_state(state) to go on from it; add the other one")
+    found: Stage = stage
+    return found
 
 
 def owned(written: Columns, read: Columns) -> Columns:

@@ -20,8 +20,13 @@ def settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
         dtype = {"dtype": f"{planned.dtype} ({planned.why})"} if planned is not None else {}
         found[f"{model.role} of {', '.join(used)}"] = {"pool": model.pool.name, **dict(_values(model)), **dtype}
     for feedback in graph.feedbacks:
-        names = ("depth", "buffers", "freshest", "bucket_bytes", "checksum")
-        found[f"feedback {feedback.name}"] = {name: str(getattr(feedback, name)) for name in names}
+        found[f"feedback {feedback.name}"] = {
+            "depth": str(feedback.depth),
+            "buffers": str(feedback.buffers),
+            "freshest": str(feedback.freshest),
+            "bucket_bytes": str(feedback.bucket_bytes),
+            "checksum": str(feedback.checksum),
+        }
     for node in graph.nodes:
         found[f"node {node.name}"] = {"rows": str(node.rows), "work": node.traits.work, **dict(_values(node.operation))}
     return found
@@ -39,7 +44,7 @@ def _values(value: object) -> Iterator[tuple[str, str]]:
             yield field.name, inner.name
         elif callable(inner) and hasattr(inner, "__name__"):
             yield field.name, inner.__name__
-        elif is_dataclass(inner) and not hasattr(inner, "pool"):  # a model has its own entry
+        elif is_dataclass(inner) and "pool" not in {part.name for part in fields(inner)}:  # a model has its own entry
             nested = dict(_values(inner))
             yield field.name, type(inner).__name__
             yield from ((f"{field.name}.{name}", text) for name, text in nested.items())
