@@ -1,18 +1,23 @@
 """What compiler and runtime know of an operation is declared: `NodeTraits`, `ModelTraits`, and the methods of `Operation`."""
 
 import ast
+import doctest
 import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fakes
+import forked  # noqa: F401 (adds its dispatch)
 import pytest
 
 import rlgraph as rg
+from rlgraph import graph as graphs
+from rlgraph import operation as operations
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph import Graph, Node, Output, Pool, declare
@@ -47,7 +52,7 @@ LOOKED_AT = {
         "self.cls",
     ),
     *("annotation", "signature.parameters.get('name')", "setting"),  # of a setting, whose fields are checked one by one
-    *("costs", "made", "plan"),  # fields(...) of our own values, one by one
+    *("costs", "made", "plan", "found", "law.decode"),  # fields(...) of our own values, one by one
     *("torch", "library", "MultiOutputNode", "self.actor", "end"),
 }
 
@@ -73,6 +78,13 @@ def test_the_lint_sees_what_it_forbids() -> None:
 def test_each_trait_has_a_default_and_a_sentence(traits: type) -> None:
     assert isinstance(traits(), traits)
     assert not [field.name for field in fields(traits) if f"`{field.name}`" not in (traits.__doc__ or "")]
+
+
+@pytest.mark.parametrize("module", [operations, graphs])
+def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 @dataclass(frozen=True)
@@ -229,7 +241,7 @@ def test_the_page_on_nodes_shows_what_runs(tmp_path: Path) -> None:
     for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "nodes.md").read_text(), re.S):
         exec(code, page)
     assert page["plan"].node("judge").work == "forward"
-    assert next(pool for pool in page["plan"].pools if pool.name == "judge").devices == 1
+    assert next(len(pool.gpus) for pool in page["plan"].pools if pool.name == "judge") == 1
 
     def middle(rollout: Output) -> Output:
         return page["centred"](page["Judge"]("probe", pool=Pool("judge")).scores(rollout))  # type: ignore[no-any-return]
