@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import networkx as nx
 
 from rlgraph import checks, settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError
 from rlgraph.kinds import Range
 from rlgraph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.settings import Count, Name, Natural, checked
@@ -217,8 +217,9 @@ def feedback(
     return Feedback(name, depth, buffers, freshest, bucket_bytes, checksum)
 
 
+@checked()
 def declare(
-    name: str,
+    name: Name,
     operation: Operation,
     inputs: Iterable[Any],
     *,
@@ -227,7 +228,7 @@ def declare(
     rows: int | None = None,
     model: Model | None = None,
     feedback: Feedback | None = None,
-    chunks: int = 1,
+    chunks: Count = 1,
     due: Due | None = None,
 ) -> Node:
     """Declare a node of your own: `operation` reads columns of the inputs and writes others, on the host or where `model` lives.
@@ -249,8 +250,6 @@ def declare(
     Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read; and for an
     operation that is no `rlgraph.Operation`.
     """
-    if not isinstance(operation, Operation):
-        raise GraphError(f"node '{name}' has operation={shown(operation)}, which is no operation; {Operation.HOW}")
     outputs = tuple(inputs)
     for given in outputs:
         if not isinstance(given, Output) or given.kind != "batch":

@@ -41,6 +41,7 @@ def right(responses: list[str]) -> list[float]:
 
 NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.Pool: {"name": "p"},
+    rg.Model: {"path": "m", "pool": POOL},
     rg.Generator: {"path": "m", "pool": POOL},
     rg.Policy: {"path": "m", "pool": POOL},
     rg.Critic: {"path": "m", "pool": POOL},
@@ -60,12 +61,15 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     Lengths: {"at": (0, 1), "tokens": (1, 2)},
 }
 BEHIND = (Due, Walks, Limits, Python, Tool, Decode, NodeCost, Setting, SleepCost, Lengths)  # what public ones are made of
-RESULTS = (Plan, algorithms.Totals)  # made by the library
+RESULTS = (Plan, algorithms.Totals, rg.Context, rg.Output)  # made by the library
+TRAITS = (rg.NodeTraits, rg.ModelTraits)  # of operations and models of a developer: objects of any kind, which a type checker holds
 
 
 def public_dataclasses() -> list[type]:
     exported = [getattr(module, name) for module in (rg, algorithms) for name in module.__all__]
-    found = [value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in RESULTS]
+    found = [
+        value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in (*RESULTS, *TRAITS)
+    ]
     return sorted({*found, *BEHIND} - {cls for cls in found if inspect.isabstract(cls)}, key=lambda cls: cls.__name__)
 
 
@@ -98,7 +102,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 OWN = {  # parameters that the function checks by itself, since their annotation names no class: protocols, and any object
     *(("prompts", "data"), ("evaluate", "data"), ("advantages", "estimator"), ("shaped_rewards", "by"), ("record", "job")),
     *(("Policy.update", "loss"), ("Critic.update", "loss"), ("Generator.rollout", "refill"), ("rollout_correction", "weights")),
-    *(("config", "cls"), ("config", "arguments"), ("node", "reads"), ("node", "writes"), ("node", "by_group"), ("replay", "trace")),
+    *(
+        ("config", "cls"),
+        ("declare", "inputs"),
+        ("config", "arguments"),
+        ("node", "reads"),
+        ("node", "writes"),
+        ("node", "by_group"),
+        ("replay", "trace"),
+    ),
     *(("local_cluster", name) for name in inspect.signature(rg.local_cluster).parameters),
     *(("model_folder", name) for name in inspect.signature(rg.model_folder).parameters),
 }
