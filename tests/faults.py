@@ -143,7 +143,7 @@ class Faulty(Operation):
 
     def _weights(self, context: Context) -> None:
         """Let it happen when the engine gives or takes its weights."""
-        name = "load_weights" if self.fault.stage == "load" else "weights"
+        name = "load_weights" if self.fault.stage == "load" else "weight_shards"
         move, count = getattr(context.engine, name), iter(range(10**9))
 
         def moved(*arguments: Mapping[str, torch.Tensor]) -> Any:
