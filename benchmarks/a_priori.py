@@ -1,7 +1,7 @@
 """Step times that `rg.compile` estimates where nothing was measured, beside those of runs on H200s.
 
     python benchmarks/a_priori.py [--json PATH]      # the table; runs nothing and needs no GPU
-    python benchmarks/a_priori.py --fit              # the numbers of `rlgraph/planning/host_times.py`, derived from their sources
+    python benchmarks/a_priori.py --fit              # the numbers of `rlgraph/costs/host_times.py`, derived from their sources
     python benchmarks/a_priori.py --smoke            # a few rows
 
 An estimate knows the graph, the cluster, the models' config.json and how long responses may be. What it takes of the host and of
@@ -34,15 +34,15 @@ from shapes import SHAPES, VOCAB
 from ways import Way
 
 import rlgraph as rg
-from rlgraph.planning import host_times
-from rlgraph.planning.compile import priced_for
-from rlgraph.planning.estimates import DECODING, PREFILL
-from rlgraph.planning.laws import Setting
-from rlgraph.planning.lengths import PROBABILITIES
-from rlgraph.planning.model_configs import shapes_of
-from rlgraph.planning.passes import Passes
-from rlgraph.planning.roofline import DEVICES, TRAINING
-from rlgraph.planning.shapes import ModelShape
+from rlgraph.compiler.compile import priced_for
+from rlgraph.costs import host_times
+from rlgraph.costs.estimates import DECODING, PREFILL
+from rlgraph.costs.functions import Setting
+from rlgraph.costs.lengths import PROBABILITIES
+from rlgraph.costs.microbatch_count import Passes
+from rlgraph.costs.model_configs import shapes_of
+from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.costs.roofline import DEVICES, TRAINING
 
 RESULTS = Path(__file__).parent / "results"
 H200 = DEVICES["H200"]

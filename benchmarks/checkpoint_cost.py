@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import rlgraph as rg
-from rlgraph.graph import Output, declare
+from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.operation import Operation
 
 EVERY, ROWS, PROMPT, RESPONSE = 10, 64, 22, 8
 WRITES = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "advantages")

@@ -23,9 +23,9 @@ import ray
 import torch
 
 import rlgraph as rg
-from rlgraph.graph import Output, declare
-from rlgraph.operation import Operation
-from rlgraph.runtime.dispatch import start_ray
+from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.operation import Operation
+from rlgraph.runtime.driver.ray_dispatch import start_ray
 
 STEPS, WARM_UP = 300, 50
 

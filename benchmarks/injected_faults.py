@@ -32,11 +32,11 @@ import ray
 import torch
 from rich.progress import track
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import RlgraphError
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.dispatch import start_ray
-from rlgraph.runtime.job import Job
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.ray_dispatch import start_ray
 
 DEADLINE_S = 3.0
 STEPS = 8

@@ -4,7 +4,7 @@
 
 `benchmarks/rollout.py` measured six ways on one engine. Of each file this script takes the lengths, which are drawn again, and the seconds
 and the loading of "batch by batch" at depth 1 without an update. They set the decode law: a step is to a sequence as in
-`rlgraph/planning/host_times.py` on an H200; on a CPU, where nothing tells steps from sequences, both extremes are given. All other ways and
+`rlgraph/costs/host_times.py` on an H200; on a CPU, where nothing tells steps from sequences, both extremes are given. All other ways and
 updates are played. The runs were made before this script, and no other number of them went into it.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import rollout
 
-from rlgraph.planning import host_times
-from rlgraph.planning.joined import Machine
-from rlgraph.planning.laws import Decode
+from rlgraph.costs import host_times
+from rlgraph.costs.functions import Decode
+from rlgraph.simulate.continuous import Machine
 
 RESULTS = Path(__file__).parent / "results"
 FIRST = "depth 1, update 0.0 of a step"

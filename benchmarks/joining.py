@@ -28,11 +28,11 @@ from tiny import WeightedLikelihood
 from waiting import WaitingGenerator
 
 import rlgraph as rg
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.graph import Output, declare
-from rlgraph.planning import stalls
-from rlgraph.planning.laws import Decode
-from rlgraph.runtime.dispatch import start_ray, stop_ray
+from rlgraph.costs import outliers
+from rlgraph.costs.functions import Decode
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.graph.nodes import Output, declare
+from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
 
 WARM_UP, STEPS, PROFILED = 4, 24, 16
 Interrupt = Literal["keep", "recompute"] | None
@@ -150,7 +150,7 @@ def measured(engine: str, folder: str, only: str) -> Iterator[Found]:
         expected = plan.prediction
         error = statistics.stdev(seconds.tolist()) / STEPS**0.5
         yield Found(
-            engine, name, expected.step_s, stalls.mean(seconds), error, plainly[loop.depth], own_s, expected.left_out, os.getloadavg()[0]
+            engine, name, expected.step_s, outliers.mean(seconds), error, plainly[loop.depth], own_s, expected.left_out, os.getloadavg()[0]
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from rlgraph.engines.log_probs import token_scores
+from rlgraph.engines.forward.log_probs import token_scores
 
 VOCAB, ROWS, CHECKED, REPEATS = 151936, 8192, 64, 15
 NORMS = {"hidden of 4B": (8192, 2560), "heads of 4B": (8192 * 32, 128), "hidden of SmolLM2": (32768, 576)}

@@ -34,10 +34,10 @@ from victims import MARK, VICTIMS, chosen, kill, processes
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 from rlgraph.record import open_metrics
-from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 
 ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]

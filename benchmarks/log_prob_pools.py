@@ -26,10 +26,10 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.graph import Output, Pool, declare
+from rlgraph.graph.nodes import Output, Pool, declare
+from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.operation import NodeTraits, Operation
-from rlgraph.runtime.dispatch import start_ray
+from rlgraph.runtime.driver.ray_dispatch import start_ray
 
 STEPS, WARM_UP = 24, 4
 REAL_STEPS, REAL_WARM_UP = 10, 2

@@ -24,7 +24,7 @@ import ray
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.runtime.dispatch import start_ray
+from rlgraph.runtime.driver.ray_dispatch import start_ray
 
 GENERATE_S, REWARD_S, UPDATE_S = 0.6, 0.5, 0.4
 STEPS, WARM_UP, ROUNDS = 10, 3, 2

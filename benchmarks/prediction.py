@@ -43,9 +43,9 @@ from simulated import LONG_TAIL, UNIFORM, Loop, Times
 from tiny import WeightedLikelihood
 
 import rlgraph as rg
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.planning import stalls
-from rlgraph.runtime.dispatch import start_ray, stop_ray
+from rlgraph.costs import outliers
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
 
 SLOW_REWARD = Times(reward_s=0.06)
 REAL = "real engines"
@@ -232,7 +232,7 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
         standard_error_s=error,
         residual=residual,
         load=os.getloadavg()[0],
-        steady_s=stalls.mean(np.array(seconds)) if case.profiled else None,
+        steady_s=outliers.mean(np.array(seconds)) if case.profiled else None,
         own_s=own,
     )
 

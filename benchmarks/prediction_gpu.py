@@ -43,11 +43,11 @@ from ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
 from weights import machine
 
 import rlgraph as rg
-from rlgraph.planning.costs_file import written
-from rlgraph.planning.fit import costs_of
-from rlgraph.planning.lengths import PROBABILITIES, Lengths
-from rlgraph.planning.trace import Trace
-from rlgraph.runtime.dispatch import start_ray, stop_ray
+from rlgraph.costs.calibrate import costs_of
+from rlgraph.costs.costs_file import written
+from rlgraph.costs.lengths import PROBABILITIES, Lengths
+from rlgraph.costs.trace import Trace
+from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
 from rlgraph.runtime.measure import Step
 
 WARM_UP = 2  # steps that fill the pipeline, and the first passes of the engines

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.base import Request, Response, Sampling
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.engines.vllm import VllmEngine
+from rlgraph.engines.api import Request, Response, Sampling
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.decoding import Decoding, Joining
+from rlgraph.nodes.rollout.batch_admission import Decoding, Joining
 
 RATIO, CAP, PROMPT = 10, 15, 16  # the 99th percentile and the longest response, in medians; tokens of a prompt
 WARM_UP = 3

@@ -46,7 +46,7 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
     """
     from transformers import Qwen3ForCausalLM
 
-    from rlgraph.engines.pretrained import _byte_tokenizer
+    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
 
     target = Path(folder) / f"qwen3-{shape}{'-headers' if headers_only else ''}"
     if (target / "config.json").exists():

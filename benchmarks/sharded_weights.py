@@ -27,10 +27,10 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     import torch
 
-    from rlgraph.channels.shm import ShmWriter
-    from rlgraph.channels.weight_shards import WeightShard
-    from rlgraph.channels.weights import WeightsWriter
-    from rlgraph.engines.pretrained import parameter_shapes
+    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.weights.endpoints import WeightsWriter
+    from rlgraph.channels.weights.shards import WeightShard
+    from rlgraph.engines.hf_models.pretrained import parameter_shapes
 
     torch.manual_seed(rank)
     rows, places, shards = {}, {}, []  # a place: that of the first element in the whole parameter
@@ -56,9 +56,9 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
 def engine(folder: str, addresses: list[str], gpu: int, ready: Any, results: Any) -> None:
     """Decode, receive and swap version after version, and say when each had come, what the swap cost, and what was loaded."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.weights import WeightsReader
-    from rlgraph.engines.vllm import VllmEngine
+    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.weights.endpoints import WeightsReader
+    from rlgraph.engines.vllm.engine import VllmEngine
 
     copies = fills()
     generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=0.6, max_sequences=SEQUENCES)

@@ -24,7 +24,7 @@ import ray
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.runtime.dispatch import start_ray
+from rlgraph.runtime.driver.ray_dispatch import start_ray
 
 GENERATE_S, REWARD_S, UPDATE_S = 1.2, 0.4, 1.1
 COUNT, STEPS, WARM_UP, ROUNDS = 16, 10, 3, 2

@@ -23,10 +23,10 @@ import ray
 import torch
 
 import rlgraph as rg
-from rlgraph.channels.shm import ShmReader
-from rlgraph.channels.staging import Staging
+from rlgraph.channels.host.channel import ShmReader
+from rlgraph.channels.weights.double_buffer import Staging
 from rlgraph.columns import Column
-from rlgraph.runtime.dispatch import start_ray
+from rlgraph.runtime.driver.ray_dispatch import start_ray
 
 STAGE_S, TRANSFER_S = 0.3, 0.27
 WARM_UP, STEPS, RUNS = 6, 12, 3  # 12 steps are whole rounds of 2 and of 3 open batches

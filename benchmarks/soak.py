@@ -23,7 +23,7 @@ import forked
 from rich.progress import track
 
 import rlgraph as rg
-from rlgraph.runtime.job import Job
+from rlgraph.runtime.driver.job import Job
 
 DEPTH, PROMPTS = 2, 12
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.base import Request, Sampling
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.engines.vllm import VllmEngine
+from rlgraph.engines.api import Request, Sampling
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
 
 

@@ -56,9 +56,9 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     import rlgraph as rg
-    from rlgraph.engines import heads
-    from rlgraph.engines.fsdp import FsdpEngine
-    from rlgraph.engines.sharding import backends
+    from rlgraph.engines.forward import heads
+    from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.engines.fsdp.sharding import backends
 
     finished: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     shape, *options = spec.split(":")

@@ -64,10 +64,10 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
-    from rlgraph.channels.shm import ShmWriter
-    from rlgraph.channels.weight_shards import whole
-    from rlgraph.channels.weights import WeightsWriter
-    from rlgraph.engines.pretrained import parameter_shapes
+    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.weights.endpoints import WeightsWriter
+    from rlgraph.channels.weights.shards import whole
+    from rlgraph.engines.hf_models.pretrained import parameter_shapes
 
     torch.manual_seed(1)
     weights = {name: torch.randn(shape, device="cuda").mul_(0.02) for name, shape in parameter_shapes(folder).items()}
@@ -120,7 +120,7 @@ def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
 
 def fills() -> list[tuple[float, float]]:
     """Return a list to which each version adds when its copies into a second buffer of this process began and ended."""
-    from rlgraph.channels.staging import Staging
+    from rlgraph.channels.weights.double_buffer import Staging
 
     found: list[tuple[float, float]] = []
     fill = Staging.fill
@@ -138,7 +138,7 @@ class Decoding:
     """An engine that keeps `SEQUENCES` sequences busy, one timed step after the other."""
 
     def __init__(self, engine: Any) -> None:
-        from rlgraph.engines.base import Request, Sampling
+        from rlgraph.engines.api import Request, Sampling
 
         self.engine, self.request, self.sampling = engine, Request, Sampling(max_tokens=480, ignore_eos=True)
         self.number = self.finished = 0
@@ -188,9 +188,9 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
     if width == 1:
         arguments = vllm.EngineArgs
         vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)
-    from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.weights import WeightsReader
-    from rlgraph.engines.vllm import VllmEngine
+    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.weights.endpoints import WeightsReader
+    from rlgraph.engines.vllm.engine import VllmEngine
 
     copies = fills()
     memory = 0.6 if width == 1 else 0.3  # beside the trainer

@@ -6,10 +6,15 @@ from rlgraph import api
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
 from rlgraph.api import compile, profile, record, replay, tune
 from rlgraph.columns import Columns
+from rlgraph.compiler.cluster import Cluster, Precision
+from rlgraph.compiler.plan import Plan
 from rlgraph.config import config
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Sampling
-from rlgraph.engines.pretrained import model_folder
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import NodeCost
+from rlgraph.costs.lengths import Lengths
+from rlgraph.engines.api import Sampling
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.hf_models.pretrained import model_folder
 from rlgraph.engines.registry import EngineSpec, TrainerSpec
 from rlgraph.errors import (
     CertificateError,
@@ -30,33 +35,29 @@ from rlgraph.errors import (
     StalenessError,
     WorkerDied,
 )
-from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.nodes import scorers, tools
-from rlgraph.nodes.advantages import advantages
+from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
+from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, node
-from rlgraph.nodes.correction import filter_groups, filter_truncated, rollout_correction
-from rlgraph.nodes.critic import Critic
-from rlgraph.nodes.dynamic_sampling import Refill
-from rlgraph.nodes.evaluation import evaluate
-from rlgraph.nodes.guards import Guards
-from rlgraph.nodes.policy import Policy
+from rlgraph.nodes.environments import tools
+from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import prompts
-from rlgraph.nodes.reference import Reference
-from rlgraph.nodes.reward import reward
-from rlgraph.nodes.reward_model import RewardModel
-from rlgraph.nodes.rollout import Generator
-from rlgraph.nodes.shaping import kl_shaped_rewards, shaped_rewards
-from rlgraph.nodes.tools import Tools
-from rlgraph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.planning.cluster import Cluster, Precision
-from rlgraph.planning.costs import Costs
-from rlgraph.planning.laws import NodeCost
-from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.plan import Plan
-from rlgraph.runtime.machine import local_cluster
+from rlgraph.nodes.rewards import scorers
+from rlgraph.nodes.rewards.reward import reward
+from rlgraph.nodes.rewards.reward_model import RewardModel
+from rlgraph.nodes.rewards.shaping import kl_shaped_rewards, shaped_rewards
+from rlgraph.nodes.rollout.dynamic_sampling import Refill
+from rlgraph.nodes.rollout.evaluation import evaluate
+from rlgraph.nodes.rollout.rollout import Generator
+from rlgraph.nodes.training.advantages import advantages
+from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
+from rlgraph.nodes.training.critic import Critic
+from rlgraph.nodes.training.guards import Guards
+from rlgraph.nodes.training.policy import Policy
+from rlgraph.nodes.training.reference import Reference
+from rlgraph.runtime.driver.machine import local_cluster
 
 if TYPE_CHECKING:
-    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.driver.job import Job
 
 __all__ = [
     "GAE",
@@ -140,7 +141,7 @@ Plan.facade = api
 def __getattr__(name: str) -> Any:
     """`rlgraph.Job`, which needs Ray: imported where it is asked for, since `import rlgraph` starts and loads nothing."""
     if name == "Job":
-        from rlgraph.runtime.job import Job
+        from rlgraph.runtime.driver.job import Job
 
         return Job
     raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")

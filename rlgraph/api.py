@@ -6,29 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.compiler.plan import DEADLINE_S, Plan
+from rlgraph.compiler.schedule import Event
+from rlgraph.compiler.transport import with_transport
+from rlgraph.costs.calibrate import costs_of
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.model_configs import shapes_of
 from rlgraph.errors import PlanError, PlanWarning
-from rlgraph.graph import Graph
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.planning.costs import Costs
-from rlgraph.planning.fit import costs_of
-from rlgraph.planning.model_configs import shapes_of
-from rlgraph.planning.period import simulate
-from rlgraph.planning.plan import DEADLINE_S, Plan
-from rlgraph.planning.schedule import Event
-from rlgraph.planning.wires import with_transport
+from rlgraph.graph.no_signal import teaches_nothing
+from rlgraph.graph.nodes import Graph
 from rlgraph.record import record
+from rlgraph.render.chrome_trace import write
+from rlgraph.render.mermaid import mermaid
+from rlgraph.render.plan_svg.draw import svg
+from rlgraph.render.text import text
 from rlgraph.settings import Count, Natural, Seconds, checked
-from rlgraph.silent import teaches_nothing
+from rlgraph.simulate.play import simulate
 from rlgraph.tuning import replay, tune
-from rlgraph.views.draw import svg
-from rlgraph.views.mermaid import mermaid
-from rlgraph.views.text import text
-from rlgraph.views.timeline import write
 
 if TYPE_CHECKING:
-    from rlgraph.runtime.checkpoint import Recovery
-    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.checkpoint.store import Recovery
+    from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
 
 __all__ = ["compile", "draw", "launch", "profile", "ray_dag", "record", "replay", "run_here", "svg", "text", "timeline", "tune"]
@@ -88,9 +88,9 @@ def launch(
     transport: str | None = None,
 ) -> "Job":
     """Make the job of a plan: what `Plan.launch` does, and says."""
-    from rlgraph.runtime.job import Job
-    from rlgraph.runtime.machine import local_cluster
-    from rlgraph.runtime.sendable import check_sendable
+    from rlgraph.runtime.driver.job import Job
+    from rlgraph.runtime.driver.machine import local_cluster
+    from rlgraph.runtime.driver.sendable import check_sendable
 
     graph = _checked_source(plan)
     check_sendable(graph)
@@ -127,7 +127,7 @@ def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
 
     Raises PlanError where a worker has no actor, or one has no method `fire`.
     """
-    from rlgraph.runtime import ray_graph
+    from rlgraph.runtime.driver import ray_graph
 
     return ray_graph.ray_dag(plan, actors)
 
@@ -141,7 +141,7 @@ def _checked_source(plan: Plan) -> Graph:
 
 
 def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool) -> "Recovery | None":
-    from rlgraph.runtime.checkpoint import Recovery
+    from rlgraph.runtime.checkpoint.store import Recovery
 
     if checkpoint is None:
         if (every, keep, restarts, fresh) != (10, 2, 0, False):

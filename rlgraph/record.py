@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rlgraph.analysis.findings import findings
 from rlgraph.errors import PlanError
+from rlgraph.render import chrome_trace, curve, report
+from rlgraph.render.plan_svg import draw
+from rlgraph.render.timeline_html import last_steps, predicted_steps
 from rlgraph.runtime.measure import Step
 from rlgraph.settings import Natural, checked
-from rlgraph.views import curve, draw, report, timeline
-from rlgraph.views.findings import findings
-from rlgraph.views.tracks import last_steps, predicted_steps
 
 if TYPE_CHECKING:
-    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.driver.job import Job
 
 REWARD = "critic/rewards/mean"
 TIMELINE_STEPS = 6
@@ -138,7 +139,7 @@ def _conclude(job: "Job", done: list[Step], folder: Path, console: Console) -> N
     last = done[-1].index
     count = min(TIMELINE_STEPS, last + 1)
     predicted = predicted_steps(run.priced or run.plan, last, count).spans
-    timeline.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
+    chrome_trace.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
     rewards = [step.metrics.get(REWARD, float("nan")) for step in done]
     (folder / "reward.svg").write_text(curve.svg("mean reward", [s.index for s in done], {"reward": rewards}, "reward"))
     seen, proof = job.observed, job.plan.certificate

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.plan import Plan
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.model_configs import shapes_of
+from rlgraph.costs.trace import Trace
 from rlgraph.errors import PlanError, PlanWarning, shown
-from rlgraph.graph import Graph
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.costs import Costs
-from rlgraph.planning.model_configs import shapes_of
-from rlgraph.planning.plan import Plan
-from rlgraph.planning.replay import Replayed, replayed
-from rlgraph.planning.search import Objective, search
-from rlgraph.planning.trace import Trace
+from rlgraph.graph.nodes import Graph
+from rlgraph.render.tuning_table import TuningRow, table
 from rlgraph.settings import Natural, Positive, checked
-from rlgraph.views.tuning import TuningRow, table
+from rlgraph.simulate.replay import Replayed, replayed
+from rlgraph.simulate.search import Objective, search
 
 if TYPE_CHECKING:
-    from rlgraph.runtime.job import Job
+    from rlgraph.runtime.driver.job import Job
 
 SHOWN = 12
 

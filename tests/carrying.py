@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from rlgraph.channels import ShmReader, ShmWriter
-from rlgraph.channels.carry import Finish
-from rlgraph.channels.gloo import Gloo
+from rlgraph.channels.remote.gloo import Gloo
+from rlgraph.channels.remote.transfer import Finish
 
 LARGE = torch.arange(4 << 20, dtype=torch.int64)  # 32 MiB, more than the sockets hold
 

@@ -1,6 +1,6 @@
 """A discrete-event simulator of the runtime's own rules, which knows nothing of a schedule's dependencies.
 
-Each worker is a process that does what `rlgraph.runtime.worker` does: fire in order, wait where it takes, put into bounded
+Each worker is a process that does what `rlgraph.runtime.worker.executor` does: fire in order, wait where it takes, put into bounded
 channels, give slots back when its firing ends, publish last. A thread receives weights where there are two buffers. The
 driver ticks a step once the one that lies a window before it is reported. Of a plan it takes the workers, channels, loops,
 the order of firing and the seconds of each event.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from rlgraph.planning.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
 
 Await = float | Callable[[], bool]  # seconds to spend, or what must hold before going on
 Process = Iterator[Await]

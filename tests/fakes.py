@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlgraph.channels.weight_shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.columns import Column, Columns
-from rlgraph.engines import stored
-from rlgraph.graph import Feedback, Graph, Model, Output, Pool, declare, feedback
+from rlgraph.engines.fsdp import distributed_checkpoint
+from rlgraph.graph.nodes import Feedback, Graph, Model, Output, Pool, declare, feedback
+from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.nodes.prompts import prompts
-from rlgraph.operation import NodeTraits, Operation
 
 ITEMS = [{"prompt": f"item {i}", "answer": str(i)} for i in range(12)]
 
@@ -27,7 +27,7 @@ class Vector:
 
     def __init__(self) -> None:
         self.vector = torch.arange(8, dtype=torch.float32)
-        self.saver = stored.Saver(0, 1)
+        self.saver = distributed_checkpoint.Saver(0, 1)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.vector.copy_(weights["vector"])
@@ -39,7 +39,7 @@ class Vector:
         return self.saver.save({"vector": self.vector}, folder, deadline_s)
 
     def load(self, folder: Path) -> None:
-        stored.read(folder, {"vector": self.vector})
+        distributed_checkpoint.read(folder, {"vector": self.vector})
 
     def close(self) -> None:
         pass

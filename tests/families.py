@@ -40,8 +40,8 @@ def folder_of(name: str, parent: Path) -> Path:
     """Make a folder with a small random model of a family."""
     from transformers import AutoConfig
 
-    from rlgraph.engines.miniature import miniature, quiet
-    from rlgraph.engines.pretrained import _byte_tokenizer
+    from rlgraph.engines.forward.miniature import miniature, quiet
+    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
 
     kind, settings = FAMILIES[name]
     folder = parent / name
@@ -53,7 +53,7 @@ def folder_of(name: str, parent: Path) -> Path:
 
 def verdicts(folder: Path) -> dict[str, str]:
     """Tell what rlgraph does with a model, by the columns of the table: "right", or that it is refused and why."""
-    from rlgraph.engines.self_test import generator_verdict, trainer_verdicts
+    from rlgraph.engines.forward.self_test import generator_verdict, trainer_verdicts
     from rlgraph.errors import DataError
 
     try:

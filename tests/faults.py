@@ -15,11 +15,11 @@ import fakes
 import torch
 
 from rlgraph.channels import ShmReader
-from rlgraph.channels.link import Link
+from rlgraph.channels.host.connection import Link
 from rlgraph.columns import Columns
-from rlgraph.graph import Graph
+from rlgraph.graph.nodes import Graph
+from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
-from rlgraph.operation import NodeTraits, Operation
 
 STAGES = {"prompts": "prompts", "rollout": "generator", "score": "score", "update": "policy", "load": "generator", "publish": "policy"}
 SLOW_S = 2.6

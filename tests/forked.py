@@ -11,25 +11,25 @@ from typing import Any
 
 from ray import cloudpickle
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.compiler.plan import Plan
 from rlgraph.errors import WorkerDied
-from rlgraph.graph import Graph
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.planning.plan import Plan
-from rlgraph.runtime.dispatch import DISPATCHES
-from rlgraph.runtime.hosts import Host
-from rlgraph.runtime.job import Job
-from rlgraph.runtime.process import Process
-from rlgraph.runtime.tasks import WorkerSetup
+from rlgraph.graph.nodes import Graph
+from rlgraph.runtime.driver.hosts import Host
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
+from rlgraph.runtime.worker.process import Process
+from rlgraph.runtime.worker.spec import WorkerSetup
 
 server = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # to preload
 server.set_forkserver_preload(
     [
-        "rlgraph.runtime.process",
-        "rlgraph.nodes.rollout",
-        "rlgraph.engines.fsdp",
-        "rlgraph.engines.transformers",
+        "rlgraph.runtime.worker.process",
+        "rlgraph.nodes.rollout.rollout",
+        "rlgraph.engines.fsdp.engine",
+        "rlgraph.engines.transformers.engine",
         "transformers.models.auto.modeling_auto",
         "transformers.models.llama.modeling_llama",
         "fakes",

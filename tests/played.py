@@ -5,10 +5,10 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
-from rlgraph.planning.period import Played, play
-from rlgraph.planning.plan import Plan
-from rlgraph.planning.schedule import Event, Span
-from rlgraph.views.run import Run
+from rlgraph.analysis.run import Run
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Event, Span
+from rlgraph.simulate.play import Played, play
 
 LAUNCH_S = -4.0
 

@@ -4,13 +4,13 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.placement import model_names
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import SleepCost
 from rlgraph.errors import GraphError
-from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.operation import NodeTraits, Operation, Work
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.costs import Costs
-from rlgraph.planning.laws import SleepCost
-from rlgraph.planning.placement import model_names
+from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
+from rlgraph.graph.operation import NodeTraits, Operation, Work
 
 
 @dataclass(frozen=True)

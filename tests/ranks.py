@@ -10,9 +10,9 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import PolicyHead, ValueHead
+from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.engine import FsdpEngine
 
 MICRO_BATCH_TOKENS = 16
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from simulated import LONG_TAIL, PROMPT_TOKENS, Loop
 
 import rlgraph as rg
-from rlgraph.planning.laws import NodeCost
-from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.period import simulate
-from rlgraph.planning.schedule import Event, Sampled, Span
+from rlgraph.compiler.schedule import Event, Sampled, Span
+from rlgraph.costs.functions import NodeCost
+from rlgraph.costs.lengths import Lengths
+from rlgraph.simulate.play import simulate
 
 STEPS = 40
 

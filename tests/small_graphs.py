@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.placement import splits
+from rlgraph.compiler.schedule import Schedule
+from rlgraph.compiler.timed_schedule import scheduled
+from rlgraph.costs.costs import nominal
 from rlgraph.errors import GraphError
-from rlgraph.graph import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.operation import Operation
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.costs import nominal
-from rlgraph.planning.placement import splits
-from rlgraph.planning.schedule import Schedule
-from rlgraph.planning.scheduling import scheduled
+from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
+from rlgraph.graph.operation import Operation
 
 Edges = tuple[tuple[int, int], ...]
 LOOPS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2))  # depth and buffers; two buffers need a depth

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import rlgraph as rg
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))

@@ -43,8 +43,11 @@ def test_no_modules_import_each_other_whatever_way_round(imports: nx.DiGraph) ->
 
 def test_the_facade_is_above_all_and_a_plan_knows_it_by_a_protocol_alone(imports: nx.DiGraph) -> None:
     assert set(imports.predecessors("rlgraph.api")) == {"rlgraph"}
-    assert nx.has_path(imports, "rlgraph.api", "rlgraph.planning.plan")
-    assert not any(name.startswith(("rlgraph.views", "rlgraph.runtime")) for name in nx.descendants(imports, "rlgraph.planning.plan"))
+    assert nx.has_path(imports, "rlgraph.api", "rlgraph.compiler.plan")
+    assert not any(
+        name.startswith(("rlgraph.render", "rlgraph.analysis", "rlgraph.runtime"))
+        for name in nx.descendants(imports, "rlgraph.compiler.plan")
+    )
 
 
 def compared_texts(source: str) -> set[str]:

@@ -14,7 +14,7 @@ import forked
 import pytest
 
 from rlgraph.errors import RlgraphError
-from rlgraph.runtime.dispatch import DISPATCHES
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))}
 MORE = {"ppo": ["critic_warmup=1"]}  # so that the second of two steps trains the policy

@@ -12,19 +12,19 @@ import torch
 
 import rlgraph as rg
 from rlgraph import algorithms, settings
+from rlgraph.compiler.plan import Plan
+from rlgraph.costs.functions import Decode, NodeCost, Setting, SleepCost
+from rlgraph.costs.lengths import Lengths
 from rlgraph.errors import GraphError, PlanError, RlgraphError, shown
-from rlgraph.graph import Due, Output
+from rlgraph.graph.nodes import Due, Output
 from rlgraph.nodes.base import checked_metrics
-from rlgraph.nodes.mini_batches import Walks
+from rlgraph.nodes.environments.tools import Python, Tool
+from rlgraph.nodes.rewards.scorers import reasoning_gym
 from rlgraph.nodes.sandbox import Limits
-from rlgraph.nodes.scorers import reasoning_gym
-from rlgraph.nodes.tools import Python, Tool
-from rlgraph.planning.laws import Decode, NodeCost, Setting, SleepCost
-from rlgraph.planning.lengths import Lengths
-from rlgraph.planning.plan import Plan
-from rlgraph.planning.replay import deeper
-from rlgraph.runtime.identity import difference
+from rlgraph.nodes.training.mini_batches import Walks
+from rlgraph.runtime.checkpoint.fingerprint import difference
 from rlgraph.runtime.local import LocalJob
+from rlgraph.simulate.replay import deeper
 
 LONG = "x" * 10**5
 POOL = rg.Pool("p")

@@ -16,21 +16,21 @@ import forked  # noqa: F401 (adds its dispatch)
 import pytest
 
 import rlgraph as rg
-from rlgraph import graph as graphs
-from rlgraph import operation as operations
 from rlgraph.columns import Columns
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import GraphError
-from rlgraph.graph import Graph, Node, Output, Pool, declare
+from rlgraph.graph import nodes as graphs
+from rlgraph.graph import operation as operations
+from rlgraph.graph.nodes import Graph, Node, Output, Pool, declare
+from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.decoding import Joining
-from rlgraph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.checkpoint import Checkpoints, Recovery
-from rlgraph.runtime.job import Job
+from rlgraph.nodes.rollout.batch_admission import Joining
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.sendable import check_sendable
 from rlgraph.runtime.local import LocalJob
-from rlgraph.runtime.sendable import check_sendable
-from rlgraph.runtime.tasks import setups
+from rlgraph.runtime.worker.spec import setups
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(file for file in (ROOT / "rlgraph").rglob("*.py") if "engines" not in file.relative_to(ROOT).parts)
@@ -67,7 +67,7 @@ def looked_at(source: str) -> Iterator[tuple[int, str]]:
 def test_no_operation_node_stage_or_model_is_looked_at_by_the_name_of_an_attribute() -> None:
     assert len(SOURCES) > 100
     found = [f"{file.name}:{line} {what}" for file in SOURCES for line, what in looked_at(file.read_text()) if what not in LOOKED_AT]
-    assert not found, f"declare a trait in rlgraph/operation.py, with a default, in place of {found}"
+    assert not found, f"declare a trait in rlgraph/graph/operation.py, with a default, in place of {found}"
 
 
 def test_the_lint_sees_what_it_forbids() -> None:

@@ -14,8 +14,8 @@ UNPICKLES = {
 }
 PICKLE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ALLOWED = {
-    "stored.py": {"pickle", "Unpickler"},  # reads a checkpoint's table of contents with the few classes that it is made of
-    "sendable.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
+    "distributed_checkpoint.py": {"pickle", "Unpickler"},  # reads a checkpoint's table of contents with the few classes that it is made of
+    "ray_dispatch.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
 }
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.channels.weight_shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.columns import Columns
-from rlgraph.engines import stored
-from rlgraph.engines.base import GenerateEngine, Guard, Loss, Request, Response, Running, check_request, check_weights
+from rlgraph.costs.estimates import Need, Workload, stays_awake
+from rlgraph.engines.api import GenerateEngine, Guard, Loss, Request, Response, Running, check_request, check_weights
+from rlgraph.engines.fsdp import distributed_checkpoint
+from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.load import Place
-from rlgraph.engines.pretrained import check_model
 from rlgraph.engines.registry import EngineSpec, TrainerSpec
 from rlgraph.nodes.base import tensor_of
-from rlgraph.planning.estimates import Need, Workload, stays_awake
 
 CONTEXT = 128
 
@@ -76,7 +76,7 @@ class UnigramTrainer:
 
     def __init__(self, vocab: int, lr: float) -> None:
         self.table, self.lr, self.steps = torch.zeros(vocab), lr, torch.zeros((), dtype=torch.int64)
-        self.saver = stored.Saver(0, 1)
+        self.saver = distributed_checkpoint.Saver(0, 1)
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         log_probs = (self.table / temperature).log_softmax(-1)
@@ -104,7 +104,7 @@ class UnigramTrainer:
         return self.saver.save(self._state(), folder, deadline_s)
 
     def load(self, folder: Path) -> None:
-        stored.read(folder, self._state())
+        distributed_checkpoint.read(folder, self._state())
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {"table": self.table, "steps": self.steps}

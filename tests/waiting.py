@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlgraph.engines.base import GenerateEngine, Request, Response, Running
-from rlgraph.nodes.rollout import Generator
-from rlgraph.planning.laws import Decode
-from rlgraph.planning.lengths import Lengths
+from rlgraph.costs.functions import Decode
+from rlgraph.costs.lengths import Lengths
+from rlgraph.engines.api import GenerateEngine, Request, Response, Running
+from rlgraph.nodes.rollout.rollout import Generator
 
 
 class WaitingEngine(GenerateEngine):

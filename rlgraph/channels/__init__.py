@@ -1,9 +1,9 @@
 """Bounded channels between the workers of a plan: one writer, its readers, a fixed number of slots, deadlines."""
 
-from rlgraph.channels.base import Reader, Statistics, Writer
+from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.channels.factory import TRANSPORTS, Site, Transport, open_reader, open_writer
+from rlgraph.channels.host.channel import ShmReader, ShmWriter
 from rlgraph.channels.local import local_channel
-from rlgraph.channels.shm import ShmReader, ShmWriter
 
 __all__ = [
     "TRANSPORTS",

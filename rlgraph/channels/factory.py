@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
-from rlgraph.channels.base import Reader, Writer
+from rlgraph.channels.api import Reader, Writer
 from rlgraph.errors import ChannelError
 
 Reach: TypeAlias = Literal["process", "host", "hosts"]  # how far from the writer its readers may be
@@ -64,14 +64,14 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
     transport.name: transport
     for transport in (
         Transport("local", "rlgraph.channels.local", "process", writer_keeps=None),
-        Transport("shm", "rlgraph.channels.shm", "host", writer_keeps="host"),
-        Transport("peer", "rlgraph.channels.shm", "host", writer_keeps="gpu"),
-        Transport("tcp", "rlgraph.channels.shm", "hosts", writer_keeps="host", reader_keeps="host"),
-        Transport("nccl", "rlgraph.channels.shm", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl"),
-        Transport("gloo", "rlgraph.channels.shm", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo"),
-        Transport("ray", "rlgraph.channels.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),
-        Transport("ray nccl", "rlgraph.channels.ray_devices", "host", "gpu", reader_keeps="gpu", carrier="nccl", needs_ray=True),
-        Transport("ray gloo", "rlgraph.channels.ray_devices", "host", "host", reader_keeps="host", carrier="gloo", needs_ray=True),
+        Transport("shm", "rlgraph.channels.host.channel", "host", writer_keeps="host"),
+        Transport("peer", "rlgraph.channels.host.channel", "host", writer_keeps="gpu"),
+        Transport("tcp", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host"),
+        Transport("nccl", "rlgraph.channels.host.channel", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl"),
+        Transport("gloo", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo"),
+        Transport("ray", "rlgraph.channels.host.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),
+        Transport("ray nccl", "rlgraph.channels.host.ray_devices", "host", "gpu", reader_keeps="gpu", carrier="nccl", needs_ray=True),
+        Transport("ray gloo", "rlgraph.channels.host.ray_devices", "host", "host", reader_keeps="host", carrier="gloo", needs_ray=True),
     )
 }
 

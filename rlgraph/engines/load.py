@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rlgraph.compiler.precision import AUTO
 from rlgraph.engines.precision import device_precision
-from rlgraph.planning.precision import AUTO
 
 
 class Place(Protocol):
@@ -46,7 +46,7 @@ def score_engine(model: Any, place: Place) -> Any:
     """Load a `RewardModel`."""
     import torch
 
-    from rlgraph.engines.scorer import ScoreEngine
+    from rlgraph.engines.transformers.scorer import ScoreEngine
 
     dtype = getattr(torch, dtype_of(model, place))
     return ScoreEngine(model.path, device=place.device, dtype=dtype, label=model.label, batch_tokens=model.batch_tokens)

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from rlgraph.planning.cluster import Precision
+from rlgraph.compiler.cluster import Precision
 
 CAPABILITY = (8, 0)  # of the first CUDA devices with bfloat16
 INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16"}  # that multiply in bfloat16, the fastest first

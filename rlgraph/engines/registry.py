@@ -8,10 +8,10 @@ from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
-from rlgraph.engines.base import GenerateEngine, TrainEngine
+from rlgraph.costs.estimates import Estimates, Need, Workload, fully_sharded, master_weights, moments
+from rlgraph.engines.api import GenerateEngine, TrainEngine
 from rlgraph.engines.load import Place
 from rlgraph.errors import GraphError, shown
-from rlgraph.planning.estimates import Estimates, Need, Workload, fully_sharded, master_weights, moments
 from rlgraph.settings import Name
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
@@ -101,8 +101,8 @@ class SpecTable(Generic[S]):
         return [known for known in self._known if self.find(known).takes(name)]
 
 
-ENGINES: SpecTable[EngineSpec] = SpecTable({"vllm": "rlgraph.engines.vllm_spec", "transformers": "rlgraph.engines.transformers_spec"})
-TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp_spec"})
+ENGINES: SpecTable[EngineSpec] = SpecTable({"vllm": "rlgraph.engines.vllm.spec", "transformers": "rlgraph.engines.transformers.spec"})
+TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp.spec"})
 
 
 def engine_of(generator: Any) -> EngineSpec:

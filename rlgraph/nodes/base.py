@@ -10,8 +10,8 @@ import torch
 
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError, shown
-from rlgraph.graph import Output, declare
-from rlgraph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
 
 Metrics: TypeAlias = Mapping[str, float]
 Fired: TypeAlias = Columns | tuple[Columns, Metrics]
@@ -59,7 +59,7 @@ class Context:
     def tokenizer(self, path: str) -> Any:
         """Return the tokenizer of a model folder, loaded once."""
         if path not in self.cache:
-            from rlgraph.engines.tokenizer import load_tokenizer
+            from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 
             self.cache[path] = load_tokenizer(path)
         return self.cache[path]

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from rlgraph.channels.base import Reader, Writer
+from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import first_choice, open_reader, open_writer
-from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Span
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
-from rlgraph.graph import Graph
+from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
-from rlgraph.planning.plan import Plan
-from rlgraph.planning.schedule import Span
-from rlgraph.runtime.checkpoint import Checkpoints
-from rlgraph.runtime.mailbox import Inbox, Mailbox, Outbox
+from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.measure import Step, bits, timings
-from rlgraph.runtime.progress import Progress
-from rlgraph.runtime.tasks import Post, WorkerSetup, setups
-from rlgraph.runtime.worker import Loop, Worker
+from rlgraph.runtime.worker.executor import Loop, Worker
+from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
+from rlgraph.runtime.worker.progress import Progress
+from rlgraph.runtime.worker.spec import Post, WorkerSetup, setups
 from rlgraph.settings import Natural, checked
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlgraph.planning.plan import Plan
-from rlgraph.planning.schedule import Span
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Span
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from rlgraph.channels.link import UNREADABLE, Garbled, Link
-from rlgraph.planning.plan import ChannelEnd
-from rlgraph.planning.schedule import Sampled, Span
+from rlgraph.channels.host.connection import UNREADABLE, Garbled, Link
+from rlgraph.compiler.plan import ChannelEnd
+from rlgraph.compiler.schedule import Sampled, Span
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 
 from rlgraph.channels import TRANSPORTS, Reader, ShmReader, ShmWriter, Site, Writer, open_reader, open_writer
-from rlgraph.channels.tokens import Kind
+from rlgraph.channels.host.protocol import Kind
 
 Ends: TypeAlias = tuple[Writer, list[Reader]]
 MakeShm: TypeAlias = Callable[..., tuple[ShmWriter, list[ShmReader]]]
@@ -40,7 +40,7 @@ def ray_driver() -> Iterator[dict[str, object]]:
     """Start Ray for ends in this process, and give what they share: an actor that stands for the driver."""
     import ray
 
-    from rlgraph.runtime.dispatch import start_ray, stop_ray
+    from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
 
     ours = start_ray()
     yield {"an actor": ray.remote(Site).options(num_cpus=0).remote("", 1, 1, "")}

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from rlgraph.channels import ShmReader, ShmWriter, layout, tokens
-from rlgraph.channels.address import close_listener, set_deadline
-from rlgraph.channels.device import Mapped
-from rlgraph.channels.link import Link
-from rlgraph.channels.memory import new_segment
-from rlgraph.channels.tokens import Failed, Free, Full, Goodbye, More, Token, Welcome
+from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels.host import protocol, serialization
+from rlgraph.channels.host.address import close_listener, set_deadline
+from rlgraph.channels.host.connection import Link
+from rlgraph.channels.host.cuda_ipc import Mapped
+from rlgraph.channels.host.protocol import Failed, Free, Full, Goodbye, More, Token, Welcome
+from rlgraph.channels.host.shared_memory import new_segment
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
 
@@ -102,7 +103,7 @@ def token(dice: random.Random) -> bytes:
     valid = dice.choice([*fulls, *others])
     match dice.randrange(5):
         case 0:
-            return mutated(dice, tokens.encode(valid))
+            return mutated(dice, protocol.encode(valid))
         case 1:
             return msgspec.msgpack.encode(
                 [dice.choice(["full", "free", "welcome", "failed", "goodbye", "more", "no"]), *(dice.choice(NUMBERS) for _ in range(5))]
@@ -112,7 +113,7 @@ def token(dice: random.Random) -> bytes:
         case 3:
             return dice.choice([BOMB, dice.randbytes(dice.randrange(40)), b""])
         case _:
-            return tokens.encode(valid)
+            return protocol.encode(valid)
 
 
 def header(dice: random.Random) -> bytes:
@@ -190,12 +191,12 @@ def told_reader(dice: random.Random) -> str:
 
 
 def _reader(near: Link) -> ShmReader:
-    connect = tokens.connect
-    tokens.connect = lambda *arguments: (near, Welcome(2))
+    connect = protocol.connect
+    protocol.connect = lambda *arguments: (near, Welcome(2))
     try:
         return ShmReader("edge", b"key", "/nowhere", 1)
     finally:
-        tokens.connect = connect
+        protocol.connect = connect
 
 
 def _take_all(reader: ShmReader) -> None:
@@ -254,8 +255,8 @@ def read_layout(dice: random.Random) -> str:
     os.close(handle)
     segment[: len(head[:4096])] = head[:4096]
     try:
-        layout.read(segment, min(len(head), 4096), dice.choice([4096, 100, len(head)]), Mapped())
-    except layout.Malformed:
+        serialization.read(segment, min(len(head), 4096), dice.choice([4096, 100, len(head)]), Mapped())
+    except serialization.Malformed:
         return "rejected"
     return "taken as valid"
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rlgraph.channels import layout
+from rlgraph.channels.host import serialization
+from rlgraph.channels.host.channel import MAX_SLOTS
+from rlgraph.channels.host.protocol import More
 from rlgraph.channels.local import local_channel
-from rlgraph.channels.shm import MAX_SLOTS
-from rlgraph.channels.tokens import More
-from rlgraph.channels.weight_shards import WeightShard, whole
-from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
 LONG, SHORT = 20.0, 0.02
@@ -27,20 +27,20 @@ class Gate:
         self.open = threading.Semaphore(0)
         self.broken = False
 
-    def copy(self, bucket: layout.Bucket, columns: object) -> None:
+    def copy(self, bucket: serialization.Bucket, columns: object) -> None:
         assert self.open.acquire(timeout=LONG)
         if self.broken:
             raise RuntimeError("no memory")
         return COPY(bucket, columns)  # type: ignore[arg-type]
 
 
-COPY = layout.Bucket.copy
+COPY = serialization.Bucket.copy
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
-    monkeypatch.setattr(layout.Bucket, "copy", lambda bucket, columns: gate.copy(bucket, columns))
+    monkeypatch.setattr(serialization.Bucket, "copy", lambda bucket, columns: gate.copy(bucket, columns))
     return gate
 
 

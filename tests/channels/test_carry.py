@@ -13,10 +13,11 @@ import pytest
 import torch
 from carrying import LARGE
 
-from rlgraph.channels import ShmReader, ShmWriter, relay
-from rlgraph.channels.gloo import Gloo
-from rlgraph.channels.weight_shards import WeightShard
-from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels.remote import relay
+from rlgraph.channels.remote.gloo import Gloo
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
 LONG, START_S = 20.0, 90.0

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlgraph.channels import staging
-from rlgraph.channels.layout import device_view
-from rlgraph.channels.staging import Staging
-from rlgraph.channels.weight_shards import WeightShard, whole
+from rlgraph.channels.host.serialization import device_view
+from rlgraph.channels.weights import double_buffer
+from rlgraph.channels.weights.double_buffer import Staging
+from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.errors import ChannelError
 
 WHOLE = {"embed": torch.arange(12.0).view(6, 2), "norm": torch.arange(3.0), "scale": torch.tensor([7.0])}
@@ -98,7 +98,7 @@ def test_one_memory_that_holds_whole_parameters_is_copied_as_it_is(monkeypatch):
     memory = torch.zeros(256, dtype=torch.uint8)
     places = {"a": (0, (3, 4)), "b": (64, (5,)), "c": (128, (0, 2)), "d": (192, (2, 2))}
     weights = {name: device_view(memory, torch.float32, torch.Size(shape), start) for name, (start, shape) in places.items()}
-    monkeypatch.setattr(staging, "_whole_memory", lambda found: memory if found and staging.lie_together(found) else None)
+    monkeypatch.setattr(double_buffer, "_whole_memory", lambda found: memory if found and double_buffer.lie_together(found) else None)
     second = Staging()
     ranks = [list(whole(weights))]
     for version in range(1, 4):

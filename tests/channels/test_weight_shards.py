@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlgraph.channels.local import local_channel
-from rlgraph.channels.staging import Staging
-from rlgraph.channels.weight_shards import WeightShard, check_own, parameters, whole
-from rlgraph.channels.weights import SHARDS, WeightsReader, WeightsWriter
+from rlgraph.channels.weights.double_buffer import Staging
+from rlgraph.channels.weights.endpoints import SHARDS, WeightsReader, WeightsWriter
+from rlgraph.channels.weights.shards import WeightShard, check_own, parameters, whole
 from rlgraph.errors import ChannelError
 
 LONG = 20.0

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import rlgraph as rg
+from rlgraph.channels.host.channel import ShmReader, ShmWriter
 from rlgraph.channels.local import local_channel
-from rlgraph.channels.shm import ShmReader, ShmWriter
-from rlgraph.channels.weight_shards import WeightShard, whole
-from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.compiler.transport import staged_versions
 from rlgraph.errors import ChannelTimeout
-from rlgraph.planning.wires import staged_versions
 
 
 def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_for_it() -> None:

@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from rlgraph.engines import vllm_arguments
+from rlgraph.engines.vllm import engine_arguments
 
-os.environ |= vllm_arguments.ENVIRONMENT | {
+os.environ |= engine_arguments.ENVIRONMENT | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -58,8 +58,8 @@ def arguments(folder: str):
         tensor_parallel_size=2,
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
-        worker_extension_cls="rlgraph.engines.parallel_loading.Extension",  # which the worker of a GPU is made with
-        **vllm_arguments.PARALLEL,
+        worker_extension_cls="rlgraph.engines.vllm.tp_weight_loading.Extension",  # which the worker of a GPU is made with
+        **engine_arguments.PARALLEL,
     )
 
 

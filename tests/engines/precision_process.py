@@ -4,7 +4,7 @@ import json
 import sys
 
 import rlgraph as rg
-from rlgraph.views.settings import settings
+from rlgraph.analysis.graph_settings import settings
 
 
 def long_enough(responses: list[str]) -> list[float]:

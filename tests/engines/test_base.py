@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Request, Sampling, check_request, check_weights
+from rlgraph.engines.api import Request, Sampling, check_request, check_weights
+from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.errors import DataError, GraphError
 
 

@@ -12,9 +12,9 @@ from tiny import LENGTHS, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import ValueHead
+from rlgraph.engines.forward.heads import ValueHead
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import DataError
 
 STEP = AdamW(lr=1e-2, eps=1e-3)

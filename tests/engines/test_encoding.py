@@ -8,11 +8,11 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rlgraph as rg
-from rlgraph.engines.encoding import prompt_tokens
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout import check_prompts
+from rlgraph.nodes.rollout.rollout import check_prompts
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -99,7 +99,7 @@ class Asked:
         self.asked.append(request.prompt)
 
     def generate(self, prompts: Any, sampling: Any, seeds: Any) -> list[Any]:
-        from rlgraph.engines.base import Response
+        from rlgraph.engines.api import Response
 
         self.asked += prompts
         return [Response([1], [0.0], [0]) for _ in prompts]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from families import COLUMNS, FAMILIES, folder_of, verdicts
 
-from rlgraph.engines import packed_attention, self_test
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.base import Sampling
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import PolicyHead
-from rlgraph.engines.transformers import TransformersEngine
+from rlgraph.engines.api import Sampling
+from rlgraph.engines.forward import packed_attention, self_test
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -12,11 +12,11 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.channels.weight_shards import WeightShard, assembled, parameters
-from rlgraph.engines import sharding
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import PolicyHead
+from rlgraph.channels.weights.shards import WeightShard, assembled, parameters
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp import sharding
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError
 
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.

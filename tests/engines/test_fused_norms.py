@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.engines import fused_norms
-from rlgraph.engines.backbone import load_causal
+from rlgraph.engines.forward import fused_norms
+from rlgraph.engines.hf_models.backbone import load_causal
 
 
 def passed(model: torch.nn.Module, fused: bool) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlgraph.engines import log_probs
-from rlgraph.engines.log_probs import token_scores
+from rlgraph.engines.forward import log_probs
+from rlgraph.engines.forward.log_probs import token_scores
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

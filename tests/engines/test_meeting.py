@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from forked import server
 
-from rlgraph.channels.address import bound, listen
-from rlgraph.engines.meeting import meet
+from rlgraph.channels.host.address import bound, listen
+from rlgraph.engines.fsdp.rendezvous import meet
 from rlgraph.errors import ChannelError
 
 

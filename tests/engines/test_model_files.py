@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import pytest
 
 import rlgraph as rg
-from rlgraph.engines.model_files import check_loadable, header_shapes
-from rlgraph.engines.pretrained import check_model
+from rlgraph.engines.hf_models.model_files import check_loadable, header_shapes
+from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import DataError
 
 

@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-from rlgraph.engines.offload import pinned_like
+from rlgraph.engines.fsdp.offload import pinned_like
 
 
 def test_pinned_memory_is_one_piece_that_is_registered_once_as_large_as_it_must_be() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny import tiny_qwen
 
-from rlgraph.channels.device import Handle
-from rlgraph.channels.staging import in_one_memory, lie_together
-from rlgraph.engines.parallel_loading import RankWeights, describe, described
+from rlgraph.channels.host.cuda_ipc import Handle
+from rlgraph.channels.weights.double_buffer import in_one_memory, lie_together
+from rlgraph.engines.vllm.tp_weight_loading import RankWeights, describe, described
 
 HANDLE = Handle(4096, b"memory", 8192, 512, b"counter", 3, b"event", True)
 KINDS = {"a": (torch.Size([3, 5]), torch.bfloat16), "b": (torch.Size([7]), torch.float32), "c": (torch.Size([2, 2]), torch.bfloat16)}

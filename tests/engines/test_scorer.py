@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.engines.scorer import ScoreEngine, _batches
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.transformers.scorer import ScoreEngine, _batches
 from rlgraph.errors import DataError, GraphError
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from stepping import BEFORE, LATE, LENGTH, OTHER, PROMPTS, stepped
 from tiny import changed
 
-from rlgraph.engines.transformers import TransformersEngine
+from rlgraph.engines.transformers.engine import TransformersEngine
 
 PROMPT_OF = {f"early{i}": p for i, p in enumerate(PROMPTS)} | {f"{name}{i}": p for name in ("late", "new") for i, p in enumerate(LATE)}
 

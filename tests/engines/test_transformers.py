@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.engines.base import Response, Sampling
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.engines.transformers import TransformersEngine, sample
+from rlgraph.engines.api import Response, Sampling
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.transformers.engine import TransformersEngine, sample
 from rlgraph.errors import DataError
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [5, 6, 7]]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlgraph.engines.vllm_arguments import arguments, environment, kv_cache_of_many, mixed_sizes
+from rlgraph.engines.vllm.engine_arguments import arguments, environment, kv_cache_of_many, mixed_sizes
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ import torch
 from forked import server
 from meshes import PLACEMENTS, WHOLE, run
 
-from rlgraph.channels.weight_shards import WeightShard, assembled, parameters
+from rlgraph.channels.weights.shards import WeightShard, assembled, parameters
 
 CASES = dict.fromkeys(PLACEMENTS, WHOLE) | {"fsdp over tp": torch.arange(48.0).view(16, 3)}
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from tiny import UPDATES, VLLM_PROMPTS, changed
 
-from rlgraph.engines.base import Sampling
-from rlgraph.engines.vllm import VllmEngine
+from rlgraph.engines.api import Sampling
+from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.errors import DataError
 
 SEEDS = list(range(len(VLLM_PROMPTS)))

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from stepping import stepped
 
-from rlgraph.engines.vllm import VllmEngine
+from rlgraph.engines.vllm.engine import VllmEngine
 
 
 def main(folder: Path, out: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from tiny import tiny_qwen
 from transformers import AutoModelForCausalLM
 
-from rlgraph.engines.base import Request, Response, Sampling
-from rlgraph.engines.vllm import VllmEngine
+from rlgraph.engines.api import Request, Response, Sampling
+from rlgraph.engines.vllm.engine import VllmEngine
 
 head = int(sys.argv[1])
 folder = tiny_qwen(Path("model"), "qwen3", head=head)  # whose log-probs are 2 apart where a prompt is lost, and 0.02 by rounding

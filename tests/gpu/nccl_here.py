@@ -13,10 +13,10 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
-    from rlgraph.channels.nccl import Nccl
-    from rlgraph.channels.shm import ShmWriter
-    from rlgraph.channels.weight_shards import whole
-    from rlgraph.channels.weights import WeightsWriter
+    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.remote.nccl import Nccl
+    from rlgraph.channels.weights.endpoints import WeightsWriter
+    from rlgraph.channels.weights.shards import whole
 
     batches, weights = (ShmWriter(name, 2, 1, b"key", "127.0.0.1:0", "nccl") for name in ("batches", "weights"))
     addresses.put((batches.address, weights.address))
@@ -42,8 +42,8 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
-    from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.weights import WeightsReader
+    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.weights.endpoints import WeightsReader
     from rlgraph.errors import ChannelBroken
 
     batches, weights = (ShmReader(name, b"key", at, 60) for name, at in zip(("batches", "weights"), addresses.get(), strict=True))

@@ -15,8 +15,8 @@ from digests import ITEMS
 from tiny import tiny
 
 import rlgraph as rg
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import PolicyHead
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp.engine import FsdpEngine
 
 STEPS, NEAR, TOLERANCE = 4, 0.05, 2e-3  # nats of a bfloat16 engine; a share of loss and norm
 TAKEN = "prompts prompt_mask responses response_mask rollout_log_probs weight_version rewards advantages"

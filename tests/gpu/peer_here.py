@@ -24,10 +24,10 @@ def write(address: str, done: Any, kill: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
-    from rlgraph.channels.shm import ShmWriter
-    from rlgraph.channels.tokens import More
-    from rlgraph.channels.weight_shards import whole
-    from rlgraph.channels.weights import WeightsWriter
+    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.host.protocol import More
+    from rlgraph.channels.weights.endpoints import WeightsWriter
+    from rlgraph.channels.weights.shards import whole
 
     class Dying(ShmWriter):
         def _tell(self, token: Any, handle: int | None = None) -> None:
@@ -50,8 +50,8 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
-    from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.weights import WeightsReader
+    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.weights.endpoints import WeightsReader
     from rlgraph.errors import ChannelBroken
 
     receiver = WeightsReader([ShmReader("weights", b"key", address, 60)], buffers=2)

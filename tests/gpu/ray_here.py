@@ -16,8 +16,8 @@ import ray
 import torch
 
 from rlgraph.channels import Site, open_reader, open_writer
-from rlgraph.channels.weight_shards import whole
-from rlgraph.channels.weights import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.channels.weights.shards import whole
 
 SMOKE = "--smoke" in sys.argv
 SIZES = (10, 1_000_000, 3, 0, 1_000) if SMOKE else (10, 50_000_000, 3, 0, 1_000_000)

@@ -43,7 +43,7 @@ def write(folder: Path, address: str, done: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
-    from rlgraph.channels.shm import ShmWriter
+    from rlgraph.channels.host.channel import ShmWriter
 
     writer = ShmWriter("weights", 1, 1, b"key", address)
     writer.put(0, versions(folder)[-1], 60, dtype=torch.bfloat16)
@@ -79,11 +79,11 @@ def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def loads(kind: str) -> None:
-    from rlgraph.channels.shm import ShmReader
-    from rlgraph.channels.staging import Staging
-    from rlgraph.channels.weight_shards import whole
-    from rlgraph.engines.base import Request, Sampling
-    from rlgraph.engines.vllm import VllmEngine
+    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.weights.double_buffer import Staging
+    from rlgraph.channels.weights.shards import whole
+    from rlgraph.engines.api import Request, Sampling
+    from rlgraph.engines.vllm.engine import VllmEngine
 
     folder, sampling = model(kind), Sampling(max_tokens=12, ignore_eos=True)
     prompts, seeds = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [1, 2, 3]
@@ -152,7 +152,7 @@ def pid(worker: Any) -> int:
 
 
 def hold() -> None:
-    from rlgraph.engines.vllm import VllmEngine
+    from rlgraph.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(model("llama"), max_model_len=64, kv_cache_bytes=256 << 20, max_sequences=16, memory=0.3, tensor_parallel=2)
     print("ranks", *engine._engine.collective_rpc(pid), flush=True)

@@ -8,9 +8,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
-from rlgraph.engines.adamw import AdamW
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import PolicyHead
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.engine import FsdpEngine
 
 STEP = AdamW(lr=1e-2, eps=1e-3)
 folder, batch = tiny(Path("model")), batch_of(LENGTHS, holes=True)

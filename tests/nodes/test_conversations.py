@@ -10,8 +10,8 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
-from rlgraph.engines.base import GenerateEngine, Request, Response, Running
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.api import GenerateEngine, Request, Response, Running
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 
 CALL = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'

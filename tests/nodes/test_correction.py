@@ -31,18 +31,18 @@ BATCH = {
 }
 
 
-def nodes() -> tuple[rg.graph.Output, rg.graph.Output, rg.graph.Output]:
+def nodes() -> tuple[rg.Output, rg.Output, rg.Output]:
     prompts = rg.prompts([{"prompt": "?"}], count=2)
     rollout = rg.Generator("m", pool=rg.Pool("p")).rollout(prompts, group_size=2)
     return rollout, rg.reward(lambda response_mask: [0.0], rollout), rg.Policy("m", pool=rg.Pool("t")).log_probs(rollout)
 
 
-def corrected(**settings: Any) -> rg.graph.Output:
+def corrected(**settings: Any) -> rg.Output:
     rollout, _, old = nodes()
     return rg.rollout_correction(rollout, old, **settings)
 
 
-def fire(output: rg.graph.Output, columns: Columns) -> tuple[dict[str, Any], dict[str, float]]:
+def fire(output: rg.Output, columns: Columns) -> tuple[dict[str, Any], dict[str, float]]:
     fired = output.node.operation.start(Context())(0, columns)
     return fired if isinstance(fired, tuple) else (fired, {})
 
@@ -115,7 +115,7 @@ def test_weights_that_are_all_zero_show_in_the_metrics() -> None:
     assert metrics["rollout_corr/rollout_is_oob_ratio"] == 1
 
 
-def filtered(**settings: Any) -> rg.graph.Output:
+def filtered(**settings: Any) -> rg.Output:
     rollout, rewards, _ = nodes()
     return rg.filter_groups(rollout, rewards, **settings)
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlgraph as rg
-from rlgraph.engines.base import GenerateEngine, Request, Response, Running, Sampling
+from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.decoding import Decoding, Joining
+from rlgraph.nodes.rollout.batch_admission import Decoding, Joining
 
 STEPS = 7
 

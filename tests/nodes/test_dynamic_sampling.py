@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import rlgraph as rg
 from rlgraph.algorithms import GRPO
 from rlgraph.columns import Columns
-from rlgraph.engines.base import Request, Response
+from rlgraph.engines.api import Request, Response
 from rlgraph.errors import GraphError, RlgraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.dynamic_sampling import DynamicSampler, Refill
+from rlgraph.nodes.rollout.dynamic_sampling import DynamicSampler, Refill
 
 CONSTANT = "c"  # what the prompts begin with whose responses are all the same
 
@@ -69,12 +69,12 @@ def data(kinds: str) -> list[dict[str, str]]:
     return [{"prompt": f"{kind}{i}", "answer": str(i)} for i, kind in enumerate(kinds)]
 
 
-def rollout(kinds: str, count: int, group_size: int = 2, **refill: Any) -> rg.graph.Output:
+def rollout(kinds: str, count: int, group_size: int = 2, **refill: Any) -> rg.Output:
     generator, prompts = rg.Generator("m", pool=rg.Pool("p")), rg.prompts(data(kinds), count=count)
     return generator.rollout(prompts, group_size=group_size, refill=Refill(**{"reward": last_letter} | refill))
 
 
-def sampler(output: rg.graph.Output, engine: Engine, rank: int = 0, world: int = 1) -> DynamicSampler:
+def sampler(output: rg.Output, engine: Engine, rank: int = 0, world: int = 1) -> DynamicSampler:
     context = Context(engine=engine, rank=rank, world=world, cache={"m": Letters()})
     stage = output.node.operation.start(context)
     assert isinstance(stage, DynamicSampler)
@@ -186,7 +186,7 @@ def test_a_reward_that_raises_names_the_prompt() -> None:
         sampler(rollout("d", 1, reward=broken), Engine(random.Random(0)))(0, {})
 
 
-def own_node() -> rg.graph.Output:
+def own_node() -> rg.Output:
     @rg.node(reads="prompt_texts prompt_ids", writes="prompt_texts prompt_ids")
     def shouting(batch: Columns) -> Columns:
         return batch

@@ -8,8 +8,8 @@ import torch
 
 import rlgraph as rg
 from rlgraph.errors import DataError, GraphError
-from rlgraph.graph import Due
-from rlgraph.nodes.pass_at import pass_at, summary
+from rlgraph.graph.nodes import Due
+from rlgraph.nodes.rollout.pass_at import pass_at, summary
 
 ITEMS = [{"prompt": "?", "answer": "!"}] * 4
 
@@ -27,7 +27,7 @@ class Parts:
         self.rollout = self.generator.rollout(prompts, self.weights)
         self.advantages = rg.advantages(self.rollout, rg.reward(right, prompts, self.rollout), estimator=rg.GRPO())
 
-    def graph(self, *evaluations: rg.graph.Output) -> rg.Graph:
+    def graph(self, *evaluations: rg.Output) -> rg.Graph:
         step = self.policy.update(self.rollout, self.advantages, loss=rg.ClippedLoss())
         self.weights.close(step.weights)
         return rg.Graph("evaluated", step.metrics, *evaluations)

@@ -9,10 +9,10 @@ import torch
 from tiny import WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
-from rlgraph.engines.fsdp import FsdpEngine
-from rlgraph.engines.heads import PolicyHead
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError, GuardError
-from rlgraph.nodes.guards import Guards, Judge, Outliers
+from rlgraph.nodes.training.guards import Guards, Judge, Outliers
 
 FINE = {"actor/pg_loss": 0.1, "actor/grad_norm": 1.0, "actor/ppo_kl": 0.01}
 

@@ -7,9 +7,9 @@ import torch
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.nodes.base import Context, Fired
-from rlgraph.nodes.guards import Guards, Judge
-from rlgraph.nodes.mini_batches import Walks
-from rlgraph.nodes.trained import Training
+from rlgraph.nodes.training.guards import Guards, Judge
+from rlgraph.nodes.training.mini_batches import Walks
+from rlgraph.nodes.training.training import Training
 
 BATCH = {
     "responses": torch.arange(8)[:, None],

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import rlgraph as rg
 from rlgraph.columns import COLUMNS, Columns, concat_rows, repeat_rows
 from rlgraph.errors import DataError, GraphError, RlgraphError
-from rlgraph.nodes.advantages import on_last_token
 from rlgraph.nodes.base import Context, checked_columns
 from rlgraph.nodes.prompts import Prompts, plural
-from rlgraph.nodes.responses import seed_of
-from rlgraph.nodes.scoring import checked_rewards
+from rlgraph.nodes.rewards.scoring import checked_rewards
+from rlgraph.nodes.rollout.responses import seed_of
+from rlgraph.nodes.training.advantages import on_last_token
 
 
 def source(items: int, count: int, seed: int = 0) -> Prompts:

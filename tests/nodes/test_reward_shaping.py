@@ -18,7 +18,7 @@ COLUMNS = {
 }
 
 
-def rollout_and_rewards() -> tuple[rg.graph.Output, rg.graph.Output]:
+def rollout_and_rewards() -> tuple[rg.Output, rg.Output]:
     rollout = rg.Generator("m", pool=rg.Pool("p")).rollout(rg.prompts([{"prompt": "?"}], count=2), group_size=2)
     return rollout, rg.reward(lambda response_mask: [0.0], rollout)
 

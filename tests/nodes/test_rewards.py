@@ -12,10 +12,10 @@ import torch
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, RlgraphError
-from rlgraph.nodes import mathematics
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.calls import CallFailed, Calls
-from rlgraph.nodes.reward import Reward
+from rlgraph.nodes.rewards import mathematics
+from rlgraph.nodes.rewards.function_pool import CallFailed, Calls
+from rlgraph.nodes.rewards.reward import Reward
 
 COLUMNS: Columns = {
     "responses": ["a", "bb", "ccc", "dddd"],

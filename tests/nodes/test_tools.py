@@ -6,8 +6,8 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.errors import GraphError
+from rlgraph.nodes.environments.tools import ToolCalls, calculated
 from rlgraph.nodes.sandbox import ToolError
-from rlgraph.nodes.tools import ToolCalls, calculated
 
 POOL = rg.Pool("sandbox", cpus=2)
 

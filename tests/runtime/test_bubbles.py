@@ -6,11 +6,11 @@ import fakes
 import forked
 import pytest
 
-from rlgraph.graph import Graph, Pool
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.job import Job
-from rlgraph.views.bubbles import Bubbles
+from rlgraph.analysis.bubbles import Bubbles
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.runtime.driver.job import Job
 
 STEPS = 10
 

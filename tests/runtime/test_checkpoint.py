@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.engines import stored
+from rlgraph.compiler.checkpoint_cut import leads
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.errors import CheckpointError
-from rlgraph.graph import Graph, Output, Pool, declare
+from rlgraph.graph.nodes import Graph, Output, Pool, declare
+from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context
-from rlgraph.operation import Operation
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.planning.cut import leads
-from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
@@ -234,10 +234,10 @@ class Evil:
 
 
 def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored.write(tmp_path, {"vector": torch.ones(2)}, 0, None)
+    distributed_checkpoint.write(tmp_path, {"vector": torch.ones(2)}, 0, None)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"asks for 'builtins\.exec'"):
-        stored.read(tmp_path, {"vector": torch.zeros(2)})
+        distributed_checkpoint.read(tmp_path, {"vector": torch.zeros(2)})
     assert "code ran" not in capsys.readouterr().out
 
 

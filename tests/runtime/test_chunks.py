@@ -11,11 +11,11 @@ from digests import ITEMS, DigestPolicy
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS, Columns
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import tensor_of
-from rlgraph.nodes.responses import WRITES
+from rlgraph.nodes.rollout.responses import WRITES
 from rlgraph.runtime.measure import Step
-from rlgraph.runtime.parts import joined
+from rlgraph.runtime.worker.metrics_reduce import joined
 
 SAMPLING = rg.Sampling(max_tokens=6, temperature=0.9, stop_token_ids=tuple(range(1, 12)))
 STOPS = torch.tensor([0, *SAMPLING.stop_token_ids])  # 0 is the tiny model's own

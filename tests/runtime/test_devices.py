@@ -3,8 +3,8 @@
 import pytest
 
 import rlgraph as rg
-from rlgraph.runtime.dispatch import environment
-from rlgraph.runtime.tasks import setups
+from rlgraph.runtime.driver.ray_dispatch import environment
+from rlgraph.runtime.worker.spec import setups
 
 
 @pytest.mark.parametrize(("here", "expected"), [("", ("0,1", "2,3", "4")), ("3,4,5,6,7", ("3,4", "5,6", "7"))])

@@ -12,7 +12,7 @@ import pytest
 from digests import ITEMS, DigestPolicy, odd_tokens
 
 import rlgraph as rg
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.hf_models.pretrained import tiny_model
 
 DATA = [{**item, "data_source": "even" if i % 2 == 0 else "odd"} for i, item in enumerate(ITEMS[:5])]
 
@@ -77,7 +77,7 @@ def graph(model: str, where: str, *, depth: int = 1, pipe: str = "", **settings:
     policy = MeetingPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", pipe=pipe)
     weights = rg.feedback("weights", depth=depth)
     rollout = rollouts.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
-    evaluations: list[rg.graph.Output] = []
+    evaluations: list[rg.Output] = []
     if where != "nowhere":
         examined = (
             rollouts if where == "in turns" else generator("evaluate", MeetingGenerator, pipe=pipe) if pipe else generator("evaluate")

@@ -5,8 +5,8 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlgraph.planning.schedule import Span
-from rlgraph.runtime.history import Metrics, Spans
+from rlgraph.compiler.schedule import Span
+from rlgraph.runtime.driver.history import Metrics, Spans
 
 times = st.floats(0, 1e6)
 spans = st.builds(

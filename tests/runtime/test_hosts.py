@@ -10,12 +10,12 @@ import forked
 import pytest
 
 from rlgraph.api import compile
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
-from rlgraph.graph import Pool
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
+from rlgraph.graph.nodes import Pool
+from rlgraph.render.text import text
 from rlgraph.runtime.local import LocalJob
-from rlgraph.views.text import text
 
 TWO = Cluster(cpus=4, hosts=2)
 

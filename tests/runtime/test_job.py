@@ -19,12 +19,12 @@ import pytest
 from forked import alive
 
 from rlgraph.columns import Column, Columns
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
-from rlgraph.graph import Graph, Pool
+from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.nodes.base import node
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.job import Job
+from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
@@ -110,7 +110,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
-from rlgraph.planning.cluster import Cluster
+from rlgraph.compiler.cluster import Cluster
 
 job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
 with job:
@@ -189,7 +189,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
-from rlgraph.planning.cluster import Cluster
+from rlgraph.compiler.cluster import Cluster
 from rlgraph.runtime import crew, dispatch
 
 dispatch.RAY_S, crew.START_LEAST_S = 4, 0.0

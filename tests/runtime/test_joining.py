@@ -10,8 +10,8 @@ from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens, p
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.runtime.activity import Activity
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.runtime.worker.activity import Activity
 
 LENGTHS = rg.Sampling(max_tokens=14, stop_token_ids=tuple(range(10, 50)))  # most responses are short, some are not
 

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from rlgraph.runtime.ledger import Ledger
+from rlgraph.runtime.worker.span_recorder import Ledger
 
 
 def busy(until: int = 20_000) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlgraph.nodes import sandbox
-from rlgraph.runtime import leftovers
+from rlgraph.runtime.driver import orphan_cleanup
 
 DEAD = [1, 12345]  # process 1 did not begin then
 
@@ -44,14 +44,14 @@ def of_a_dead_driver(folder: Path, also: tuple[str, ...] = (), mode: int = 0o700
     """Make a folder with the note of a driver that is gone."""
     folder.mkdir(mode=mode)
     folder.chmod(mode)
-    note = folder / leftovers.NOTE
+    note = folder / orphan_cleanup.NOTE
     note.write_text(json.dumps({"owner": DEAD, "workers": [], "also": also}))
     note.chmod(note_mode)
     return folder
 
 
 def test_the_folder_of_a_dead_driver_is_swept_and_that_of_a_living_one_is_not() -> None:
-    folders = [Path(leftovers.made()) for _ in range(3)]
+    folders = [Path(orphan_cleanup.made()) for _ in range(3)]
     claimed_by("dead", folders[0]).communicate()
     os.mkfifo(folders[0] / "worker.stacks")  # which nobody opens any more
     (folders[0] / "inner").mkdir()
@@ -59,22 +59,22 @@ def test_the_folder_of_a_dead_driver_is_swept_and_that_of_a_living_one_is_not() 
     living = claimed_by("living", folders[1])
     assert living.stdout is not None
     living.stdout.readline()
-    assert leftovers.sweep() == [str(folders[0])]
+    assert orphan_cleanup.sweep() == [str(folders[0])]
     assert [folder.exists() for folder in folders] == [False, True, True]
     living.communicate("")
-    assert leftovers.sweep() == [str(folders[1])]
+    assert orphan_cleanup.sweep() == [str(folders[1])]
 
 
 @pytest.mark.parametrize(("name", "born"), [("same", 0), ("reused", -5)])
 def test_the_worker_of_a_dead_driver_is_ended_but_not_another_process_that_has_its_id_now(name: str, born: int) -> None:
-    folder = Path(leftovers.made())
+    folder = Path(orphan_cleanup.made())
     with subprocess.Popen(["sleep", "100"]) as worker:
-        leftovers.claim(folder, [worker.pid], ())
-        note = json.loads((folder / leftovers.NOTE).read_text())
+        orphan_cleanup.claim(folder, [worker.pid], ())
+        note = json.loads((folder / orphan_cleanup.NOTE).read_text())
         note["owner"] = DEAD
         note["workers"][0][1] += born
-        (folder / leftovers.NOTE).write_text(json.dumps(note))
-        leftovers.sweep()
+        (folder / orphan_cleanup.NOTE).write_text(json.dumps(note))
+        orphan_cleanup.sweep()
         if name == "same":
             assert worker.wait(10) == -signal.SIGKILL
         else:
@@ -83,8 +83,8 @@ def test_the_worker_of_a_dead_driver_is_ended_but_not_another_process_that_has_i
 
 
 def test_a_folder_that_a_note_names_is_not_removed(tmp_path: Path, victim: Path) -> None:
-    folder = of_a_dead_driver(tmp_path / f"{leftovers.PREFIX}1", also=(str(victim),))
-    assert leftovers.sweep() == [str(folder)]
+    folder = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1", also=(str(victim),))
+    assert orphan_cleanup.sweep() == [str(folder)]
 
 
 def test_the_session_of_a_dead_drivers_own_ray_is_removed_and_no_other(tmp_path: Path) -> None:
@@ -93,45 +93,45 @@ def test_the_session_of_a_dead_drivers_own_ray_is_removed_and_no_other(tmp_path:
         (session / "logs").mkdir(parents=True)
     link = tmp_path / "ray" / f"session_2026-01-02_03-04-05_000000_{DEAD[0]}"
     link.symlink_to(sessions[1])
-    of_a_dead_driver(tmp_path / f"{leftovers.PREFIX}1", also=tuple(map(str, (*sessions, link))))
-    leftovers.sweep()
+    of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1", also=tuple(map(str, (*sessions, link))))
+    orphan_cleanup.sweep()
     assert [session.exists() for session in sessions] == [False, True]
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o1700])
 def test_a_folder_that_others_may_enter_is_none_of_the_librarys(mode: int, tmp_path: Path) -> None:
-    folder = of_a_dead_driver(tmp_path / f"{leftovers.PREFIX}1", mode=mode)
-    assert leftovers.sweep() == []
+    folder = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1", mode=mode)
+    assert orphan_cleanup.sweep() == []
     assert folder.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user, which root alone may")
 def test_a_folder_of_another_user_is_left_alone(tmp_path: Path) -> None:
-    folder = of_a_dead_driver(tmp_path / f"{leftovers.PREFIX}1")
+    folder = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1")
     os.chown(folder, 12345, -1)
-    assert leftovers.sweep() == []
+    assert orphan_cleanup.sweep() == []
     assert folder.exists()
 
 
 def test_a_note_that_others_may_write_or_that_is_a_link_or_a_pipe_is_not_believed(tmp_path: Path, victim: Path) -> None:
-    writable = of_a_dead_driver(tmp_path / f"{leftovers.PREFIX}1", note_mode=0o666)
-    linked, hard, pipe = (tmp_path / f"{leftovers.PREFIX}{name}" for name in ("2", "3", "4"))
+    writable = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1", note_mode=0o666)
+    linked, hard, pipe = (tmp_path / f"{orphan_cleanup.PREFIX}{name}" for name in ("2", "3", "4"))
     for folder in (linked, hard, pipe):
         folder.mkdir(mode=0o700)
-    (victim / leftovers.NOTE).write_bytes((writable / leftovers.NOTE).read_bytes())
-    (victim / leftovers.NOTE).chmod(0o600)
-    (linked / leftovers.NOTE).symlink_to(victim / leftovers.NOTE)
-    (hard / leftovers.NOTE).hardlink_to(victim / leftovers.NOTE)
-    os.mkfifo(pipe / leftovers.NOTE, 0o600)
-    (tmp_path / f"{leftovers.PREFIX}5").symlink_to(victim)
-    assert leftovers.sweep() == []
+    (victim / orphan_cleanup.NOTE).write_bytes((writable / orphan_cleanup.NOTE).read_bytes())
+    (victim / orphan_cleanup.NOTE).chmod(0o600)
+    (linked / orphan_cleanup.NOTE).symlink_to(victim / orphan_cleanup.NOTE)
+    (hard / orphan_cleanup.NOTE).hardlink_to(victim / orphan_cleanup.NOTE)
+    os.mkfifo(pipe / orphan_cleanup.NOTE, 0o600)
+    (tmp_path / f"{orphan_cleanup.PREFIX}5").symlink_to(victim)
+    assert orphan_cleanup.sweep() == []
     assert all(folder.exists() for folder in (writable, linked, hard, pipe))
 
 
 def test_what_a_swept_folder_links_to_stays(tmp_path: Path, victim: Path) -> None:
-    folder = of_a_dead_driver(tmp_path / f"{leftovers.PREFIX}1")
+    folder = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1")
     (folder / "link").symlink_to(victim)
-    assert leftovers.sweep() == [str(folder)]
+    assert orphan_cleanup.sweep() == [str(folder)]
     assert not folder.exists()
 
 
@@ -139,7 +139,7 @@ def test_no_folder_that_a_tools_code_writes_into_has_the_name_of_a_jobs(tmp_path
     """So that no note of its own is ever read, also where the generator is killed and the folder stays."""
 
     async def seen_during_a_run() -> set[str]:
-        code = f"import time; open('{leftovers.NOTE}', 'w').write('x'); time.sleep(0.5)"
+        code = f"import time; open('{orphan_cleanup.NOTE}', 'w').write('x'); time.sleep(0.5)"
         running = asyncio.create_task(sandbox.run(code, sandbox.Limits()))
         names: set[str] = set()
         while not running.done():

@@ -14,9 +14,9 @@ from simulated import Loop
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.checkpoint import Recovery
-from rlgraph.runtime.job import Job
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 

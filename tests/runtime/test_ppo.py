@@ -12,10 +12,10 @@ from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, in_wo
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.planning.plan import Plan
-from rlgraph.planning.schedule import Span
-from rlgraph.runtime.checkpoint import Checkpoints, Recovery
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Span
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 

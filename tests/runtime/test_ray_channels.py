@@ -8,12 +8,12 @@ import forked
 import pytest
 
 import rlgraph as rg
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.compiler.transport import with_transport
 from rlgraph.errors import NodeError, PlanError, WorkerDied
-from rlgraph.graph import Graph
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.planning.wires import with_transport
-from rlgraph.runtime.job import Job
+from rlgraph.graph.nodes import Graph
+from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 

@@ -8,13 +8,13 @@ import forked
 import pytest
 import ray
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphError, StalenessError, WorkerDied
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.dispatch import DISPATCHES, said_by_ray
-from rlgraph.runtime.job import Job
-from rlgraph.runtime.restarts import Restarts
-from rlgraph.runtime.signals import Signals
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, said_by_ray
+from rlgraph.runtime.driver.restarts import Restarts
+from rlgraph.runtime.driver.signals import Signals
 
 
 def test_failures_in_a_row_are_counted_and_a_further_checkpoint_makes_them_count_anew() -> None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.graph import Graph, Output, declare
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.graph.nodes import Graph, Output, declare
+from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Fired, Stage
-from rlgraph.operation import Operation
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.checkpoint import Recovery
-from rlgraph.runtime.job import Job
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 

@@ -11,17 +11,17 @@ import simulated
 from simulated import Loop, Turns
 
 import rlgraph as rg
-from rlgraph.planning.compile import compile_plan
-from rlgraph.planning.costs import Costs
-from rlgraph.planning.fit import costs_of
-from rlgraph.planning.laws import SleepCost
-from rlgraph.planning.schedule import WORK, Sampled, Span
-from rlgraph.planning.trace import Trace
-from rlgraph.runtime import ledger
-from rlgraph.runtime.job import Job
+from rlgraph.analysis.attribution import attribute
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.compiler.schedule import WORK, Sampled, Span
+from rlgraph.costs.calibrate import costs_of
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import SleepCost
+from rlgraph.costs.trace import Trace
+from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import Step
-from rlgraph.runtime.progress import Reported
-from rlgraph.views.attribution import attribute
+from rlgraph.runtime.worker import span_recorder
+from rlgraph.runtime.worker.progress import Reported
 
 STEPS = 8
 TURNS = {"generator": Turns(wake_s=0.125, sleep_s=0.25, bytes=1 << 30), "policy": Turns(wake_s=0.5, sleep_s=1.0, bytes=2 << 30)}
@@ -45,7 +45,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(simulated, "time", clock)
-    monkeypatch.setattr(ledger, "time", clock)
+    monkeypatch.setattr(span_recorder, "time", clock)
     return clock
 
 

@@ -7,10 +7,10 @@ import torch
 from digests import ITEMS, DigestPolicy, here, in_workers, odd_tokens, on_ray
 
 import rlgraph as rg
-from rlgraph.engines.pretrained import tiny_model
-from rlgraph.graph import Feedback, Output
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.graph.nodes import Feedback, Output
 from rlgraph.nodes.base import tensor_of
-from rlgraph.runtime.worker import owned
+from rlgraph.runtime.worker.executor import owned
 
 
 def grpo(model: Path, depth: int, *, buffers: int = 1, ranks: int | None = None, old_log_probs: bool = False) -> rg.Graph:

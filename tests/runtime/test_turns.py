@@ -8,7 +8,7 @@ from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.pretrained import tiny_model
+from rlgraph.engines.hf_models.pretrained import tiny_model
 
 TURN = rg.Sampling(max_tokens=24, stop_token_ids=tuple(range(10, 60)))
 

@@ -17,13 +17,13 @@ from tiny import tiny
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.graph import Output, declare
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.operation import Operation
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.activity import KINDS, WORKS, Activity, described, event_name
-from rlgraph.runtime.job import Job
-from rlgraph.runtime.status import Heartbeat, StatusWriter, read_status, status_path, under_way
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.worker.activity import KINDS, WORKS, Activity, described, event_name
+from rlgraph.runtime.worker.heartbeat import Heartbeat, StatusWriter, read_status, status_path, under_way
 
 
 def test_what_is_counted_is_read_until_something_else_begins(tmp_path: Path) -> None:

@@ -18,25 +18,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlgraph.channels.address import listen
-from rlgraph.channels.link import Link
-from rlgraph.channels.shm import ShmReader, ShmWriter
+from rlgraph.channels.host.address import listen
+from rlgraph.channels.host.channel import ShmReader, ShmWriter
+from rlgraph.channels.host.connection import Link
 from rlgraph.columns import Column, Columns
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, node
-from rlgraph.operation import NodeTraits, Operation
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime import crew as crew_module
 from rlgraph.runtime import messages
-from rlgraph.runtime.activity import Activity
-from rlgraph.runtime.blame import Culprit, Cut, culprit, cut
-from rlgraph.runtime.crew import Crew
-from rlgraph.runtime.hosts import Host, Hosts
-from rlgraph.runtime.job import Job
-from rlgraph.runtime.stacks import offer_stacks, read_stacks
-from rlgraph.runtime.status import Heartbeat
-from rlgraph.runtime.tasks import setups
+from rlgraph.runtime.driver import worker_group as crew_module
+from rlgraph.runtime.driver.blame import Culprit, Cut, culprit, cut
+from rlgraph.runtime.driver.hosts import Host, Hosts
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.worker_group import Crew
+from rlgraph.runtime.worker.activity import Activity
+from rlgraph.runtime.worker.heartbeat import Heartbeat
+from rlgraph.runtime.worker.spec import setups
+from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
 
 DEADLINE_S = 3.0
 

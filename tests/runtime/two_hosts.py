@@ -19,12 +19,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
-from rlgraph.planning.cluster import Cluster
-from rlgraph.planning.compile import compile_plan
-from rlgraph.runtime.checkpoint import Recovery
-from rlgraph.runtime.dispatch import returned_hosts
-from rlgraph.runtime.job import Job
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.ray_dispatch import returned_hosts
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 

@@ -1,0 +1,40 @@
+"""Which nodes, edges, turns and feedback edges of a plan lie on its critical cycle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Dependency
+
+
+@dataclass(frozen=True)
+class Critical:
+    """Parts of a plan that set its period: nodes by name, edges as (writer, reader), loops by name, turns by the node waiting."""
+
+    nodes: frozenset[str]
+    edges: frozenset[tuple[str, str]]
+    loops: frozenset[str]
+    turns: frozenset[str]
+
+
+def critical(plan: Plan) -> Critical:
+    """Return what the critical cycle of the prediction runs through. A wait for a free slot marks the edge whose slot it is."""
+    cycle = plan.prediction.critical
+    events = {event.name: event for event in plan.schedule.events}
+    steps = [d for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True) for d in _between(plan.schedule.dependencies, *pair)]
+    ends = [(d.reason, events[d.before].node, events[d.after].node, d.via) for d in steps]
+    return Critical(
+        nodes=frozenset(events[name].node for name in cycle if events[name].kind == "fire"),
+        edges=frozenset((a, b) if reason == "data" else (b, a) for reason, a, b, _ in ends if reason in ("data", "slots")),
+        loops=frozenset(via for reason, _, _, via in ends if reason == "loop"),
+        turns=frozenset(b for reason, a, b, _ in ends if reason == "order" and a != b),
+    )
+
+
+def _between(dependencies: Sequence[Dependency], before: str, after: str) -> list[Dependency]:
+    """Return what joins two events of a cycle: a dependency, or the room that one gives to a put, and that put's reader."""
+    direct = [d for d in dependencies if (d.before, d.after) == (before, after) and not d.holds]
+    if direct:
+        return [min(direct, key=lambda d: d.tokens)]
+    rooms = [d for d in dependencies if d.before == before and d.holds]
+    return next(([room, d] for room in rooms for d in dependencies if (d.before, d.after) == (room.after, after)), [])

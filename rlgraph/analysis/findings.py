@@ -1,0 +1,216 @@
+"""What a run teaches, in words: the tuning guide of one-step-off training, computed from where its time went and what it logged.
+
+Where the guide says "watch `wait_prev_gen` and the distribution of lengths", this watches them, and says what to change.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rlgraph.analysis import words
+from rlgraph.analysis.run import Run
+from rlgraph.compiler.plan import PlannedLoop, PlannedPool
+from rlgraph.compiler.schedule import MOVING
+from rlgraph.simulate.advice import UNUSED
+
+NOTICED = 0.10  # of a pool's time: a wait that is worth a change
+SMALL = 0.02  # of a pool's time: what should cost nothing, and does
+TAIL = 3.0  # longest over mean response: above it, the longest one sets the time of a batch (uniform lengths have 2)
+DISAGREE = {"rollout_corr/k3_kl": 0.01, "actor/ppo_kl_abs": 0.1}  # engine against trainer, a token: about 0.1 in log-prob either way
+CLIPPED = 0.3  # share of tokens that the loss clips: above it, most of a step's gradient is thrown away
+HELD_UP = 0.05  # of a pool's time: by what should not be on its way at all (a reward, the driver, copies)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Who generates and who trains on a feedback edge, and how long each works and waits for the other."""
+
+    loop: PlannedLoop
+    generate_s: float  # a step, the generator's own work
+    train_s: float  # a step, all work of the trainer's pool
+    trainer_waits: float  # share of the trainer's pool's time that it waits for what its generator has not done
+    generator_waits: float  # share of the generator's pool's time that it waits for what its trainer has not done
+
+
+def findings(run: Run) -> tuple[str, ...]:
+    """Return what could be changed, most important first; a run with nothing to gain says so."""
+    if not run.steady or not run.spans:
+        return ()
+    found = [line for side in _sides(run) for line in _balance(run, side)]
+    rules: Sequence[Callable[[Run], Iterator[str]]] = (_unused, _publishing, _turns, _hosts, _driver, _own_work, _disagreement, _clipping)
+    found += [line for rule in rules for line in rule(run)]
+    return (*run.notices, *(found or _balanced(run)))
+
+
+def _sides(run: Run) -> Iterator[Sides]:
+    for loop in run.plan.loops:
+        reader, writer = run.plan.node(loop.readers[0]), run.plan.node(loop.writer)
+        if reader.pool is None or writer.pool is None or reader.pool == writer.pool:
+            continue
+        trained = {node.name for node in run.plan.nodes if node.pool == writer.pool}
+        train_s = sum(median(run.durations(name) or [0.0]) for name in trained)
+        yield Sides(
+            loop,
+            sum(median(run.durations(name) or [0.0]) for name in loop.readers),
+            train_s,
+            _waits(run, writer.pool, set(loop.readers)),
+            _waits(run, reader.pool, trained),
+        )
+
+
+def _waits(run: Run, pool: str, causes: set[str]) -> float:
+    """Return the share of a pool's time in which it waited for one of the nodes."""
+    rows = run.steady_bubbles.of_pool(pool)
+    return run.steady_bubbles.share((row for row in rows if row.use in ("data", "weights", "room", "turn") and row.cause in causes), rows)
+
+
+def _balance(run: Run, side: Sides) -> Iterator[str]:
+    loop, name = side.loop, ", ".join(side.loop.readers)
+    pools = {pool.name: pool for pool in run.plan.pools}
+    generator = pools[run.plan.node(loop.readers[0]).pool or ""]
+    trainer = pools[run.plan.node(loop.writer).pool or ""]
+    if loop.depth == 0:
+        if side.trainer_waits > NOTICED:
+            best = max(side.generate_s, side.train_s)
+            yield (
+                f"depth=0 makes '{generator.name}' and '{trainer.name}' take turns: '{trainer.name}' waits {side.trainer_waits:.0%} of its "
+                f"time; with depth=1 they overlap, at one version of staleness, and a step can come near {words.seconds(best)} "
+                f"(now {words.seconds(run.step_s)})"
+            )
+    elif side.trainer_waits > NOTICED:
+        wait = median(run.values("timing_s/wait_prev_gen") or [0.0])
+        head = (
+            f"wait_prev_gen is high: {words.seconds(wait)} of a {words.seconds(run.step_s)} step; '{trainer.name}' waits "
+            f"{side.trainer_waits:.0%} of its time for '{name}'"
+        )
+        tail = _tail(run)
+        if tail is not None and tail > TAIL:
+            yield (
+                f"{head}, and lengths have a long tail (the longest response has {tail:.1f} times the tokens of the mean one): more "
+                f"devices will not shorten it; cap max_tokens, generate continuously, or raise depth above {loop.depth}"
+            )
+        else:
+            even = "" if tail is None else f", and lengths are even (the longest {tail:.1f} times the mean)"
+            yield f"{head}{even}: {_split(generator, trainer, side)}"
+    elif side.generator_waits > NOTICED:
+        yield (
+            f"'{name}' waits {side.generator_waits:.0%} of its time for '{loop.writer}' to make a version: training sets the step; "
+            f"{_split(generator, trainer, side)}"
+        )
+
+
+def _split(generator: PlannedPool, trainer: PlannedPool, side: Sides) -> str:
+    """Return the split at which both sides would take equally long, if each were faster by as much as it has devices more."""
+    counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
+    total = sum(counts)
+    loads = [side.generate_s * counts[0], side.train_s * counts[1]]
+    best = min(max(round(total * loads[0] / sum(loads)), 1), total - 1) if total > 1 and sum(loads) > 0 else counts[0]
+    if best == counts[0]:
+        more, less = (generator, trainer) if side.generate_s > side.train_s else (trainer, generator)
+        return (
+            f"no split of these {total} devices is more even; give '{more.name}' more devices, or less work ('{less.name}' has spare time)"
+        )
+    return (
+        f"share {best}:{total - best} for '{generator.name}':'{trainer.name}' instead of {counts[0]}:{counts[1]} would make both sides "
+        "take equally long, if their work divides"
+    )
+
+
+def _tail(run: Run) -> float | None:
+    """Return how many times the mean response the longest of a batch is, on average."""
+    longest, mean = run.values("response_length/max"), run.values("response_length/mean")
+    ratios = [most / average for most, average in zip(longest, mean, strict=False) if average > 0]
+    return fmean(ratios) if ratios else None
+
+
+def _unused(run: Run) -> Iterator[str]:
+    working = [pool for pool in run.plan.pools if run.steady_bubbles.of_pool(pool.name)]
+    for pool in working if len(working) > 2 else ():
+        busy = run.steady_bubbles.busy(pool.name)
+        if busy < UNUSED:
+            yield f"pool '{pool.name}' works {busy:.0%} of its time: its nodes could share the devices of another pool"
+
+
+def _publishing(run: Run) -> Iterator[str]:
+    for loop in run.plan.loops:
+        reader = run.plan.node(loop.readers[0])
+        rows = run.steady_bubbles.of_pool(reader.pool)
+        moving = {event.name for event in run.plan.schedule.events if event.kind in MOVING}
+        mine = [row for row in rows if (row.use == "moving" and row.name in moving) or (row.use == "weights" and row.cause in moving)]
+        share = run.steady_bubbles.share(mine, rows)
+        if share > SMALL:
+            way = "buffers=2 receives it while the generator decodes" if loop.buffers == 1 and loop.depth else "it is not hidden"
+            yield f"moving '{loop.name}' takes {share:.0%} of the time of '{reader.pool}': {way}"
+
+
+def _turns(run: Run) -> Iterator[str]:
+    for pool in run.plan.pools:
+        rows = run.steady_bubbles.of_pool(pool.name)
+        share = run.steady_bubbles.share((row for row in rows if row.use == "sleep"), rows)
+        if share > NOTICED:
+            yield (
+                f"engines that have '{pool.name}' in turns wake and sleep {share:.0%} of its time: give them longer turns by larger "
+                "batches, or a pool each, with depth=1"
+            )
+
+
+def _hosts(run: Run) -> Iterator[str]:
+    """A reward, or another node of the host, that keeps a pool waiting."""
+    hosts = [node.name for node in run.plan.nodes if node.pool is None]
+    for pool in run.plan.pools:
+        for node in hosts:
+            share = _waits(run, pool.name, {node})
+            if share > HELD_UP:
+                took = words.seconds(median(run.durations(node) or [0.0]))
+                yield (
+                    f"'{pool.name}' waits {share:.0%} of its time for '{node}' ({took} a step): make it faster or concurrent, let it "
+                    "work on parts of a batch (chunks), or raise depth so that it overlaps"
+                )
+
+
+def _driver(run: Run) -> Iterator[str]:
+    for pool in run.plan.pools:
+        rows = run.steady_bubbles.of_pool(pool.name)
+        share = run.steady_bubbles.share((row for row in rows if row.use == "idle" and row.name == "between steps"), rows)
+        if share > HELD_UP:
+            yield (
+                f"'{pool.name}' has no step to work on {share:.0%} of its time: what your loop over job.steps() does between two steps "
+                "keeps the workers waiting, or steps are too short for their dispatch"
+            )
+
+
+def _own_work(run: Run) -> Iterator[str]:
+    for pool in run.plan.pools:
+        rows = run.steady_bubbles.of_pool(pool.name)
+        share = run.steady_bubbles.share((row for row in rows if row.use == "carry"), rows)
+        if share > HELD_UP:
+            yield f"copies and checks around the nodes of '{pool.name}' take {share:.0%} of its time: send fewer or smaller columns"
+
+
+def _disagreement(run: Run) -> Iterator[str]:
+    """Log-probs of the same tokens differ. Where the policy has moved on since, `ppo_kl_abs` differs for that reason too."""
+    stale = any(loop.depth for loop in run.plan.loops)
+    for metric, most in DISAGREE.items():
+        values = [abs(value) for value in run.values(metric)]
+        if values and median(values) > most and not (stale and metric.startswith("actor/")):
+            yield (
+                f"engine and trainer give the same tokens different log-probs ({metric} {median(values):.2g}, above {most:g}): compare "
+                "their dtypes and sampling settings, and correct the rest with rollout_correction(...)"
+            )
+            return
+
+
+def _clipping(run: Run) -> Iterator[str]:
+    values = run.values("actor/pg_clipfrac")
+    if values and median(values) > CLIPPED:
+        depth = max((loop.depth for loop in run.plan.loops), default=0)
+        reason = f"batches {depth} versions old are far from the policy" if depth else "the step is too large"
+        yield f"the loss clips {median(values):.0%} of the tokens: {reason}; lower the learning rate{' or the depth' if depth else ''}"
+
+
+def _balanced(run: Run) -> Iterator[str]:
+    for side in _sides(run):
+        yield (
+            f"generation ({words.seconds(side.generate_s)}) and training ({words.seconds(side.train_s)}) overlap well: a step takes "
+            f"{words.seconds(run.step_s)}, and no wait is above {NOTICED:.0%}; a faster step needs faster nodes"
+        )

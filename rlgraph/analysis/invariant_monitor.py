@@ -1,0 +1,66 @@
+"""A run held against its certificate: what was observed never exceeds what was derived."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlgraph.compiler.events import publish_event
+from rlgraph.compiler.plan import ChannelEnd, Plan, PlannedLoop
+from rlgraph.compiler.schedule import Span
+from rlgraph.errors import CertificateError
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The most that a run has shown so far, beside the limits of its certificate."""
+
+    staleness: int = 0
+    open_batches: int = 0
+    channel_slots: Mapping[str, int] | None = None  # in use at once, by channel
+
+
+class Watch:
+    """Takes the records of one step after another and raises at the first that the certificate rules out."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        kept = plan.certificate.open_batches + 1  # as many as can matter
+        self._published: dict[str, deque[float]] = {loop.name: deque(maxlen=kept) for loop in plan.loops}
+        self._slots = {channel.name: channel.slots for channel in plan.channels}
+        self.observed = Observed()
+
+    def see(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int]) -> None:
+        """Check one finished step: its spans, its staleness, and the most slots in use at each channel end.
+
+        Raises CertificateError naming what was exceeded.
+        """
+        proof, so_far = self.plan.certificate, self.observed
+        if staleness > proof.staleness_bound:
+            raise self._broken(step, f"its oldest token is {staleness} versions behind", f"staleness at most {proof.staleness_bound}")
+        opened = max((self._open(loop, spans) for loop in self.plan.loops), default=0)
+        if opened > proof.open_batches:
+            raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {proof.open_batches} open")
+        used = dict(so_far.channel_slots or {})
+        for end, peak in peaks.items():
+            if end.name in self._slots and peak > self._slots[end.name]:
+                raise self._broken(step, f"channel '{end.name}' held {peak} messages", f"{self._slots[end.name]} slots")
+            used[end.name] = max(peak, used.get(end.name, 0))
+        self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
+
+    def _open(self, loop: PlannedLoop, spans: Sequence[Span]) -> int:
+        """How many batches of a loop were open when this step's was admitted, itself included. A run may begin at any step.
+
+        A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
+        """
+        names = {event.name for event in self.plan.schedule.events if event.node in loop.readers and event.kind in ("fire", "load")}
+        began = [span.start_s for span in spans if span.name in names and span.kind in ("fire", "load")]  # a wait has its channel's name
+        published = self._published[loop.name]
+        opened = 1 + sum(at > min(began) for at in published) if began else 0
+        published.append(min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf")))
+        return opened
+
+    def _broken(self, step: int, what: str, limit: str) -> CertificateError:
+        return CertificateError(
+            f"step {step} of '{self.plan.graph}' broke the plan's certificate ({limit}): {what}; this is a defect of rlgraph: "
+            "please report it with plan.to_json()"
+        )

@@ -1,0 +1,161 @@
+"""What a run leaves behind, as values: its plan, the metrics of its steps, its spans. Bubbles, advice and the report are read off it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from rlgraph.analysis.attribution import attribute, devices
+from rlgraph.analysis.bubbles import Bubbles, Use
+from rlgraph.analysis.invariant_monitor import Observed
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Reason, Span
+from rlgraph.errors import DataError
+
+WARM_UP = 2  # steps that are left out where there are enough others: first calls compile and allocate
+FILE = "run.json"
+Settings = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, whole or as far as it came. Seconds count from the first tick, so that the launch is before 0.
+
+    `steps` holds the metrics of each step, `priced` the plan of the same graph with the costs that this run measured, where
+    there were any; `settings` says for each model and node how it was set, `observed` what the certificate bounds,
+    `notices` what worked otherwise than asked.
+    """
+
+    plan: Plan
+    steps: tuple[Mapping[str, float], ...]
+    spans: tuple[Span, ...]
+    start_s: float
+    end_s: float
+    priced: Plan | None
+    settings: Settings
+    observed: Observed = field(default_factory=Observed)
+    notices: tuple[str, ...] = ()
+
+    @cached_property
+    def first_steady(self) -> int:
+        """The first step after the warm-up, by its number."""
+        numbers = [int(step["training/global_step"]) for step in self.steps]
+        return numbers[WARM_UP] if len(numbers) > 2 * WARM_UP else numbers[0] if numbers else 0
+
+    @cached_property
+    def steady(self) -> tuple[Mapping[str, float], ...]:
+        """The steps after the warm-up."""
+        return tuple(step for step in self.steps if step["training/global_step"] >= self.first_steady)
+
+    def values(self, metric: str) -> list[float]:
+        """Return a metric of each step after the warm-up that has it as a finite number."""
+        return [step[metric] for step in self.steady if math.isfinite(step.get(metric, math.nan))]
+
+    @cached_property
+    def step_s(self) -> float:
+        """The median seconds of a step after the warm-up."""
+        return median(self.values("timing_s/step") or [0.0])
+
+    @cached_property
+    def bubbles(self) -> Bubbles:
+        """Where the time of the whole run went, start-up included."""
+        return attribute(self.spans, self.plan, self.start_s, self.end_s)
+
+    @cached_property
+    def steady_bubbles(self) -> Bubbles:
+        """Where the time went after the warm-up."""
+        before = max((span.end_s for span in self.spans if span.step < self.first_steady), default=self.start_s)
+        return attribute(self.spans, self.plan, before, self.end_s)
+
+    def durations(self, event: str) -> list[float]:
+        """Return the seconds of a node, or another event, in each step after the warm-up: all parts; the slowest of its ranks."""
+        found: dict[int, dict[str, float]] = {}
+        for span in self.steady_spans.get(event, ()):
+            ranks = found.setdefault(span.step, {})
+            ranks[span.worker] = ranks.get(span.worker, 0.0) + span.end_s - span.start_s
+        return [max(ranks.values()) for ranks in found.values()]
+
+    @cached_property
+    def steady_spans(self) -> Mapping[str, Sequence[Span]]:
+        """The spans after the warm-up of each node and of each other event."""
+        events = {event.name: event for event in self.plan.schedule.events}
+        found: dict[str, list[Span]] = {}
+        for span in self.spans:
+            event = events.get(span.name)
+            if event is not None and span.step >= self.first_steady and event.kind == span.kind:
+                found.setdefault(event.node if event.kind == "fire" else span.name, []).append(span)
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """Write the run into a folder, from which `load` reads it. JSON has no NaN: such a metric is left out of its step."""
+        finite = tuple({name: value for name, value in step.items() if math.isfinite(value)} for step in self.steps)
+        priced = None if self.priced is None else self.priced.values
+        (Path(folder) / FILE).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=finite)))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Run":
+        """Read the run that is recorded in a folder. Raises DataError where there is none, or what is there is no run."""
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise DataError(f"'{path}': there is no recorded run; rlgraph.record(job, steps, folder) leaves one")
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
+            raise DataError(f"'{path}' is no recorded run: {error}; it may have been cut off, or be of another version") from error
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One event, or the step: seconds as the plan predicted them, and as they were."""
+
+    name: str
+    predicted_s: float
+    measured_s: float  # the median
+    least_s: float  # a tenth of the firings took less
+    most_s: float  # a tenth took more
+    count: int
+
+
+def compared(run: Run) -> Iterator[Compared]:
+    """Yield the step, then every event that was measured, with what the plan predicted when the run was launched."""
+    predicted: dict[str, float] = {}
+    for event in run.plan.schedule.events:
+        name = event.node if event.kind == "fire" else event.name
+        predicted[name] = predicted.get(name, 0.0) + event.seconds
+    measured = {"step": run.values("timing_s/step"), **{name: run.durations(name) for name in predicted}}
+    for name, seconds in measured.items():
+        if seconds:
+            ordered = sorted(seconds)
+            least, most = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
+            yield Compared(name, predicted.get(name, run.plan.prediction.step_s), median(seconds), least, most, len(seconds))
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Seconds a step that a pool, or a worker of the host, stood still for a channel or a feedback edge: predicted and measured."""
+
+    who: str
+    on: str
+    reason: Reason
+    predicted_s: float
+    measured_s: float
+
+
+USES: Mapping[Reason, Use] = {"data": "data", "slots": "room", "loop": "weights"}
+
+
+def waited(run: Run) -> Iterator[Waited]:
+    """Yield the waits that the plan priced with this run's costs predicts, the longest first, beside those that were measured."""
+    steps = len(run.steady)
+    counts: dict[str | None, float] = {}
+    for device in devices(run.plan):
+        counts[device.pool] = counts.get(device.pool, 0.0) + device.count
+    for wait in run.priced.prediction.waits if run.priced is not None and steps else ():
+        pooled = wait.who in counts
+        rows = run.steady_bubbles.of_pool(wait.who) if pooled else run.steady_bubbles.of_worker(wait.who)
+        total = sum(row.seconds for row in rows if row.use == USES.get(wait.reason) and row.name == wait.on)
+        yield Waited(wait.who, wait.on, wait.reason, wait.seconds, total / (counts[wait.who] if pooled else 1.0) / steps)

@@ -1,0 +1,111 @@
+"""How the views put quantities into words: seconds, bytes, devices, columns, and names made safe to print."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.plan import CostSource, Plan, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.graph.nodes import Due
+
+WAITS: Mapping[str, Callable[[str], str]] = {
+    "data": lambda name: f"'{name}'",
+    "slots": lambda name: f"room in '{name}'",
+    "loop": lambda name: f"the weights of '{name}'",
+}
+PAGE = 100  # columns of what is printed
+HOST = "host"  # the lane of nodes that belong to no pool
+
+
+def seconds(value: float, cost: CostSource = "measured") -> str:
+    """Return a time to three digits; those of which nothing was measured are marked with a tilde."""
+    mark = "~" if cost in ("nominal", "roofline", "estimated") else ""
+    if value == 0:
+        return f"{mark}0 s"
+    if value < 0.0995:
+        return f"{mark}{value * 1e3:.3g} ms"
+    if value < 9.995:
+        return f"{mark}{value:.2f} s"
+    return f"{mark}{value:.1f} s" if value < 99.95 else f"{mark}{value:.0f} s"
+
+
+def firing(node: PlannedNode) -> str:
+    """Return the time of a node in a step, and in how many parts of the batch it is spent."""
+    return (
+        seconds(node.seconds, node.cost)
+        + (f" in {node.chunks} parts" if node.chunks > 1 else "")
+        + (f" / {node.due.every} steps" if node.due else "")
+    )
+
+
+def due(value: Due) -> str:
+    """Return at which steps something happens, if not at each."""
+    last = "" if value.steps is None else f" and step {value.steps - 1}"
+    return f"every {value.every} steps{last}{' and step 0' if value.at_start else ''}"
+
+
+def by_parts(count: int, parts: int) -> str:
+    """Return a count of a step, as `2 x 4` where it comes in 4 parts."""
+    return str(count) if parts == 1 else f"{count // parts} x {parts}"
+
+
+def size(count: int | None) -> str:
+    """Return a number of bytes in binary units, or "?" where it is not known."""
+    if count is None:
+        return "?"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def devices(pool: PlannedPool) -> str:
+    return counted(len(pool.gpus), "GPU") if pool.device == "gpu" else counted(pool.cpus, "core")
+
+
+def cluster(value: Cluster) -> str:
+    hosts = f" of {value.hosts} hosts" if value.hosts > 1 and not value.gpus else ""
+    cores = counted(value.cpus, "core") + hosts
+    return f"{counted(value.gpus, 'GPU')}, {cores}" if value.gpus else cores
+
+
+def elided(names: Sequence[str], shown: int = 2) -> str:
+    """Return the first names and how many more there are: `a, b +2`."""
+    rest = len(names) - shown
+    return ", ".join(map(clean, names[:shown])) + (f" +{rest}" if rest > 0 else "")
+
+
+def loop_terms(loop: PlannedLoop) -> str:
+    """Return what a feedback edge promises and costs, in the words of the picture."""
+    if loop.due is not None:
+        return f"{due(loop.due)}, {counted(loop.buffers, 'buffer')}, {loop.transport}"
+    return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
+
+
+def prediction(plan: Plan) -> str:
+    """Return the predicted step time, with a warning where its costs are nominal."""
+    said = f"predicted step {seconds(plan.prediction.step_s, plan.prediction.cost)}"
+    if plan.prediction.cost == "nominal":
+        return f"{said} (nominal costs: they rank, nothing was measured)"
+    if plan.prediction.cost == "roofline":
+        return f"{said} (estimated from model shapes and devices: nothing was measured)"
+    scaled = [clean(node.name) for node in plan.nodes if node.cost == "scaled"]
+    scaled += [f"turns of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "scaled"]
+    estimated = [f"turns of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "estimated" and sleep.bytes != 0]
+    parts = {"scaled to this plan": scaled, "estimated": estimated}
+    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in parts.items() if names)
+    return f"{said} ({told})" if told else said
+
+
+def clean(name: str) -> str:
+    """Return a name on one line, its control characters and lone surrogates replaced: XML and terminals allow neither."""
+    return "".join(" " if char in "\t\n\r" else char if _printable(char) else "\ufffd" for char in name)
+
+
+def _printable(char: str) -> bool:
+    code = ord(char)
+    return not (code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF, 0x2028, 0x2029))

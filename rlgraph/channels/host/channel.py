@@ -1,0 +1,352 @@
+"""Channels between processes: tokens on a socket, columns in shared memory that has no name.
+
+A slot is a memfd segment of the writer, whose handle travels over the socket: when the last process that maps it ends, however it
+ends, the memory is gone. Columns on a GPU stay in its memory, where a reader on any GPU of the host maps them. Where the channel
+listens at a port instead of a path, readers may be on other hosts: a relay on each side carries tokens and bytes over TCP, and a
+carrier the columns on a GPU, if there is one.
+"""
+
+import functools
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from rlgraph.channels.api import MAX_SLOTS, End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.host import address as places
+from rlgraph.channels.host import protocol, serialization
+from rlgraph.channels.host.acceptor import Door
+from rlgraph.channels.host.connection import Garbled, Link
+from rlgraph.channels.host.cuda_ipc import DeviceMemory, Handle, Mapped
+from rlgraph.channels.host.protocol import Failed, Free, Full, Goodbye, Kind, Lost, More, Token
+from rlgraph.channels.host.shared_memory import map_segment, segment_of
+from rlgraph.channels.remote.relay import relayed
+from rlgraph.channels.remote.transfer import DEVICES, Cargo
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import ChannelError
+
+
+def open_writer(transport: Transport, site: Site) -> "ShmWriter":
+    address = f"{site.host}:0" if transport.reach == "hosts" else site.address
+    return ShmWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier)
+
+
+def open_reader(transport: Transport, site: Site) -> "ShmReader":
+    return ShmReader(site.channel, site.authkey, site.address, site.timeout_s)
+
+
+class ShmWriter:
+    """The writer; listens at `address` for `readers` readers that know `authkey`: at a path in a folder of the job, or at
+    `host:port` for readers of any host (port 0 is one that is free; `address` tells which). There `carrier` "nccl" takes columns
+    on a GPU from GPU to GPU ("gloo" those in host memory, as NCCL would); without one they go through the memory of both hosts.
+
+    Returns at once; the first `put` waits for the readers. Raises ChannelError for slots, readers or an address that cannot be.
+    """
+
+    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str, carrier: Kind | None = None) -> None:
+        check_channel(name, slots, readers)
+        places.check_address(name, address, carrier)
+        self._end = End(name, "the writer")
+        self._meter = Meter(slots)
+        self._readers = readers
+        self._free = list(range(slots))
+        self._unread: dict[int, list[Link]] = {}  # for each slot, the readers that have not released it
+        self._layout: serialization.MessageLayout | None = None  # of the last message
+        self._laid: dict[int, serialization.Laid] = {}  # for each slot, what lies there
+        self._segments: dict[int, mmap.mmap] = {}
+        self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
+        self._cargo = None if carrier is None else Cargo.here(name, carrier)
+        self._local = places.is_path(address)  # a relay passes on whole messages alone
+        self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
+        self._stop: Stop | None = None
+        self._lock = threading.Lock()  # close() and fail() may come from another thread
+        self._door = Door(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._cargo)
+        self.address = self._door.address
+
+    def put(
+        self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
+    ) -> None:
+        check_columns(self._end, step, columns)
+        if self._layout is None or self._layout.signature is None or self._layout.signature != serialization.signature(columns, dtype):
+            self._layout = serialization.MessageLayout(columns, dtype, apart=self._apart)
+        self._await(step, timeout_s)
+        with self._lock:
+            if self._stop is not None:
+                raise self._end.stopped(step, self._stop)
+            slot = self._free[-1]  # the one used last: its pages are the warmest
+            size = self._send(step, slot, self._layout, columns, self._bucket_bytes(bucket_bytes, self._layout))
+            self._free.pop()
+            self._unread[slot] = list(self._door.links)
+            self._meter.message(size, self._meter.slots - len(self._free))
+
+    def close(self) -> None:
+        self._end_with(Goodbye(), Stop("this end"))
+
+    def fail(self, reason: str) -> None:
+        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+    def _send(self, step: int, slot: int, wanted: serialization.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
+        """Fill the slot and tell the readers, with `bucket_bytes` of each bucket; return the message's bytes."""
+        laid, handle = self._laid.get(slot), None
+        if laid is None or laid.layout is not wanted:
+            laid, segment, handle = self._lay(slot, wanted)
+        else:
+            segment = self._segments[slot]
+        try:
+            carried = 0 if self._cargo is None else wanted.device_size
+            coming = 0 if bucket_bytes is None else wanted.tensors
+            full = Full(step, slot, laid.header, laid.size, 0 if handle is None else len(segment), carried, coming)
+            if coming:
+                self._tell(full, handle)
+            for tensors in laid.write(columns, bucket_bytes):
+                if coming:
+                    self._tell(More(slot, tensors))
+            if not coming:
+                self._tell(full, handle)
+        finally:
+            if handle is not None:
+                os.close(handle)
+        self._segments[slot], self._laid[slot] = segment, laid
+        return laid.size + wanted.device_size
+
+    def _bucket_bytes(self, wanted: int | None, of: serialization.MessageLayout) -> int | None:
+        """Return the size of buckets whose tokens fit into the socket's buffer with those of all slots; None for a single one."""
+        most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
+        return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
+
+    def _tell(self, token: Full | More, handle: int | None = None) -> None:
+        for link in self._door.links:
+            protocol.send(link, token, handle)
+
+    def _lay(self, slot: int, wanted: serialization.MessageLayout) -> tuple[serialization.Laid, mmap.mmap, int | None]:
+        """Return the layout in the slot's memory, that memory, and its handle where it is new."""
+        self._laid.pop(slot, None)
+        memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
+        header = wanted.header(exported)
+        size = serialization.size_of(wanted, header)
+        handle, segment = segment_of(self._end.channel, self._segments.get(slot), size)
+        return serialization.Laid(wanted, header, segment, memory), segment, handle
+
+    def _room(self, slot: int, wanted: serialization.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
+        """Return the slot's memory on the layout's device, and under which handle readers of this host map it."""
+        if self._cargo is not None:
+            new = functools.partial(torch.empty, dtype=torch.uint8, device=wanted.device)
+            return self._cargo.room(slot, wanted.device_size, new), None
+        if slot not in self._device or self._device[slot].handle.size < wanted.device_size:
+            self._device[slot] = DeviceMemory(wanted.device_size, wanted.device)
+        return self._device[slot].bytes, self._device[slot].handle
+
+    def _await(self, step: int, timeout_s: float) -> None:
+        """Return when there is a free slot and every reader has come, or the channel has stopped."""
+        deadline = time.monotonic() + timeout_s
+        self._hear(deadline=0)
+        while self._stop is None and not (self._free and self._door.full):
+            with self._meter.blocked():
+                heard = self._hear(deadline)
+            if not heard and self._stop is None:
+                raise self._end.timeout(step, timeout_s, self._state())
+
+    def _hear(self, deadline: float) -> bool:
+        """Wait until a reader says something or comes in, then hear all there is; return False if the deadline passes first."""
+        heard = False
+        while self._stop is None and (handles := places.ready(self._door.handles(), deadline)):
+            heard, deadline = True, 0
+            with self._lock:
+                for link in self._door.news(handles) if self._stop is None else ():
+                    self._obey(protocol.receive(link), link)
+        return heard
+
+    def _obey(self, token: Token | Lost, link: Link) -> None:
+        if not isinstance(token, Free) or link not in self._unread.get(token.slot, ()):
+            self._stop = self._stop or protocol.stop(token, "a reader", link)
+            return
+        self._unread[token.slot].remove(link)
+        if not self._unread[token.slot]:
+            self._free.append(token.slot)
+            self._meter.use(self._meter.slots - len(self._free))
+
+    def _state(self) -> str:
+        if not self._door.full:
+            return f"{len(self._door.links)} of {self._readers} readers have connected; the others were not made, or died before"
+        return f"all {self._meter.slots} slots are taken: a reader has stopped, or is slower than this deadline"
+
+    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
+        with self._lock:
+            self._stop = stop
+            self._door.shut(last)
+            self._laid.clear()
+            self._segments.clear()
+            self._device.clear()
+
+
+class ShmReader:
+    """A reader of the writer that listens at `address`; waits up to `timeout_s` for the writer to be there.
+
+    Raises ChannelTimeout if it is not, ChannelError if it refuses the authkey.
+    """
+
+    def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float) -> None:
+        places.check_address(name, address)
+        self._end = End(name, "a reader")
+        link, welcome = protocol.connect(name, address, authkey, timeout_s)
+        cargo = None if welcome.carrier is None else Cargo.here(name, welcome.carrier)
+        self._carried = {} if cargo is None else cargo.memories
+        self._link = link if link.local else relayed(name, link, outward=False, cargo=cargo)
+        self._meter = Meter(welcome.slots)
+        self._segments: dict[int, mmap.mmap] = {}
+        self._mapped = Mapped()
+        self._found: dict[int, tuple[serialization.Found, Taken]] = {}  # for each slot, what was read there last
+        self._full: deque[Full] = deque()
+        self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
+        self._taken: deque[tuple[int, Taken]] = deque()
+        self._stop: Stop | None = None
+        self._open = True
+        self._lock = threading.Lock()  # close() and fail() may come from another thread
+
+    def take(self, step: int, timeout_s: float) -> dict[str, Column]:
+        return self._next(step, timeout_s, whole=True)
+
+    def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
+        return self._next(step, timeout_s, whole=False)
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        slot, taken = self._taken[-1]
+        if slot not in self._there:
+            return taken.tensors
+        self._await(taken.step, timeout_s, lambda: slot not in self._there or self._there[slot][0] > beyond, one_by_one=True)
+        if slot in self._there and self._there[slot][0] <= beyond:
+            assert self._stop is not None
+            raise self._end.stopped(taken.step, self._stop)
+        return self._there[slot][0] if slot in self._there else taken.tensors
+
+    def _next(self, step: int, timeout_s: float, *, whole: bool) -> dict[str, Column]:
+        def ready() -> bool:
+            return bool(self._full) and not (whole and self._full[0].slot in self._there)
+
+        self._await(step, timeout_s, ready)
+        with self._lock:
+            if self._stop is not None and not (ready() and self._stop.reason is None):
+                raise self._end.stopped(step, self._stop)
+            full = self._full[0]
+            if full.step != step:
+                raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
+            self._full.popleft()
+            try:
+                columns, taken = self._read(full)
+            except serialization.Malformed as error:
+                self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}", self._link.pid)
+                raise self._end.stopped(step, self._stop) from error
+        self._taken.append((full.slot, taken))
+        self._meter.message(full.size + full.carried, len(self._taken))
+        return columns
+
+    def release(self) -> None:
+        if not self._taken:
+            raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
+        slot, taken = self._taken[0]
+        if slot in self._there:
+            raise self._end.defect(taken.step, "release() while the message is still being written; wait until all of it has arrived")
+        self._taken.popleft()
+        self._meter.use(len(self._taken))
+        with self._lock:
+            if self._open:
+                protocol.send(self._link, Free(slot))
+        if taken.text or not taken.as_given():  # text lies in the header, and is never given twice
+            self._found.pop(slot, None)
+        taken.check_unchanged(self._end)
+
+    def close(self) -> None:
+        self._end_with(Goodbye(), Stop("this end"))
+
+    def fail(self, reason: str) -> None:
+        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+    def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
+        """Return the message's columns: the views of the slot's last message, where they are laid out as those were."""
+        segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
+        header = segment[: full.header]
+        if full.slot in self._found and self._found[full.slot][0].again(header, full.size, segment, carried):
+            found, taken = self._found[full.slot]
+            taken.again(full.step)
+        else:
+            columns = serialization.read(segment, full.header, full.size, self._mapped, carried)
+            found, taken = serialization.Found(header, full.size, segment, carried, columns), Taken(full.step, columns)
+            self._found[full.slot] = found, taken
+        return dict(found.columns), taken
+
+    def _await(self, step: int, timeout_s: float, ready: Callable[[], bool], *, one_by_one: bool = False) -> None:
+        """Return when what is waited for is there, or the channel has stopped.
+
+        With `one_by_one` tokens behind it are left for later: each look at the socket lets a thread that computes have the interpreter.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not one_by_one:
+            self._hear(0, one_by_one=False)
+        while self._stop is None and not ready():
+            with self._meter.blocked():
+                heard = self._hear(deadline, one_by_one)
+            if not heard and self._stop is None:
+                raise self._end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
+
+    def _hear(self, deadline: float, one_by_one: bool) -> bool:
+        """Wait until the writer says something, then hear that, or all there is; return False if the deadline passes first."""
+        heard = False
+        while self._stop is None and not (heard and one_by_one) and places.ready([self._link.fileno()], deadline):
+            heard, deadline = True, 0
+            with self._lock:
+                if self._stop is None:
+                    self._obey(protocol.receive(self._link))
+        return heard
+
+    def _obey(self, token: Token | Lost) -> None:
+        if isinstance(token, Full):
+            why = self._accept(token)
+            if why is None:
+                self._full.append(token)
+                if token.coming:
+                    self._there[token.slot] = (0, token.coming)
+                return
+            token = why
+        if isinstance(token, More) and token.slot in self._there:
+            there, of = self._there[token.slot]
+            if there < token.tensors < of:
+                self._there[token.slot] = (token.tensors, of)
+                return
+            if token.tensors == of:
+                del self._there[token.slot]
+                return
+        self._stop = protocol.stop(token, "the writer", self._link)
+
+    def _accept(self, full: Full) -> Lost | None:
+        """Map the slot's new memory, if it has some; return what is wrong with the token, or that the writer died in between."""
+        try:
+            if full.segment:
+                self._segments[full.slot] = map_segment(self._link.receive_handle(), full.segment)  # views keep the old memory alive
+            held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
+            if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
+                raise Garbled(f"{full!r}, which fits no free slot")
+        except (EOFError, OSError) as error:
+            return protocol.lost(error)
+        return None
+
+    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            self._open, self._stop = False, stop
+            protocol.send(self._link, last)
+            self._link.close()
+            self._full.clear()
+            self._found.clear()
+            self._segments.clear()

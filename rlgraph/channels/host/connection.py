@@ -1,0 +1,154 @@
+"""A connection to one peer that knows the job's key: framed bytes, handles of files, a deadline for each call. Never pickle.
+
+Both sides prove that they know the key, by HMAC over the other's random challenge and their own role, before anything else
+is read. What a peer sends is bytes of a known length; what they mean is for `tokens` and `messages` to check.
+"""
+
+import contextlib
+import hmac
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+
+import msgspec
+
+from rlgraph.channels.host.address import set_deadline, tune
+
+MAX_FRAME = 1 << 16  # bytes of a token
+STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not take one, has failed
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding malformed bytes raises
+_LENGTH = struct.Struct("!I")
+_CHALLENGE, _PROOF = 32, 32  # bytes
+
+
+class Garbled(OSError):
+    """The peer sent what no end of a job sends."""
+
+
+class Link:
+    """An authenticated connection. Raises AuthenticationError if the peer does not know the key, OSError if it is gone or silent."""
+
+    def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool) -> None:
+        tune(sock)
+        self.pid, self.peer = _peer(sock)
+        self._socket = sock
+        try:
+            set_deadline(sock, timeout_s)
+            self._shake_hands(authkey, server)
+            set_deadline(sock, STALL_S)
+        except BaseException:
+            sock.close()
+            raise
+
+    @classmethod
+    def pair(cls, peer: str) -> "tuple[Link, Link]":
+        """Return the two ends of a connection inside this process, which stands for one to `peer`."""
+        ends = []
+        for sock in socket.socketpair():
+            end = cls.__new__(cls)
+            end.pid, end.peer, end._socket = 0, peer, sock
+            set_deadline(sock, STALL_S)
+            ends.append(end)
+        return ends[0], ends[1]
+
+    @property
+    def local(self) -> bool:
+        """Whether the peer is on this host, so that memory can be shared with it."""
+        return self._socket.family == socket.AF_UNIX
+
+    def _shake_hands(self, authkey: bytes, server: bool) -> None:
+        """Exchange challenges and proofs; each role proves itself by its own name, so that no proof can be sent back."""
+        mine, theirs = (b"server", b"client") if server else (b"client", b"server")
+        challenge = os.urandom(_CHALLENGE)
+        self._socket.sendall(challenge)
+        asked = self._read(_CHALLENGE)
+        if not server:  # who listens proves nothing to strangers
+            self._socket.sendall(_proof(authkey, mine, asked))
+        expected = _proof(authkey, theirs, challenge)
+        if not hmac.compare_digest(self._read(_PROOF), expected):
+            if server:
+                self._socket.sendall(bytes(_PROOF))  # which the client will not expect either, so it learns of the refusal
+            raise AuthenticationError("the peer does not know the key of this job")
+        if server:
+            self._socket.sendall(_proof(authkey, mine, asked))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Send one frame. Raises OSError if the peer is gone or takes nothing for some seconds."""
+        self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def wait(self) -> None:
+        """Block until there is something to receive, or the peer is gone."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
+
+    def receive(self, most: int = MAX_FRAME) -> bytes:
+        """Return the next frame. Raises EOFError at the end, Garbled for one of more than `most` bytes, OSError for half a one."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > most:
+            raise Garbled(f"a frame of {length} bytes, where one has at most {most}")
+        return self._read(length)
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Send raw bytes, whose number the peer knows from the frame before."""
+        self._socket.sendall(data)
+
+    def receive_into(self, memory: memoryview) -> None:
+        """Fill the memory with raw bytes. Raises EOFError if the peer ends before."""
+        while memory:
+            count = self._socket.recv_into(memory)
+            if not count:
+                raise EOFError
+            memory = memory[count:]
+
+    def send_handle(self, handle: int) -> None:
+        socket.send_fds(self._socket, [b"\0"], [handle])
+
+    def receive_handle(self) -> int:
+        """Return the file descriptor that follows a frame. Raises EOFError at the end, Garbled if there is none."""
+        data, handles, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            raise EOFError
+        if not handles:
+            raise Garbled("no handle, where the slot's new memory was announced")
+        return handles[0]
+
+    @contextlib.contextmanager
+    def deadline(self, timeout_s: float) -> Iterator[None]:
+        """Let calls inside fail with BlockingIOError after so many seconds."""
+        set_deadline(self._socket, timeout_s)
+        yield
+        set_deadline(self._socket, STALL_S)
+
+    def end(self, how: int = socket.SHUT_RDWR) -> None:
+        """Let both sides find the end of the file; what was sent still arrives."""
+        with contextlib.suppress(OSError):  # the peer may have gone first
+            self._socket.shutdown(how)
+
+    def close(self) -> None:
+        self.end()  # wakes a thread that waits for this link
+        self._socket.close()
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+
+def _proof(authkey: bytes, role: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(authkey, role + challenge, "sha256")
+
+
+def _peer(sock: socket.socket) -> tuple[int, str]:
+    """Return the peer's process id, 0 where it is on another host, and how to call it."""
+    if sock.family == socket.AF_UNIX:
+        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        return pid, f"process {pid}"
+    host, port = sock.getpeername()[:2]
+    return 0, f"at {host}, port {port}"

@@ -1,0 +1,218 @@
+"""Columns through the channels of Ray's Compiled Graphs: a buffer of Ray's shared memory for each slot of the plan.
+
+Ray carries the bytes; who came, which slot is full or free, and why an end stopped go over the connection that every host channel has.
+Ray alone would say none of it: its reader polls with most of a core, and hears of no peer's death. Three rules keep out of its defects.
+A message never exceeds its buffer, since Ray never frees one that it enlarges: a larger message gets a new channel of twice the size.
+A reader copies what it reads and lets Ray's buffer go, which any view that outlives the message would hold for ever. And all ends are
+on one host, since a channel of Ray between hosts can hang.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import ray
+import torch
+from ray.experimental.channel.shared_memory_channel import Channel, ReaderRefInfo, SharedMemoryType
+from ray.experimental.channel.utils import get_self_actor
+
+from rlgraph.channels.api import Taken
+from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.host import serialization
+from rlgraph.channels.host.channel import ShmReader, ShmWriter
+from rlgraph.channels.host.protocol import Full, Lost
+from rlgraph.channels.host.shared_memory import new_segment
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import ChannelBroken, ChannelError
+
+ROOM = 1.25  # of a new buffer, over its first message
+LEAST_BYTES = 4096
+RAY_S = 30.0  # for Ray to do what nothing is left to wait for
+
+
+def open_writer(transport: Transport, site: Site) -> "RayWriter":
+    return RayWriter(site)
+
+
+def open_reader(transport: Transport, site: Site) -> "RayReader":
+    return RayReader(site)
+
+
+class RayWriter(ShmWriter):
+    """The writer; all its readers are processes of the same Ray on this host.
+
+    Raises ChannelError where this process is none of Ray's.
+    """
+
+    def __init__(self, site: Site) -> None:
+        _check_ray(site.channel)
+        super().__init__(site.channel, site.slots, site.readers, site.authkey, site.address)
+        self._apart = None  # columns on a GPU go through host memory
+        self._site = site
+        self._channels: dict[int, tuple[Any, int]] = {}  # for each slot, Ray's channel and the bytes that its buffer holds
+
+    def _send(self, step: int, slot: int, wanted: serialization.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
+        """Write the message into Ray's buffer of the slot, then tell the readers. Where that buffer is new, they get its name."""
+        header = wanted.header(None)
+        size = serialization.size_of(wanted, header)
+        message = (header, size - wanted.host_size, _raw(wanted, columns), self._parts(wanted))
+        packed = ray._private.worker.global_worker.get_serialization_context().serialize(message)
+        needed = packed.total_bytes + len(packed.metadata)
+        channel, room = self._channels.get(slot, (None, 0))
+        new = needed > room
+        if new:
+            room = max(int(needed * ROOM), 2 * room, LEAST_BYTES)
+            channel = self._make(room)
+            self._channels[slot] = channel, room
+        with in_words(f"channel '{self._end.channel}', the writer, step {step}"):
+            channel.write(packed, RAY_S)
+        name = channel._writer_ref.binary()
+        handle, segment = new_segment(self._end.channel, len(name)) if new else (None, b"")
+        if isinstance(segment, mmap.mmap):
+            segment[: len(name)] = name
+        try:
+            self._tell(Full(step, slot, len(name), len(name), len(segment), carried=size + wanted.device_size), handle)
+        finally:
+            if handle is not None:
+                os.close(handle)
+        self._after(slot, wanted, columns)
+        return size + wanted.device_size
+
+    def _parts(self, wanted: serialization.MessageLayout) -> tuple[Any, ...]:
+        """What the message holds beside its bytes in host memory."""
+        return ()
+
+    def _after(self, slot: int, wanted: serialization.MessageLayout, columns: Columns) -> None:
+        """Send what goes another way than through host memory, once the readers know of the message."""
+
+    def _make(self, size: int) -> Any:
+        """Make a channel of Ray with a buffer of that size, for each process that reads."""
+        processes = len({link.pid for link in self._door.links})
+        with in_words(f"channel '{self._end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
+            return Channel(self_actor(), [(any_actor(self._site), node_id())] * processes, SharedMemoryType(buffer_size_bytes=size))
+
+
+class RayReader(ShmReader):
+    """A reader. Raises ChannelError where this process is none of Ray's."""
+
+    def __init__(self, site: Site) -> None:
+        _check_ray(site.channel)
+        super().__init__(site.channel, site.authkey, site.address, site.timeout_s)
+        self._buffers: Buffers = site.here.setdefault(f"Ray's buffers of {site.address}", Buffers(site))
+        self._buffers.readers += 1
+
+    def _accept(self, full: Full) -> Lost | None:
+        why = super()._accept(full)
+        if why is None and full.segment:
+            self._buffers.connect(full.slot, self._segments[full.slot][: full.size])
+            self._segments[full.slot] = mmap.mmap(-1, mmap.PAGESIZE)
+        return why
+
+    def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
+        """Copy the message out of Ray's buffer, which is the next message's from then on, and lay it out as in a slot."""
+        header, start, raw, parts = self._buffers.take(full)
+        apart = self._beside(full, parts)
+        size = full.carried - apart
+        if len(self._segments[full.slot]) < size:
+            self._segments[full.slot] = mmap.mmap(-1, size)
+        memory = self._segments[full.slot]
+        memory[: len(header)] = header
+        for offset, column in raw:
+            np.copyto(np.frombuffer(memory, np.uint8, len(column), start + offset), column)
+        return super()._read(Full(full.step, full.slot, len(header), size, 0, apart))
+
+    def _beside(self, full: Full, parts: tuple[Any, ...]) -> int:
+        """Take in what came another way than through host memory; say how many bytes that are."""
+        return 0
+
+
+@dataclass
+class Buffers:
+    """Ray's buffers of one channel in a process that reads: Ray gives it each message once, however many readers it has."""
+
+    site: Site
+    readers: int = 0
+    channels: dict[int, tuple[bytes, Any]] = field(default_factory=dict)  # for each slot, the name and the channel of Ray
+    messages: dict[int, tuple[Any, int]] = field(default_factory=dict)  # by step, and how many readers have yet to take it
+
+    def connect(self, slot: int, name: bytes) -> None:
+        """Find the channel of that name, before the writer can be gone with it."""
+        if slot in self.channels and self.channels[slot][0] == name:
+            return
+        self.channels[slot] = name, attached(self.site, name)
+
+    def take(self, full: Full) -> Any:
+        if full.step not in self.messages:
+            with in_words(f"channel '{self.site.channel}', a reader, step {full.step}"):
+                self.messages[full.step] = self.channels[full.slot][1].read(RAY_S), self.readers
+        message, left = self.messages.pop(full.step)
+        if left > 1:
+            self.messages[full.step] = message, left - 1
+        return message
+
+
+def attached(site: Site, name: bytes) -> Any:
+    """Find the channel of Ray that has that name on this host, and keep its buffer from going with the writer."""
+    found, actor, node = ray.ObjectRef(name), any_actor(site), node_id()
+    of = {node: ReaderRefInfo(found, ray.ActorID.nil(), 1)}
+    channel = Channel(actor, [(actor, node)], SharedMemoryType(), node, found, of, True)
+    with in_words(f"channel '{site.channel}', a reader"):
+        channel.ensure_registered_as_reader()
+    return channel
+
+
+@contextmanager
+def in_words(where: str) -> Iterator[None]:
+    """Say in rlgraph's words what Ray raises."""
+    try:
+        yield
+    except ray.exceptions.ObjectStoreFullError as error:
+        raise ChannelError(
+            f"{where} does not fit into Ray's object store; start Ray with more object_store_memory, or leave transport='ray' out"
+        ) from error
+    except (ray.exceptions.RayError, ValueError) as error:
+        raise ChannelBroken(f"{where}: Ray's channel gave way, after {RAY_S:g} s at most: {type(error).__name__}: {error}") from error
+
+
+def _check_ray(channel: str) -> None:
+    if not ray.is_initialized():
+        raise ChannelError(
+            f"channel '{channel}' has transport 'ray', and this process is no worker of a Ray: its ends are workers of one Ray on one "
+            "host, so launch the plan on Ray, or take another transport"
+        )
+
+
+def _raw(wanted: serialization.MessageLayout, columns: Columns) -> list[tuple[int, Any]]:
+    """The bytes of each tensor and where they lie: a view of it, where it is as it will be stored."""
+    found = []
+    for place in wanted.host:
+        column = cast(torch.Tensor, columns[place.name]).detach()
+        stored = column.is_contiguous() and column.dtype == place.dtype and column.device.type == "cpu"
+        if not stored or column.is_conj() or column.is_neg():
+            column = torch.empty(place.shape, dtype=place.dtype).copy_(column)
+        if column.numel():
+            found.append((place.offset, column.as_strided((column.numel(),), (1,)).view(torch.uint8).numpy()))
+    return found
+
+
+def node_id() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def self_actor() -> Any:
+    """The actor that this process is; None for a driver."""
+    return get_self_actor()
+
+
+def any_actor(site: Site) -> Any:
+    """An actor on this host: Ray wants one for each reader, and of those on the writer's host only counts them."""
+    if self_actor() is not None:
+        return self_actor()
+    if "an actor" not in site.here:
+        site.here["an actor"] = ray.remote(Site).options(num_cpus=0).remote("", 1, 1, "")
+    return site.here["an actor"]

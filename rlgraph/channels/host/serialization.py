@@ -1,0 +1,244 @@
+"""How columns lie in a slot: a msgpack header, which holds the text, then the tensors as aligned raw bytes.
+
+Columns on a GPU lie in memory of that GPU instead: the header holds the handle under which a reader of the same host maps it,
+or, between hosts, its bytes are carried into memory of the reader's GPU.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from typing import TypeAlias
+
+import msgspec
+import torch
+
+from rlgraph.channels.host.connection import UNREADABLE
+from rlgraph.channels.host.cuda_ipc import Handle, Mapped
+from rlgraph.columns import Column, Columns
+
+ALIGNMENT = 64  # a cache line, and enough for any dtype
+PLAIN = re.compile(r"bool|u?int(8|16|32|64)|b?float\w+|complex\w+")  # other dtypes are no raw bytes: quantized ones, bits, sub-bytes
+DTYPES = {
+    name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and PLAIN.fullmatch(name) and "x2" not in name
+}
+
+
+class Malformed(ValueError):
+    """A header that no writer makes."""
+
+
+class TensorColumn(msgspec.Struct, tag="tensor", array_like=True):
+    """Where a tensor lies: `offset` in bytes from the end of the aligned header, or from the start of the device memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    on_device: bool
+
+
+class TextColumn(msgspec.Struct, tag="text", array_like=True):
+    name: str
+    rows: list[str]
+
+
+_Header: TypeAlias = list[TensorColumn | TextColumn | Handle]
+_decoder = msgspec.msgpack.Decoder(_Header)
+_MOST = 1 << 48  # elements
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    offset: int
+
+
+Signature: TypeAlias = tuple[torch.dtype | None, list[tuple[str, torch.Size, torch.dtype, torch.device]]]
+
+
+def signature(columns: Columns, dtype: torch.dtype | None) -> Signature | None:
+    """What the layout of a message depends on; None where there is text, which lies in the header itself."""
+    tensors = [(name, c.shape, c.dtype, c.device) for name, c in columns.items() if isinstance(c, torch.Tensor)]
+    return (dtype, tensors) if len(tensors) == len(columns) else None
+
+
+class MessageLayout:
+    """The place of every column of a message. Floating-point columns become `dtype`.
+
+    The columns on devices of type `apart` lie together in `device_size` bytes on theirs, all others in host memory. It serves all
+    messages whose `signature` is the same.
+    """
+
+    def __init__(self, columns: Columns, dtype: torch.dtype | None, *, apart: str | None = "cuda") -> None:
+        self.signature = signature(columns, dtype)
+        self.device = torch.device("cpu")
+        self.host: list[_Place] = []
+        self.apart: list[_Place] = []
+        self._entries: _Header = []
+        ends = {False: 0, True: 0}
+        for name, column in columns.items():
+            if not isinstance(column, torch.Tensor):
+                self._entries.append(TextColumn(name, column))
+                continue
+            stored = dtype if dtype is not None and column.is_floating_point() else column.dtype
+            on_device = column.device.type == apart
+            place = _Place(name, stored, column.shape, ends[on_device])
+            self._entries.append(TensorColumn(name, str(stored).removeprefix("torch."), tuple(column.shape), place.offset, on_device))
+            (self.apart if on_device else self.host).append(place)
+            ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
+            if on_device:
+                self.device = column.device
+        # Also columns without an element need memory there, since it is what says where they lie.
+        self.host_size, self.device_size = ends[False], ends[True] or (ALIGNMENT if self.apart else 0)
+        self.tensors = len(self.host) + len(self.apart)
+
+    def header(self, handle: Handle | None) -> bytes:
+        """Return the header of a slot whose memory on a GPU has that handle."""
+        return msgspec.msgpack.encode([*self._entries, *([] if handle is None else [handle])])
+
+
+class Laid:
+    """A layout in the memory of one slot, whose messages need only be copied. `memory` is the slot's on the layout's device."""
+
+    def __init__(self, layout: MessageLayout, header: bytes, segment: mmap, memory: torch.Tensor | None) -> None:
+        self.layout, self.header = layout, len(header)
+        self.size = size_of(layout, header)
+        segment[: self.header] = header
+        start = _aligned(self.header)
+        self._views = {p.name: _view(segment, p.dtype, p.shape, start + p.offset) for p in layout.host}
+        if memory is not None:
+            self._views |= {p.name: device_view(memory, p.dtype, p.shape, p.offset) for p in layout.apart}
+        self._buckets: tuple[int | None, list[Bucket]] = (0, [])
+
+    def write(self, columns: Columns, bucket_bytes: int | None = None) -> Iterator[int]:
+        """Copy every tensor into the slot once, cast and made contiguous on the way, a bucket after the other.
+
+        Yields how many tensors are there, in the order of the columns, each time that a reader may look at more.
+        """
+        if self._buckets[0] != bucket_bytes:
+            views = [(name, self._views[name]) for name, column in columns.items() if isinstance(column, torch.Tensor)]
+            self._buckets = (bucket_bytes, _in_buckets(views, bucket_bytes))
+        under_way: list[tuple[int, torch.cuda.Event]] = []
+        for bucket in self._buckets[1]:
+            event = bucket.copy(columns)
+            if event is not None:
+                under_way.append((bucket.end, event))
+            else:
+                yield bucket.end
+        for end, event in under_way:
+            event.synchronize()
+            yield end
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors on one kind of device that are copied together; with them the first `end` tensors are there."""
+
+    end: int
+    views: list[tuple[str, torch.Tensor]]
+
+    def copy(self, columns: Columns) -> torch.cuda.Event | None:
+        """Begin to copy the columns in; return what tells when they are there, where it is not at once."""
+        with torch.no_grad():
+            torch._foreach_copy_([view for _, view in self.views], [columns[name] for name, _ in self.views])  # type: ignore[misc]
+        device = self.views[0][1].device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | None) -> list[Bucket]:
+    """Return the views in buckets of at least so many bytes; None is a single one of each device."""
+    buckets: list[Bucket] = []
+    first, size = 0, 0
+    for end, (_, view) in enumerate(views, 1):
+        size += view.nbytes
+        full = bucket_bytes is not None and size >= bucket_bytes
+        if full or end == len(views) or views[end][1].device != view.device:
+            buckets.append(Bucket(end, list(views[first:end])))
+            first, size = end, 0
+    return buckets
+
+
+def size_of(layout: MessageLayout, header: bytes) -> int:
+    """Return the bytes of a slot in host memory: the header, and the columns there."""
+    return _aligned(len(header)) + layout.host_size
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was read from a slot: while its header and memory stay, so do the views."""
+
+    header: bytes
+    size: int
+    segment: mmap
+    carried: torch.Tensor | None
+    columns: dict[str, Column]
+
+    def again(self, header: bytes, size: int, segment: mmap, carried: torch.Tensor | None) -> bool:
+        """Whether a message lies where the last one lay."""
+        return self.segment is segment and self.carried is carried and self.size == size and self.header == header
+
+
+def read(slot: mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
+    """Return the columns that were written with a header of so many bytes; tensors are views of the slot, or of what was `carried`.
+
+    Raises Malformed for a header whose columns do not lie within the `size` bytes of the message.
+    """
+    try:
+        entries = _decoder.decode(memoryview(slot)[:header])
+    except UNREADABLE as error:
+        raise Malformed(f"its header cannot be read ({error})") from error
+    memory = next((_mapped(entry, mapped) for entry in entries if isinstance(entry, Handle)), carried)
+    start = _aligned(header)
+    columns: dict[str, Column] = {}
+    for entry in entries:
+        if isinstance(entry, TextColumn):
+            columns[entry.name] = entry.rows
+        elif isinstance(entry, TensorColumn):
+            if not entry.on_device:
+                _check(entry, size - start)
+                columns[entry.name] = _view(slot, DTYPES[entry.dtype], torch.Size(entry.shape), start + entry.offset)
+            elif memory is not None:
+                _check(entry, memory.numel())
+                columns[entry.name] = device_view(memory, DTYPES[entry.dtype], torch.Size(entry.shape), entry.offset)
+            else:
+                raise Malformed(f"column '{entry.name}' lies on a GPU, and no memory of one came with the message")
+    return columns
+
+
+def _mapped(handle: Handle, mapped: Mapped) -> torch.Tensor:
+    try:
+        return mapped.open(handle)
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
+        raise Malformed(f"its memory on a GPU cannot be mapped ({error})") from error
+
+
+def _check(entry: TensorColumn, room: int) -> None:
+    if entry.dtype not in DTYPES:
+        raise Malformed(f"column '{entry.name}' has the unknown dtype '{entry.dtype}'")
+    if any(length < 0 for length in entry.shape) or math.prod(max(length, 1) for length in entry.shape) >= _MOST:
+        raise Malformed(f"column '{entry.name}' has the impossible shape {list(entry.shape)}")
+    end = entry.offset + math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    if entry.offset < 0 or entry.offset % ALIGNMENT or (end > room and math.prod(entry.shape)):
+        raise Malformed(f"column '{entry.name}' lies at bytes {entry.offset} to {end}, the message has {max(room, 0)}")
+
+
+def device_view(memory: torch.Tensor, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
+    """Return the tensor that lies `offset` bytes into a flat memory."""
+    with torch.inference_mode(False):  # a slot keeps its views, whatever mode the caller is in
+        return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _view(slot: mmap, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
+    count = shape.numel()
+    with torch.inference_mode(False):  # views serve autograd whatever mode the caller is in
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,120 @@
+"""A second buffer for all weights, filled in one burst while the engine goes on with its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from rlgraph.channels.host.serialization import ALIGNMENT, device_view
+from rlgraph.channels.weights.shards import WeightShard, copy_all, parameters
+from rlgraph.errors import ChannelError
+
+Weights: TypeAlias = Mapping[str, torch.Tensor]
+Kinds: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
+Shards: TypeAlias = list[WeightShard]
+Arrived: TypeAlias = Callable[[int, int], int]
+
+
+class Staging:
+    """Holds one version of the weights: every parameter whole, whatever boxes of it the trainer's ranks sent.
+
+    On a GPU it is one flat buffer, which a single trainer rank's memory is copied into as a whole, or in few parts: bursts on a stream
+    of its own disturb decoding for the shortest time. What is copied where is kept while the shards lie where they lay: to look at each
+    parameter again takes longer than to copy it.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.parts: list[list[torch.Tensor]] = []  # of the weights, for each rank what its shards are copied to
+        self._shards: list[Shards] = []  # of the last version, by rank
+        self._flat: torch.Tensor | None = None
+        self._whole: tuple[torch.Tensor, list[int]] | None = None  # memory that is copied as it is, and where parameters begin and it ends
+        self._streams: list[torch.cuda.Stream] = []  # one for each rank: what they send comes at once, each over its own link
+
+    def fill(self, ranks: Sequence[Shards], arrived: Arrived | None = None, after: torch.cuda.Event | None = None) -> None:
+        """Copy the shards of all ranks to their places; returns when they are here. The very lists of last time are not looked at again.
+
+        `arrived(rank, beyond)` waits until more than `beyond` shards of a rank are there, and says how many; without it all are.
+        On a GPU nothing is overwritten before `after`. Raises ChannelError, before the first copy, for shards that do not make up
+        whole parameters.
+        """
+        if len(ranks) != len(self._shards) or any(new is not old for new, old in zip(ranks, self._shards, strict=True)):
+            self._prepare(ranks)
+        if after is not None:
+            for stream in self._streams:
+                stream.wait_event(after)
+        there = [0] * len(ranks)
+        while waiting := [rank for rank, shards in enumerate(ranks) if there[rank] < len(shards)]:
+            for rank in waiting:
+                first = there[rank]
+                there[rank] = len(ranks[rank]) if arrived is None else arrived(rank, first)
+                with torch.cuda.stream(self._streams[rank] if self._streams else None):
+                    self._copy(rank, first, there[rank], ranks[rank])
+        for stream in self._streams:
+            stream.synchronize()
+
+    def _copy(self, rank: int, first: int, end: int, shards: Shards) -> None:
+        """Copy the rank's shards from number `first` up to `end`."""
+        if self._whole is not None and self._flat is not None:
+            source, starts = self._whole
+            piece = slice(starts[first], starts[end])
+            self._flat[piece].copy_(source[piece], non_blocking=True)
+            return
+        pairs = [(self.parts[rank][number], shards[number].tensor) for number in range(first, end) if shards[number].tensor.numel()]
+        copy_all([to for to, _ in pairs], [of for _, of in pairs])
+
+    def _prepare(self, ranks: Sequence[Shards]) -> None:
+        """Find out what to copy where; parameters that changed their shape or dtype get new memory."""
+        cut = parameters(ranks)
+        if not cut:
+            raise ChannelError("weights: no trainer rank sends a shard; the ranks yield every parameter by `weight_shards`")
+        alone = len(ranks) == 1 and len(cut) == len(ranks[0]) and all(shard.is_whole for shard in ranks[0])
+        tensors = {shard.name: shard.tensor for shard in ranks[0]} if alone else {}
+        source = _whole_memory(tensors) if alone else None
+        kinds = {name: (torch.Size(parameter.shape), parameter.dtype) for name, parameter in cut.items()}
+        if {name: (weight.shape, weight.dtype) for name, weight in self.weights.items()} != kinds:
+            self._allocate(kinds, next(iter(cut.values())).boxes[0][1].tensor.device, tensors, source)
+        self.parts = [[shard.within(self.weights[shard.name]) for shard in shards] for shards in ranks]
+        self._shards, self._whole = list(ranks), None
+        if any(shard.tensor.is_cuda for shards in ranks for shard in shards) and len(self._streams) != len(ranks):
+            self._streams = [torch.cuda.Stream() for _ in ranks]
+        if source is not None and self._flat is not None and len(source) == len(self._flat):
+            starts = list(_offsets(tensors).values())
+            if starts == sorted(starts) and _offsets(tensors) == _offsets(self.weights):
+                self._whole = source, [*starts, len(source)]
+
+    def _allocate(self, kinds: Kinds, device: torch.device, tensors: Weights, source: torch.Tensor | None) -> None:
+        if source is None:
+            self._flat, self.weights = None, in_one_memory(kinds, device)
+            return
+        self._flat, self.weights = torch.empty_like(source), {}
+        for name, start in _offsets(tensors).items():
+            self.weights[name] = device_view(self._flat, kinds[name][1], kinds[name][0], start)
+
+
+def in_one_memory(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate tensors of these shapes and dtypes together in one memory, which other processes map at once."""
+    places, end = {}, 0
+    for name, (shape, dtype) in kinds.items():
+        places[name] = end
+        end += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    memory = torch.empty(end, dtype=torch.uint8, device=device)
+    return {name: device_view(memory, dtype, shape, places[name]) for name, (shape, dtype) in kinds.items()}
+
+
+def lie_together(weights: Weights) -> bool:
+    """Whether all weights are contiguous in one memory."""
+    tensors = list(weights.values())
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _offsets(weights: Weights) -> dict[str, int]:
+    return {name: int(weight.storage_offset()) * weight.itemsize for name, weight in weights.items()}
+
+
+def _whole_memory(weights: Weights) -> torch.Tensor | None:
+    """The one memory on a GPU that all the weights lie in, as bytes; None where there is no such."""
+    first = next(iter(weights.values()))
+    if not first.is_cuda or not lie_together(weights):
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())

@@ -1,0 +1,225 @@
+"""Versions of weights on a feedback edge: every trainer rank publishes its shards, every generator receives them all.
+
+The payload goes through ordinary channels, one for each trainer rank, whose slots stage the versions: publishing is one
+copy (and cast) into a free slot, and no rank ever builds a full parameter that it does not own. A message holds a description of
+the shards, their tensors, and checksums where they are asked for.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from rlgraph.channels.api import Reader, Writer
+from rlgraph.channels.weights.checksum import checksums
+from rlgraph.channels.weights.double_buffer import Staging
+from rlgraph.channels.weights.shards import WeightShard, assembled, check_own, described, parameters, shards_of
+from rlgraph.columns import Column
+from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
+
+SHARDS = "shards of all below"  # the first column: where the others belong
+CHECKSUMS = "checksums of all above"  # the last one
+SWITCH_S = 0.0001  # after which one thread gives the interpreter to another
+A_DAY_S = 86_400.0  # the receiving thread has no deadline of its own: who waits for it has one
+
+
+class WeightsWriter:
+    """One trainer rank's end. A generator of this host receives a version while it is being staged, bucket by bucket."""
+
+    def __init__(self, writer: Writer, dtype: torch.dtype, bucket_bytes: int | None = None, checksum: bool = False) -> None:
+        self.writer, self.dtype, self.bucket_bytes, self.checksum = writer, dtype, bucket_bytes, checksum
+        self._cut: Sequence[tuple[object, ...]] = []  # what the description depends on, of the last version
+        self._names: list[str] = []
+        self._description = torch.empty(0)
+
+    def publish(self, version: int, shards: Iterable[WeightShard], timeout_s: float) -> None:
+        """Stage this rank's shards, cast to the engine's dtype; returns as soon as they are copied.
+
+        Raises ChannelError for shards that leave their parameter or overlap, and what the channel raises.
+        """
+        sent = [shard for shard in shards if shard.replica == 0]
+        cut = [(s.name, s.global_shape, s.offsets, s.tensor.shape, s.tensor.dtype) for s in sent]
+        if not self._names or cut != self._cut:
+            check_own(sent)
+            self._cut, self._names, self._description = cut, _column_names(sent), described(sent)
+        tensors = [shard.tensor for shard in sent]
+        columns: dict[str, Column] = {SHARDS: self._description, **dict(zip(self._names, tensors, strict=False))}
+        if self.checksum:
+            columns[CHECKSUMS] = checksums(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+        self.writer.put(version, columns, timeout_s, dtype=self.dtype, bucket_bytes=self.bucket_bytes)
+
+    def blocked_s(self) -> float:
+        """How long `publish` has waited for a free slot so far."""
+        return self.writer.statistics().blocked_s
+
+
+class WeightsReader:
+    """A generator's end, from version `first` on.
+
+    With `buffers=2` a thread receives the next version into a second buffer while the engine decodes.
+    """
+
+    def __init__(self, readers: Sequence[Reader], buffers: int, first: int = 1) -> None:
+        self.readers = readers
+        self._messages: list[dict[str, torch.Tensor]] = []  # of the version that is arriving, by rank
+        self._checked: Sequence[tuple[object, ...]] = []  # how the last version was cut
+        self._ahead = _Ahead(readers, first) if buffers == 2 else None
+
+    def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        """Receive version `version` of all parameters, valid until `done`. Versions are received one after another.
+
+        Raises ChannelError for shards that do not make up whole parameters, ChannelTimeout, ChannelBroken or ChannelClosed as the
+        channel does.
+        """
+        return self._take(version, timeout_s) if self._ahead is None else self._ahead.receive(version, timeout_s)
+
+    def done(self) -> None:
+        """Give the version's buffer back: the engine has its own copy, or will have once this thread's stream has come so far."""
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        if self._ahead is not None:
+            self._ahead.free(None if stream is None else stream.record_event())
+            return
+        if stream is not None:
+            stream.synchronize()
+        for reader in self.readers:
+            reader.release()
+
+    def _take(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        """Put the shards of all ranks together; a parameter that came as one box is not copied.
+
+        What has come before a timeout is there at the next call.
+        """
+        for reader in self.readers[len(self._messages) :]:
+            self._messages.append(_tensors(reader.take(version, timeout_s)))
+        messages, self._messages = self._messages, []
+        parts = [_Part.of(rank, message) for rank, message in enumerate(messages)]
+        shards = [part.shards() for part in parts]
+        cut = [(part.description, [(tensor.shape, tensor.dtype) for tensor in part.tensors]) for part in parts]
+        found = parameters(shards, checked=cut == self._checked)
+        self._checked = cut  # and not the tensors: what a version takes is free after `done`
+        for rank, message in enumerate(messages):
+            check(version, rank, shards[rank], [shard.tensor for shard in shards[rank]], message)
+        return assembled(found)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one trainer rank sends of a version: how its shards are described, and their tensors."""
+
+    rank: int
+    description: bytes
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, rank: int, message: Mapping[str, torch.Tensor]) -> "_Part":
+        """Take a message apart whose first column has arrived."""
+        if SHARDS not in message:
+            raise ChannelError(f"weights: what came of trainer rank {rank} has no column '{SHARDS}'; both ends run one version of rlgraph")
+        return cls(rank, message[SHARDS].numpy().tobytes(), [tensor for name, tensor in message.items() if name not in (SHARDS, CHECKSUMS)])
+
+    def shards(self) -> list[WeightShard]:
+        return shards_of(self.description, self.tensors)
+
+    def same(self, other: "_Part") -> bool:
+        """Whether these are the very tensors of the other, described alike."""
+        alike = self.description == other.description and len(self.tensors) == len(other.tensors)
+        return alike and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
+
+
+@dataclass
+class _Ahead:
+    """Receives one version ahead into its own buffer. The thread ends with the channel."""
+
+    readers: Sequence[Reader]
+    first: int
+    staging: Staging = field(default_factory=Staging)
+    parts: dict[int, tuple["_Part", list[WeightShard]]] = field(default_factory=dict)  # by rank, of the last version
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what is staged there, checked
+    read: torch.cuda.Event | None = None  # when the engine has read the buffer
+
+    def __post_init__(self) -> None:
+        self.staged = threading.Semaphore(0)
+        self.empty = threading.Semaphore(1)
+        self.error: ChannelError | RuntimeError | None = None
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # else each of its steps waits 5 ms for the loop that decodes
+        threading.Thread(target=self._run, name="receive weights", daemon=True).start()
+
+    def _run(self) -> None:
+        version = self.first
+        while True:
+            try:
+                self._next(version)
+            except (ChannelError, RuntimeError) as error:  # no memory for a copy, say: who waits is to hear of it
+                self.error = error
+                self.staged.release()
+                return
+            version += 1
+            self.staged.release()
+
+    def _next(self, version: int) -> None:
+        """Copy what a rank has staged while it stages the rest, once the engine has done with the buffer."""
+        messages = [_tensors(reader.begin(version, A_DAY_S)) for reader in self.readers]
+        for reader in self.readers:
+            reader.arrived(0, A_DAY_S)  # the description, which comes first
+        shards = [self._shards(_Part.of(rank, message)) for rank, message in enumerate(messages)]
+        self.empty.acquire()
+        self.staging.fill(
+            shards, lambda rank, beyond: min(self.readers[rank].arrived(beyond + 1, A_DAY_S) - 1, len(shards[rank])), self.read
+        )
+        for rank, message in enumerate(messages):
+            self.readers[rank].arrived(len(message) - 1, A_DAY_S)  # what comes behind the last shard
+            check(version, rank, shards[rank], self.staging.parts[rank], message)
+        self.weights = dict(self.staging.weights)
+        del messages
+        for reader in self.readers:
+            reader.release()
+
+    def _shards(self, part: "_Part") -> list[WeightShard]:
+        """The rank's shards: the same list for every version that is cut and lies as the one before."""
+        last = self.parts.get(part.rank)
+        if last is None or not part.same(last[0]):
+            last = self.parts[part.rank] = part, part.shards()
+        return last[1]
+
+    def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        if not self.staged.acquire(timeout=timeout_s):
+            raise ChannelTimeout(f"no version {version} of the weights within {timeout_s:.1f} s; the trainer has not published it")
+        if self.error is not None:
+            raise self.error
+        return self.weights
+
+    def free(self, read: torch.cuda.Event | None) -> None:
+        self.read = read
+        self.empty.release()
+
+
+def check(
+    version: int, rank: int, shards: Sequence[WeightShard], arrived: Sequence[torch.Tensor], message: Mapping[str, torch.Tensor]
+) -> None:
+    """Compare what arrived of a rank's shards with the checksums in its message, if any. Raises ChannelBroken."""
+    if CHECKSUMS not in message:
+        return
+    for shard, here, there in zip(shards, checksums(arrived).tolist(), message[CHECKSUMS].tolist(), strict=True):
+        if here != there:
+            raise ChannelBroken(
+                f"version {version} of the weights: parameter '{shard.name}' {shard} of trainer rank {rank} arrived with other bits than "
+                f"it was sent with (checksum {here}, sent {there}); a device, its memory or a link corrupts data: look into its error "
+                "counters, and go on from the last checkpoint without it"
+            )
+
+
+def _column_names(shards: Sequence[WeightShard]) -> list[str]:
+    """Name a column for each shard: by its parameter, and further boxes of one parameter by a number too."""
+    count: dict[str, int] = {}
+    names = []
+    for shard in shards:
+        count[shard.name] = count.get(shard.name, 0) + 1
+        names.append(shard.name if count[shard.name] == 1 else f"{shard.name} #{count[shard.name]}")
+    return names
+
+
+def _tensors(columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
+    return cast(dict[str, torch.Tensor], columns)

@@ -1,0 +1,62 @@
+"""What a schedule guarantees for any timing, derived from its tokens."""
+
+from collections.abc import Iterable, Sequence
+
+import networkx as nx
+
+from rlgraph.channels.factory import transport_of
+from rlgraph.compiler.events import fire_events, open_batches, publish_event, readers
+from rlgraph.compiler.plan import Certificate, PlannedChannel
+from rlgraph.compiler.schedule import Dependency, Schedule
+from rlgraph.graph.nodes import Graph
+
+
+def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
+    """Return the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered."""
+    sizes = [
+        None if channel.bytes is None else channel.slots * channel.bytes
+        for channel in channels
+        if transport_of(channel.transport).writer_keeps
+    ]
+    return Certificate(
+        staleness_bound=staleness_bound(graph, schedule),
+        deadlock_free=deadlock_free(schedule),
+        open_batches=open_batches(graph),
+        buffered_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        period_s=period_s,
+    )
+
+
+def deadlock_free(schedule: Schedule) -> bool:
+    """Whether every cycle holds a token: then the marked graph is live (Commoner, 1971).
+
+    Counted in rounds no dependency has fewer than none, on the same cycles: so those without a token wait within a round.
+    """
+    lag = {event.name: event.lag for event in schedule.events}
+    ahead = any(d.tokens + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
+    return not ahead and bool(nx.is_directed_acyclic_graph(nx.DiGraph(list(schedule.within_rounds()))))
+
+
+def staleness_bound(graph: Graph, schedule: Schedule) -> int:
+    """How many versions a batch can be behind when it is trained: the tokens on its loop, less the one in service.
+
+    The tokens on a cycle never change, so those on the way that a version takes, from publish through rollout and update
+    to the next publish, bound the open batches. Turns in a pool can keep fewer open, but not make an older version newer.
+    """
+    tokens = _tokens(d for d in schedule.dependencies if d.reason in ("loop", "data"))
+    worst = 0
+    for feedback in graph.feedbacks:
+        publish = publish_event(feedback.name)
+        for firing in (firing for node in readers(graph, feedback) if node.due is None for firing in fire_events(node)):
+            there = nx.shortest_path_length(tokens, publish, firing, weight="tokens")
+            back = nx.shortest_path_length(tokens, firing, publish, weight="tokens")
+            worst = max(worst, there + back - 1)
+    return worst
+
+
+def _tokens(dependencies: Iterable[Dependency]) -> "nx.DiGraph[str]":
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for d in dependencies:
+        fewest = min(d.tokens, graph.edges[d.before, d.after]["tokens"]) if graph.has_edge(d.before, d.after) else d.tokens
+        graph.add_edge(d.before, d.after, tokens=fewest)
+    return graph

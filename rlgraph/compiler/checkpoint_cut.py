@@ -1,0 +1,55 @@
+"""Where a checkpoint cuts a plan: how many steps each node is ahead of the trained weights, and what lies open in between.
+
+A checkpoint after `step` steps holds every worker at a firing of its own, whatever the clock says: what is trained has fired
+`step` times, a rollout of depth d fires d times more, under versions that exist by then. Batches written before the
+cut and read after it are open; they are saved with it. So nobody waits for anybody, no old version is kept, and rollout
+`step + d` goes on with version `step`, as it would have (a consistent cut: Chandy and Lamport, 1985).
+"""
+
+from collections.abc import Mapping
+
+from rlgraph.compiler.plan import Plan, PlannedWorker
+from rlgraph.errors import PlanError
+
+
+def leads(plan: Plan) -> dict[str, int]:
+    """Return for each worker how many firings a checkpoint has it ahead of the trained weights, by the worker's name.
+
+    Raises PlanError for a rollout that depends on what is trained in the same step, since its lead would need old versions.
+    """
+    depth = {reader: loop.depth for loop in plan.loops for reader in loop.readers}
+    trained = {node.model for node in plan.nodes if node.work == "train"}
+    most = max(depth.values(), default=0)
+    home = {name: worker.model or worker.name for worker in plan.workers for name in worker.nodes}
+    found = dict.fromkeys(home.values(), most)
+    for node in plan.nodes:
+        bound = 0 if node.model in trained else depth.get(node.name, most)
+        found[home[node.name]] = min(found[home[node.name]], bound)
+    settled = False
+    while not settled:  # a reader is never ahead of what it reads
+        settled = True
+        for channel in plan.channels:
+            for reader in channel.readers:
+                bound = found[home[channel.writer]] - -channel.tokens // channel.parts
+                if found[home[reader]] > bound:
+                    found[home[reader]], settled = bound, False
+    for name, wanted in depth.items():
+        if found[home[name]] < wanted:
+            raise PlanError(
+                f"node '{name}' runs {wanted} steps ahead of the weights it gets, but reads what is made from weights of its own step; "
+                "such a graph cannot be cut for a checkpoint: launch it without checkpoint="
+            )
+    return {worker.name: found[worker.model or worker.name] for worker in plan.workers}
+
+
+def open_nodes(plan: Plan, lead: Mapping[str, int], worker: PlannedWorker) -> tuple[str, ...]:
+    """Return the nodes of a worker whose batches lie open at a cut, since a reader is less far ahead than it is."""
+    return tuple(
+        dict.fromkeys(
+            channel.writer
+            for channel in plan.channels
+            if channel.kind == "batch" and channel.writer in worker.nodes
+            for reader in channel.readers
+            if min(lead[home] for home in plan.node(reader).workers) < lead[worker.name]
+        )
+    )

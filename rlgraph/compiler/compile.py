@@ -1,0 +1,289 @@
+"""From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+
+from rlgraph.channels.factory import first_choice, transport_of
+from rlgraph.columns import COLUMNS
+from rlgraph.compiler import events
+from rlgraph.compiler.certificate import certify
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.device_split import FEW
+from rlgraph.compiler.memory import check_gpu_settings, check_memory, needs
+from rlgraph.compiler.placement import Counts, devices, model_names, nodes_needed, splits
+from rlgraph.compiler.plan import (
+    Plan,
+    PlannedChannel,
+    PlannedLoop,
+    PlannedModel,
+    PlannedNode,
+    PlannedPool,
+    PlannedSleep,
+    PlannedWorker,
+    Prediction,
+)
+from rlgraph.compiler.precision import precision_of
+from rlgraph.compiler.schedule import MOVING, Schedule
+from rlgraph.compiler.time_sharing import Sleeps, sleeping
+from rlgraph.compiler.timed_schedule import candidates, first_workers, mean_seconds, scheduled, settings_on
+from rlgraph.compiler.transport import batch_wires, staged_versions, weights_wire, wire
+from rlgraph.costs.costs import Costs, checked
+from rlgraph.costs.engine_widths import assumed
+from rlgraph.costs.identified import not_told_apart
+from rlgraph.costs.model_shapes import Shapes, known
+from rlgraph.costs.plain_costs import warnings_of
+from rlgraph.costs.roofline import device_of, roofline, with_sleep
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import Graph, Node
+from rlgraph.simulate import continuous
+from rlgraph.simulate.advice import advise
+from rlgraph.simulate.forecast import Outlook, Settings, outlook
+from rlgraph.simulate.play import Cycle, critical_cycle
+
+NOTHING_KNOWN: Shapes = {}
+HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
+
+
+def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
+    """Choose the plan with the least predicted period among the splits that the graph's shares leave open.
+
+    `shapes` are those of the models whose configuration is at hand: they give estimates of memory and, without costs, of time.
+
+    Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
+    """
+    priced = priced_for(graph, cluster, costs, shapes)
+    counts, warnings = _best_split(graph, cluster, priced)
+    return planned(graph, cluster, priced, counts, shapes, warnings)
+
+
+def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
+    """Return the costs given, or an estimate: by the roofline where devices and shapes are known, else nominal.
+
+    What they lack of models that take turns is estimated too.
+    """
+    device = device_of(cluster.gpu) if cluster.gpu else None
+    if costs is None and device is not None and known(graph, shapes):
+        return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
+    return with_sleep(graph, checked(graph, costs), cluster, device, shapes)
+
+
+def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
+    """Return the plan of a graph whose pools have that many devices; `warnings` are about how it was chosen."""
+    check_gpu_settings(graph, cluster)
+    crew, settings, schedule = scheduled(graph, cluster, counts, priced)
+    sleeps = sleeping(graph, crew, settings, priced.sleep)
+    memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
+    check_memory(graph.name, memory)
+    cycle = critical_cycle(schedule)
+    expected = outlook(schedule, graph, settings, priced)
+    step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
+    channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
+    loops = tuple(_loops(graph, crew, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
+    draft = Plan(
+        graph=graph.name,
+        cluster=cluster,
+        pools=tuple(_pools(graph, cluster, counts, schedule, step_s)),
+        nodes=tuple(_nodes(graph, crew, settings, priced)),
+        workers=crew,
+        channels=channels,
+        loops=loops,
+        schedule=schedule,
+        window=events.window(graph),
+        hosts=nodes_needed({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
+        prediction=Prediction(
+            period_s=cycle.period_s,
+            simulated_s=expected.step_s,
+            critical=cycle.events,
+            critical_tokens=cycle.tokens,
+            cost=priced.source,
+            advice=(),
+            step_s=step_s,
+            first_step_s=expected.first_step_s,
+            waits=expected.waits(),
+            warnings=warnings,
+            left_out=tuple(continuous.left_out(graph, priced)),
+            assumed=(
+                *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
+                *not_told_apart(graph, settings, priced),
+            ),
+        ),
+        certificate=certify(graph, schedule, channels, cycle.period_s),
+        memory=memory,
+        sleeps=tuple(_sleeps(crew, settings, sleeps, priced)),
+        models=tuple(_models(graph, cluster)),
+        source=graph,
+    )
+    return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
+
+
+def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
+    """Return the split of least period, and warnings about the choice. Of many splits those that are worse for sure are not tried.
+
+    Raises PlanError where there is no split whose workers run on one host each.
+    """
+    divisions = splits(graph, cluster)
+    if len(divisions) == 1:
+        return next(iter(divisions)), ()
+    tried: list[tuple[float, Counts]] = []
+    refused: PlanError | None = None
+    for counts, bound in candidates(graph, cluster, costs, divisions):
+        if tried and (bound >= min(tried, key=itemgetter(0))[0] or len(tried) == FEW):
+            break
+        try:
+            tried.append((critical_cycle(scheduled(graph, cluster, counts, costs)[2]).period_s, counts))
+        except PlanError as error:  # a worker would lie on two hosts
+            refused = refused or error
+    if not tried:
+        raise refused or AssertionError("there is at least one way to divide the devices")
+    best = min(tried, key=itemgetter(0))[1]
+    compared = list(divisions) if len(divisions) <= FEW else [next(iter(divisions)), best]
+    return best, warnings_of((graph, costs, settings_on(graph, cluster, counts)) for counts in compared)
+
+
+def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, step_s: float) -> list[PlannedPool]:
+    gpus = devices(graph, cluster, counts)
+    planned = []
+    for pool in graph.pools:
+        busy = sum(e.seconds for e in schedule.events if e.pool == pool.name) / step_s if step_s else 0.0
+        on_gpu = bool(gpus[pool.name])
+        planned.append(PlannedPool(pool.name, "gpu" if on_gpu else "cpu", gpus[pool.name], 0 if on_gpu else counts[pool.name], busy))
+    return planned
+
+
+def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, costs: Costs) -> list[PlannedNode]:
+    rows = max(node.rows for node in graph.nodes)
+    return [
+        PlannedNode(
+            name=node.name,
+            work=node.traits.work,
+            model=next((w.model for w in crew if node.name in w.nodes), None),
+            pool=node.pool.name if node.pool else None,
+            workers=tuple(w.name for w in crew if node.name in w.nodes),
+            reads=node.reads,
+            writes=node.writes,
+            rows=node.rows,
+            seconds=mean_seconds(graph, node, settings[node.name], costs, rows),
+            cost=costs.source_at(node.name, settings[node.name]),
+            chunks=node.chunks,
+            due=node.due,
+            passes=settings[node.name].passes,
+            any_devices=node.pool is not None and costs.is_plain(node.name),
+            joins=continuous.planned(node),
+        )
+        for node in graph.nodes
+    ]
+
+
+def _models(graph: Graph, cluster: Cluster) -> Iterator[PlannedModel]:
+    for name, model in model_names(graph).items():
+        precision = precision_of(model, cluster)
+        if precision is not None:
+            yield PlannedModel(name, precision.dtype, precision.why)
+
+
+def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:
+    for worker in crew:
+        node = worker.nodes[0]
+        if worker.model is not None and worker.rank == 0 and node in sleeps:
+            cost = sleeps[node]
+            source = costs.sleep_source(worker.model, settings[node])
+            yield PlannedSleep(worker.model, cost.wake_s, cost.sleep_s, cost.bytes, source)
+
+
+def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
+    """One channel for each writer and transport; it carries what its readers read, and nothing else."""
+    planned = []
+    for writer, by_transport in batch_wires(graph, crew).items():
+        for transport, found in by_transport.items():
+            needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
+            columns = tuple(c for c in writer.writes if c in needed)
+            name = writer.name if transport == first_choice("host") else f"{writer.name} ({transport})"
+            readers = tuple(reader.name for reader in found)
+            size = _bytes(graph, writer, columns) if transport_of(transport).writer_keeps else None
+            held = events.slots(graph, writer) * writer.chunks
+            planned.append(
+                PlannedChannel(name, writer.name, readers, columns, transport, held, size, parts=writer.chunks, stream=_stream(writer))
+            )
+    return planned
+
+
+def _stream(writer: Node) -> str | None:
+    return writer.stream.name if writer.stream else None
+
+
+def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
+    """Return the most bytes the tensors of one message can have, or None where a dimension has no known bound. Text is not counted."""
+    trained = [node for node in graph.nodes if node.due is None]
+    sizes = {dim: size for node in (*trained, writer) for dim, size in node.traits.dims.items()}
+    total = 0
+    for column in columns:
+        spec = COLUMNS.get(column)
+        if spec is None or any(dim not in sizes for dim in spec.dims[1:]):
+            return None
+        cells = writer.rows // writer.chunks
+        for dim in spec.dims[1:]:
+            cells *= sizes[dim]
+        total += cells * spec.itemsize
+    return total
+
+
+def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
+    """Nodes of one pool in different processes take turns: each tells the next that it is done, unless data does so anyway."""
+    found = events.relays(graph, schedule.events, first_workers(crew))
+    planned = [
+        PlannedChannel(
+            name=relay.name,
+            writer=relay.writer.name,
+            readers=(relay.reader.name,),
+            columns=(),
+            transport=wire(crew, relay.writer, relay.reader),
+            slots=relay.slots,
+            bytes=0,
+            kind="order",
+            tokens=relay.tokens,
+            parts=relay.writer.chunks,
+            stream=_stream(relay.writer),
+        )
+        for relay in found
+    ]
+    for feedback in graph.feedbacks:
+        for node in events.evaluations(graph, feedback):
+            assert feedback.source is not None
+            writer = feedback.source.node
+            name, slots = events.turn_name(writer.name, node.name), events.ahead(graph) + 1
+            planned.append(PlannedChannel(name, writer.name, (node.name,), (), wire(crew, writer, node), slots, 0, "order"))
+    return planned
+
+
+def _loops(
+    graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Outlook, *, on_gpus: bool
+) -> list[PlannedLoop]:
+    free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
+    hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
+    planned = []
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
+        publish_s = sum(e.seconds for e in schedule.events if e.kind in MOVING and e.name in moving)
+        planned.append(
+            PlannedLoop(
+                name=feedback.name,
+                writer=feedback.source.node.name,
+                readers=tuple(n.name for n in events.readers(graph, feedback)),
+                depth=feedback.depth,
+                buffers=feedback.buffers,
+                freshest=feedback.freshest,
+                bucket_bytes=feedback.bucket_bytes,
+                checksum=feedback.checksum,
+                staleness=expected.staleness(graph, feedback),
+                transport=weights_wire(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
+                slots=staged_versions(feedback, on_gpus=on_gpus),
+                publish_s=publish_s,
+                hidden=hidden,
+            )
+        )
+        for node in events.evaluations(graph, feedback):
+            loop = replace(planned[-1], name=events.evaluation_loop(feedback.name, node.name), readers=(node.name,), due=node.due)
+            planned.append(replace(loop, depth=0, buffers=1, freshest=False, staleness=0.0, slots=1))
+    return planned

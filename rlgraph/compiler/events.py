@@ -1,0 +1,352 @@
+"""From a graph to its schedule: the events of a step, and what each waits for."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+import networkx as nx
+
+from rlgraph.compiler.schedule import Dependency, Event, EventKind, Schedule
+from rlgraph.compiler.time_sharing import Sleeps, around_turns, turn_events
+from rlgraph.costs.costs import Costs
+from rlgraph.graph.nodes import Feedback, Graph, Node
+from rlgraph.graph.rounds import lags
+
+Hosts = Mapping[str, str]  # the worker of each node, by name
+Seconds = Mapping[str, float]  # of each node in a step, on average
+AHEAD = 60  # steps that training may be ahead of an evaluation beside it, at most
+
+
+def open_batches(graph: Graph) -> int:
+    """How many batches may be admitted to rollout and not yet published: the largest depth and one."""
+    return 1 + max((f.depth for f in graph.feedbacks), default=0)
+
+
+def slots(graph: Graph, node: Node) -> int:
+    """How many batches the channel of `node` holds, in parts or whole: enough never to hold up what its loop admits.
+
+    What lies before the loop (prompts) has one more, so that it is ready when the loop takes its next batch.
+    """
+    return open_batches(graph) + (0 if graph.feedbacks and in_loop(graph, node) else 1)
+
+
+def window(graph: Graph) -> int:
+    """How many steps may be in flight: so many that none waits for an older one to be done, whatever the times.
+
+    Those that the loop admits, one for each node that a batch passes before it and beside it, and two more.
+    """
+    trained = {feedback.source.node for feedback in graph.feedbacks if feedback.source is not None}
+    inside = {
+        node for node in graph.nodes if in_loop(graph, node) and any(node is t or nx.has_path(graph.forward, node, t) for t in trained)
+    }
+    outside = graph.forward.subgraph(node for node in graph.nodes if node not in inside)
+    return open_batches(graph) + 2 + max(1, nx.dag_longest_path_length(outside) + 1 if len(outside) else 0) + ahead(graph)
+
+
+def in_loop(graph: Graph, node: Node) -> bool:
+    """Whether `node` lies downstream of a rollout that a feedback edge drives."""
+    driven = [n for n in graph.nodes if n.feedback is not None]
+    return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
+
+
+@dataclass(frozen=True)
+class Relay:
+    """A channel without a batch, by which a node of a pool tells the next one, in another process, that it is its turn.
+
+    `tokens` messages are there before the first step; `slots` is how many it holds. Where `tokens` is below 0 the first so many
+    messages are never sent: update 0 takes what rollout 1 sends, and what rollout 0 did is the turn of nobody.
+    """
+
+    writer: Node
+    reader: Node
+    tokens: int
+    slots: int
+
+    @property
+    def name(self) -> str:
+        return turn_name(self.writer.name, self.reader.name)
+
+
+@dataclass(frozen=True)
+class Puts:
+    """The channels into which each node puts, one after another: those of its batch, by their readers, then those of turns.
+
+    An update also tells the evaluations beside it that it is done, and waits for one that is too far behind.
+    """
+
+    batches: Mapping[Node, Sequence[Sequence[Node]]]
+    relays: Mapping[Node, Sequence[Relay]]
+    evaluations: Mapping[Node, Sequence[Node]]
+
+    def batch(self, writer: Node, reader: Node) -> int:
+        """Return the number of the put that brings a batch to a reader."""
+        return next(put for put, readers in enumerate(self.batches[writer], 1) if reader in readers)
+
+    def relay(self, relay: Relay) -> int:
+        """Return the number of the put that tells the next node of a pool its turn."""
+        return len(self.batches[relay.writer]) + 1 + list(self.relays[relay.writer]).index(relay)
+
+    def evaluation(self, update: Node, evaluation: Node) -> int:
+        """Return the number of the put that tells an evaluation beside the training that a step is done."""
+        before = len(self.batches[update]) + len(self.relays.get(update, ()))
+        return before + 1 + list(self.evaluations[update]).index(evaluation)
+
+
+def schedule(
+    graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps, batches: Mapping[Node, Sequence[Sequence[Node]]]
+) -> Schedule:
+    """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock.
+
+    `sleeps` are the costs of the models that have their devices in turns, by node; `batches` are the readers of each channel.
+    """
+    lag = {node.name: rounds for node, rounds in lags(graph).items()}
+    fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
+    events = [replace(event, lag=lag[event.node]) for event in (*fired, *_weights_events(graph, hosts, costs))]
+    fired = [event for event in events if event.kind == "fire"]
+    ordered = _ordered(graph, [*events, *turn_events(graph, _ordered(graph, fired), sleeps)])
+    puts = _puts(graph, ordered, hosts, batches)
+    flow = [*_data(graph, puts), *_relayed(puts, ordered), *_loops(graph, puts)]
+    turns = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
+    return Schedule(tuple(ordered), tuple(around_turns(ordered, flow) + turns))
+
+
+def _puts(graph: Graph, ordered: Sequence[Event], hosts: Hosts, batches: Mapping[Node, Sequence[Sequence[Node]]]) -> Puts:
+    told: dict[Node, list[Relay]] = {}
+    for relay in relays(graph, ordered, hosts):
+        told.setdefault(relay.writer, []).append(relay)
+    evaluated: dict[Node, list[Node]] = {}
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        evaluated.setdefault(feedback.source.node, []).extend(evaluations(graph, feedback))
+    return Puts(batches, told, evaluated)
+
+
+def turn_name(before: str, after: str) -> str:
+    """Return the name of the channel by which one node tells another that it is its turn."""
+    return f"turn {before} to {after}"
+
+
+def fire_event(node: str, part: int = 0, chunks: int = 1) -> str:
+    """Return the name of the event that is the firing of a node, or its firing for one of several parts of a batch."""
+    return node if chunks == 1 else f"{node} {part + 1}/{chunks}"
+
+
+def fire_events(node: Node) -> list[str]:
+    """Return the names of a node's firings of one step, in order."""
+    return [fire_event(node.name, part, node.chunks) for part in range(node.chunks)]
+
+
+def _firings(node: Node, host: str, seconds: float) -> list[Event]:
+    """Return the firings of one step; parts of a batch are taken to be equally long, and a part to leave when its time is over."""
+    names = fire_events(node)
+    return [Event(name, "fire", node.name, host, pool_of(node), seconds / node.chunks, part) for part, name in enumerate(names)]
+
+
+def publish_event(feedback: str) -> str:
+    """The name of the event that stages a version of a feedback edge."""
+    return f"publish {feedback}"
+
+
+def receive_event(feedback: str, reader: str) -> str:
+    """The name of the event that brings a version to the workers of node `reader`."""
+    return f"receive {feedback} for {reader}"
+
+
+def load_event(feedback: str, reader: str, *, apart: bool = False) -> str:
+    """The name of the event that puts a version into the engine of node `reader`; `apart` is an edge to that reader alone."""
+    return f"load {feedback}" if apart else f"load {feedback} for {reader}"
+
+
+def readers(graph: Graph, feedback: Feedback) -> list[Node]:
+    """Return the nodes that use the weights of a feedback edge, but for evaluations apart, which have an edge of their own."""
+    return [node for node in graph.nodes if node.feedback is feedback and not graph.evaluates_apart(node)]
+
+
+def evaluations(graph: Graph, feedback: Feedback) -> list[Node]:
+    """Return the nodes that evaluate the weights of a feedback edge apart from its rollouts."""
+    return [node for node in graph.nodes if node.feedback is feedback and graph.evaluates_apart(node)]
+
+
+def evaluation_loop(feedback: str, node: str) -> str:
+    """The name of the edge that brings the weights of a feedback edge to an evaluation apart."""
+    return f"{feedback} to {node}"
+
+
+def ahead(graph: Graph) -> int:
+    """How many steps training may be ahead of an evaluation."""
+    return max((min(node.due.every, AHEAD) for node in graph.nodes if node.due is not None), default=0)
+
+
+def loads(graph: Graph, feedback: Feedback) -> list[tuple[Node, list[Node]]]:
+    """Return for each model that takes the weights the node before which it loads them, and all of its nodes that use them."""
+    users: dict[object, list[Node]] = {}
+    for node in readers(graph, feedback):
+        users.setdefault(node.model or node, []).append(node)
+    return [(nodes[0], nodes) for nodes in users.values()]
+
+
+def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
+    found = []
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        source, edge = feedback.source.node, feedback.name
+        trained = Event("", "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s)
+        found.append(replace(trained, name=publish_event(edge), edge=edge))
+        for node, _ in loads(graph, feedback):
+            load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
+            load = Event(load_event(edge, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge)
+            found.append(load)
+            if feedback.buffers == 2:  # received beside decoding, so on no pool's time
+                received = receive_event(edge, node.name)
+                found.append(replace(load, name=received, kind="receive", pool=None, seconds=costs.receive_s))
+        for node in evaluations(graph, feedback):
+            assert node.due is not None
+            edge, share = evaluation_loop(feedback.name, node.name), 1 / node.due.every
+            found.append(replace(trained, name=publish_event(edge), seconds=costs.publish_s * share, edge=edge))
+            load_s, name = (costs.receive_s + costs.swap_s) * share, load_event(edge, node.name, apart=True)
+            found.append(Event(name, "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge))
+    return found
+
+
+def pool_of(node: Node) -> str | None:
+    """Return the name of a node's pool."""
+    return node.pool.name if node.pool else None
+
+
+def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
+    """Order the events of a round: nodes by their turn, weights loaded just before a rollout and published just after an update.
+
+    What happens for an older step comes after all that happens for this one.
+    An engine wakes before it loads weights, and sleeps before those that it trained are published.
+    """
+    turns = {node.name: turn(graph, node) for node in graph.nodes}
+    rank: dict[EventKind, int] = {"receive": 0, "wake": 1, "load": 2, "fire": 3, "sleep": 4, "publish": 5}
+    return sorted(events, key=lambda e: (e.lag, turns[e.node][0], turns[e.node][1] + e.part, turns[e.node][2], rank[e.kind]))
+
+
+def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
+    """What nodes are ordered by: as declared, but that those which work on the parts of a rollout come with it.
+
+    Of several such nodes each works on a part before the first works on the next. What they read besides comes before them.
+    """
+    if node.stream is not None:
+        return node.stream.serial, 0, node.serial
+    if any(graph.evaluates_apart(other) for other in (node, *nx.ancestors(graph.forward, node))):
+        return sys.maxsize, 0, node.serial  # after the update whose weights it evaluates
+    waiting = [other.follows.serial for other in nx.descendants(graph.forward, node) if other.follows is not None]
+    return min([node.serial, *waiting]), -1, node.serial
+
+
+def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
+    """A reader starts when its batch has been put; the writer puts the next where every reader has given a slot back."""
+    for writer, reader in graph.forward.edges:
+        held, put, writes, reads = slots(graph, writer), puts.batch(writer, reader), fire_events(writer), fire_events(reader)
+        for wrote, taken in zip(writes, reads, strict=True) if by_part(writer, reader) else product(writes, reads):
+            yield Dependency(wrote, taken, 0, "data", writer.name, put)
+            yield Dependency(taken, wrote, held, "slots", writer.name, put)
+
+
+def _relayed(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
+    """The nodes of a pool in different processes take turns, each told by the one before: then it loads its weights and fires."""
+    first: dict[tuple[str, int], str] = {}
+    for event in ordered:
+        if event.kind in ("load", "fire"):
+            first.setdefault((event.node, event.part), event.name)
+    for relay in (relay for of_writer in puts.relays.values() for relay in of_writer):
+        put, writes = puts.relay(relay), fire_events(relay.writer)
+        reads = [first[relay.reader.name, part] for part in range(relay.reader.chunks)]
+        if by_part(relay.writer, relay.reader):
+            pairs = [(writes[part - relay.tokens], reads[part], int(part < relay.tokens)) for part in range(len(reads))]
+        else:
+            pairs = [(wrote, taken, relay.tokens // len(writes)) for wrote, taken in product(writes, reads)]
+        for wrote, taken, tokens in pairs:
+            yield Dependency(wrote, taken, tokens, "order", relay.name, put)
+
+
+def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Relay]:
+    """Yield the channels that keep nodes of one pool in different processes from overlapping, unless data or weights do so anyway.
+
+    Data does not where the next node loads weights, which it does before it takes its batch.
+    """
+    found: dict[str, Relay] = {}
+    for pool in dict.fromkeys(event.pool for event in ordered if event.pool is not None):
+        fired = [event for event in ordered if event.kind == "fire" and event.pool == pool]
+        for this, following in _next_in_pool(fired):
+            before, after = graph.node(this.node), graph.node(following.node)
+            wraps = ordered.index(following) <= ordered.index(this)
+            steps = wraps + this.lag - following.lag  # how many the next one is ahead
+            if wraps:
+                told = _waits_for_weights(after, before, steps)
+            else:
+                told = steps == 0 and after.feedback is None and nx.has_path(graph.forward, before, after)
+            if hosts[before.name] != hosts[after.name] and not told:
+                tokens = int(following.part != this.part or wraps) if by_part(before, after) else before.chunks * steps
+                relay = Relay(before, after, tokens, max(tokens, 0) + before.chunks)
+                found[relay.name] = relay
+    yield from found.values()
+
+
+def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Yield each firing of a pool with the next, round and round; in the first rounds those without a lag are alone."""
+    yield from zip(fired, [*fired[1:], *fired[:1]], strict=True)
+    alone = [event for event in fired if event.lag == 0]
+    if 0 < len(alone) < len(fired):
+        yield alone[-1], alone[0]
+
+
+def _waits_for_weights(rollout: Node, update: Node, steps: int) -> bool:
+    """Whether the rollout of so many steps later waits for an update anyway."""
+    feedback = rollout.feedback
+    return feedback is not None and feedback.depth < steps and feedback.source is not None and feedback.source.node is update
+
+
+def by_part(writer: Node, reader: Node) -> bool:
+    """Whether `reader` fires for each part that `writer` gives."""
+    return reader.follows is not None and reader.follows is writer.stream
+
+
+def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
+    found = []
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        publish = publish_event(feedback.name)
+        found.append(Dependency(feedback.source.node.name, publish, 0, "loop", feedback.name))
+        for node, users in loads(graph, feedback):
+            load = load_event(feedback.name, node.name)
+            arrives = load
+            if feedback.buffers == 2:
+                arrives = receive_event(feedback.name, node.name)
+                found.append(Dependency(arrives, load, 0, "loop", feedback.name))
+                found.append(Dependency(load, arrives, 1, "slots", feedback.name))
+            found.append(Dependency(publish, arrives, feedback.depth + 1, "loop", feedback.name))
+            found += [Dependency(load, firing, 0, "loop", feedback.name) for user in users for firing in fire_events(user)]
+        for node in evaluations(graph, feedback):
+            found += _evaluation(graph, feedback, node, puts.evaluation(feedback.source.node, node))
+    return found
+
+
+def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[Dependency]:
+    """An evaluation apart waits for the weights of its step; training waits for one that is too far behind."""
+    assert feedback.source is not None
+    assert node.due is not None
+    update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)
+    publish, load = publish_event(name), load_event(name, node.name, apart=True)
+    chain = [Dependency(a, b, 0, "loop", name) for a, b in pairwise((update, publish, load, node.name))]
+    return [
+        *chain,
+        Dependency(load, publish, node.due.every, "slots", name),
+        Dependency(node.name, update, ahead(graph) + 1, "slots", turn_name(update, node.name), put),
+    ]
+
+
+def _in_order(ordered: Sequence[Event]) -> Iterator[Dependency]:
+    """What one worker does, it does in this order, round and round."""
+    chains: dict[str, list[Event]] = {}
+    for event in ordered:
+        if event.kind != "receive":
+            chains.setdefault(event.worker, []).append(event)
+    for chain in chains.values():
+        if len(chain) > 1:
+            yield from (Dependency(a.name, b.name, 0, "order") for a, b in pairwise(chain))
+            yield Dependency(chain[-1].name, chain[0].name, 1, "order")

@@ -1,0 +1,170 @@
+"""Peak memory of each device and of the host, from model shapes, and the refusal of a plan that cannot fit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlgraph.channels.factory import transport_of
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.events import readers
+from rlgraph.compiler.loading_memory import loading
+from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
+from rlgraph.compiler.precision import itemsize_of
+from rlgraph.compiler.transport import staged_versions, weights_wire
+from rlgraph.costs.estimates import Need, Workload, default_estimates
+from rlgraph.costs.functions import Setting
+from rlgraph.costs.lengths import Lengths
+from rlgraph.costs.model_shapes import ModelShape, Shapes
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import Feedback, Graph, Model, Pool
+
+PROMPT_TOKENS = 512.0  # where neither a context nor lengths are known
+GIB = 1 << 30
+
+
+def needs(
+    graph: Graph,
+    cluster: Cluster,
+    crew: Sequence[PlannedWorker],
+    settings: Mapping[str, Setting],
+    shapes: Shapes,
+    lengths: Lengths | None,
+) -> tuple[PlannedMemory, ...]:
+    """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
+    found, host = [], dict[str, int]()
+    moving = [_moving(graph, feedback, crew, shapes, cluster) for feedback in graph.feedbacks]
+    for pool in (pool for pool in graph.pools if pool.cpus is None):
+        models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
+        if not models or any(model.path not in shapes for model in models):
+            continue
+        each = [_need(graph, model, shapes[model.path], settings, lengths, cluster) for model in models]
+        if cluster.gpus:
+            each += [_on_the_way(moving, model, next(settings[n.name] for n in graph.nodes if n.model is model)) for model in models]
+            found.append(_on_gpu(pool, each, cluster.gpu_memory_bytes))
+            continue
+        for model, need in zip(models, each, strict=True):
+            ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
+            for what, size in [*need.stays.items(), *need.runs.items()]:
+                host[what] = host.get(what, 0) + size * ranks
+    staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
+    if staged:
+        host["weights in staging"] = staged
+    if host:
+        spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # pages of a host come as they are touched
+        total = sum(host.values())
+        found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
+    later = {need.pool: need.least_bytes for need in found}
+    return (*found, *(need for need in loading(graph, cluster, crew, shapes) if need.peak_bytes > later.get(need.pool, 0)))
+
+
+def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
+    """Models of one pool take turns: what stays adds up, of what a turn needs the largest counts."""
+    parts: dict[str, int] = {}
+    for need in each:
+        for what, size in need.stays.items():
+            parts[what] = parts.get(what, 0) + size
+    turn = max((need.runs for need in each), key=lambda parts: sum(parts.values()))
+    for what, size in turn.items():
+        parts[what] = parts.get(what, 0) + size
+    stays = sum(size for need in each for size in need.stays.values())
+    return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
+
+
+def _need(
+    graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None, cluster: Cluster
+) -> Need:
+    nodes = [node for node in graph.nodes if node.model is model]
+    works = {node.traits.work for node in nodes}
+    setting = settings[nodes[0].name]
+    generates = "generate" in works
+    longest = _longest_of(model, lengths) if generates else _longest(graph, lengths)
+    work = Workload(
+        shape=shape,
+        itemsize=itemsize_of(model, cluster),
+        workers=setting.engines,
+        width=setting.width,
+        rows=setting.rows if generates else max(node.rows for node in nodes),
+        longest=longest,
+        usual=min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest,
+        copies=max((f.buffers for n in nodes if (f := n.feedback) is not None), default=1),
+        trained="train" in works,
+        micro_batch_tokens=model.traits.micro_batch_tokens or 0,
+        recompute=model.traits.recompute,
+    )
+    return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
+
+
+def _longest(graph: Graph, lengths: Lengths | None) -> float:
+    """The most tokens that a prompt and its response can have together, as far as the generators bound them."""
+    models = [node.model for node in graph.nodes if node.traits.work == "generate" and node.model is not None]
+    return max((_longest_of(model, lengths) for model in models), default=float(1 << 20))
+
+
+def _longest_of(model: Model, lengths: Lengths | None) -> float:
+    bound, sampling = model.traits.max_context, model.traits.sampling
+    responses = sampling.max_tokens if sampling is not None else 1024
+    return float(bound) if bound else responses + (lengths.prompt_tokens if lengths else PROMPT_TOKENS)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """Weights on their way along a feedback edge: all versions that are staged at once."""
+
+    source: Model | None
+    readers: tuple[Model | None, ...]
+    transport: str
+    bytes: int
+
+
+def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
+    on_gpus = cluster.gpus > 0
+    assert feedback.source is not None
+    writer, reading = feedback.source.node, readers(graph, feedback)
+    itemsize = itemsize_of(reading[0].model, cluster)
+    parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
+    size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
+    return _Moving(writer.model, tuple(n.model for n in reading), weights_wire(crew, writer, reading, on_gpus=on_gpus), size)
+
+
+def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Need:
+    """Estimate what weights take that move from GPU to GPU: each rank that trains stages its rows, and NCCL brings all of them into
+    memory of the GPU that reads, of an engine over several GPUs the first."""
+    staged = sum(w.bytes for w in moving if w.source is model and transport_of(w.transport).writer_keeps == "gpu") // setting.engines
+    carried = sum(w.bytes for w in moving if model in w.readers and transport_of(w.transport).reader_keeps == "gpu")
+    parts = {"weights in staging": staged, "weights carried by NCCL": carried}
+    return Need({what: size for what, size in parts.items() if size}, {}, 0)
+
+
+def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
+    """Raise PlanError for a device that cannot hold even what can't be given up, with the largest parts and a way out."""
+    for need in memory:
+        if need.limit is not None and need.least_bytes > need.limit:
+            largest = sorted(need.parts, key=lambda part: -part[1])[:3]
+            parts = ", ".join(f"{what} {size / GIB:.1f} GiB" for what, size in largest)
+            fix = FIXES["whole weights" if need.loading else largest[0][0] if largest[0][0] in FIXES else "weights"]
+            raise PlanError(
+                f"graph '{graph}' needs at least {need.least_bytes / GIB:.1f} GiB on {need.place}, which has {need.limit / GIB:.1f} GiB: "
+                f"{parts}; {fix}"
+            )
+
+
+FIXES = {
+    "whole weights": "each worker reads its whole model, one that is trained or scores in float32, before the ranks share it: fewer "
+    "ranks on a host, pools of their own, or a smaller model",
+    "weights": "give that pool more devices, or use a smaller model",
+    "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
+    "activations": "lower micro_batch_tokens, or set recompute=True",
+    "keys and values": "lower max_context or max_tokens",
+    "weights in staging": "lower depth, or use a smaller model",
+    "weights carried by NCCL": "put who trains and who generates on one host, lower depth, or use a smaller model",
+}
+
+
+def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
+    """Raise PlanError where a model's share of a GPU's memory is set and the cluster has no GPU."""
+    for node in graph.nodes:
+        share = node.model.traits.memory if node.model is not None else None
+        if share is not None and not cluster.gpus:
+            raise PlanError(
+                f"graph '{graph.name}': the model of node '{node.name}' has memory={share}, a share of a GPU's, but this cluster has no "
+                "GPU; leave it out there"
+            )

@@ -1,0 +1,255 @@
+"""Placement: how many devices each pool gets, and which processes run on them."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.plan import PlannedWorker
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import Graph, Model, Node
+
+Counts = Mapping[str, int]  # devices of each pool, by name
+
+
+@dataclass(frozen=True)
+class _Request:
+    name: str
+    share: float
+    group: int
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """The ways to divide the cluster among the pools: one where every share is given, else one for each choice of devices for the
+    pools whose share is open, in whole groups. Iterating gives the devices of each pool."""
+
+    fixed: Counts
+    open: tuple[tuple[str, int], ...]  # pools that the compiler may size, and the devices of a group of each
+    given: tuple[_Request, ...]
+    total: int  # for open and given pools
+
+    @property
+    def free(self) -> tuple[tuple[str, int], ...]:
+        """The pools whose devices are chosen; where no share is given the last open one takes what is left."""
+        return self.open if self.given else self.open[:-1]
+
+    @property
+    def room(self) -> int:
+        """Devices for all open pools at most."""
+        return self.total - sum(request.group for request in self.given)
+
+    def counts(self, chosen: Sequence[int]) -> Counts:
+        """Return the devices of each pool where the free ones have so many."""
+        found = dict(zip((name for name, _ in self.free), chosen, strict=True))
+        left = self.total - sum(chosen)
+        for name, group in self.open[len(self.free) :]:
+            found[name] = left // group * group
+        return {**self.fixed, **found, **_largest_remainder(list(self.given), left)}
+
+    def __iter__(self) -> Iterator[Counts]:
+        return (self.counts(chosen) for chosen in self._choices([group for _, group in self.open], self.room))
+
+    def __len__(self) -> int:
+        """How many there are, without making them."""
+        if not self.free:
+            return 1
+        ways = {self.room: 1}  # by what is left
+        rest = sum(group for _, group in self.open)
+        *others, (_, last) = self.free
+        for _, group in others:
+            rest -= group
+            found: dict[int, int] = {}
+            for left, count in ways.items():
+                for taken in range(group, left - rest + 1, group):
+                    found[left - taken] = found.get(left - taken, 0) + count
+            ways = found
+        return sum(count * ((left - rest + last) // last) for left, count in ways.items())
+
+    def _choices(self, groups: list[int], room: int) -> Iterator[tuple[int, ...]]:
+        if len(groups) == len(self.open) - len(self.free):
+            yield ()
+            return
+        for count in range(groups[0], room - sum(groups[1:]) + 1, groups[0]):
+            for others in self._choices(groups[1:], room - count):
+                yield (count, *others)
+
+
+def splits(graph: Graph, cluster: Cluster) -> Divisions:
+    """Return the ways to divide the cluster among the pools. Raises PlanError where the pools need more than the cluster has."""
+    models = _models(graph)
+    shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
+    fixed = {p.name: p.cpus or p.gpus or 0 for p in graph.pools if p not in shared}
+    if cluster.gpus == 0 and any(p.gpus is not None for p in graph.pools):
+        name = next(p.name for p in graph.pools if p.gpus is not None)
+        raise PlanError(f"pool '{name}' asks for GPUs, but the cluster has none; give it a share, or compile for a cluster with GPUs")
+    exact = sum(p.gpus or 0 for p in graph.pools)
+    total = (cluster.gpus or cluster.cpus) - exact
+    _check_host_pools(graph, cluster)
+    groups = {p.name: max([m.group for m in models if m.pool is p], default=1) if cluster.gpus else 1 for p in shared}
+    least = sum(groups.values())
+    if exact > cluster.gpus or (cluster.gpus and total < least):
+        raise PlanError(
+            f"graph '{graph.name}' needs at least {exact + least} GPUs for its pools {[p.name for p in graph.pools if p.cpus is None]}, "
+            f"but the cluster has {cluster.gpus}; use a larger cluster, fewer GPUs for a pool, or one pool for several models"
+        )
+    total = max(total, least)  # cores, unlike GPUs, can be shared by the operating system
+    given = tuple(_Request(p.name, p.share, groups[p.name]) for p in shared if p.share is not None)
+    return Divisions(fixed, tuple((p.name, groups[p.name]) for p in shared if p.share is None), given, total)
+
+
+def _check_host_pools(graph: Graph, cluster: Cluster) -> None:
+    for pool in graph.pools:
+        if pool.cpus is not None and pool.cpus > cluster.cpus:
+            raise PlanError(f"pool '{pool.name}' asks for {pool.cpus} cores, but the cluster has {cluster.cpus}; ask for fewer")
+
+
+def divided(shares: Mapping[str, float], groups: Mapping[str, int], total: int) -> dict[str, int]:
+    """Return `total` devices divided by share, in whole groups."""
+    return _largest_remainder([_Request(name, share, groups[name]) for name, share in shares.items()], total)
+
+
+def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
+    """Divide `total` devices by share, in whole groups, at least one group each; what is left goes to the largest remainders."""
+    if not requests:
+        return {}
+    scale = total / sum(r.share for r in requests)
+    quota = {r.name: r.share * scale for r in requests}
+    counts = {r.name: max(int(quota[r.name]) // r.group, 1) * r.group for r in requests}
+    while sum(counts.values()) > total:
+        over = [r for r in requests if counts[r.name] > r.group]
+        most = max(over, key=lambda r: counts[r.name] - quota[r.name])
+        counts[most.name] -= most.group
+    while fitting := [r for r in requests if sum(counts.values()) + r.group <= total]:
+        short = max(fitting, key=lambda r: quota[r.name] - counts[r.name])
+        counts[short.name] += short.group
+    return counts
+
+
+def nodes_needed(counts: Mapping[str, int], cluster: Cluster) -> int:
+    """Return how many hosts the GPU pools take: pools that fit on one host together share hosts, else each has its own."""
+    per_host = [min(n, cluster.gpus_per_node) for n in counts.values()]
+    hosts = [-(-n // cluster.gpus_per_node) for n in counts.values()]
+    return max(hosts, default=1) if sum(per_host) <= cluster.gpus_per_node else sum(hosts)
+
+
+def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[int, ...]]:
+    """Return the GPU numbers of each pool, dealt out in order of first use; pools on the host have none."""
+    dealt, free = {}, 0
+    for pool in graph.pools:
+        count = counts[pool.name] if cluster.gpus and pool.cpus is None else 0
+        dealt[pool.name] = tuple(range(free, free + count))
+        free += count
+    return dealt
+
+
+def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, int]) -> tuple[PlannedWorker, ...]:
+    """Return every process: one for each (model, rank), and one for each host node that may run by itself.
+
+    `order` gives each node its place in the schedule; a worker fires its nodes by it.
+    """
+    gpus = devices(graph, cluster, counts)
+    cores = _first_cores(graph, cluster, counts)
+    found: list[PlannedWorker] = []
+    for name, model in model_names(graph).items():
+        names = tuple(sorted((n.name for n in graph.nodes if n.model is model), key=order.__getitem__))
+        found += _ranks(model, name, names, gpus[model.pool.name], counts[model.pool.name], cluster, cores[model.pool.name])
+    for chain in _host_chains(graph):
+        names = tuple(sorted((n.name for n in chain), key=order.__getitem__))
+        found.append(PlannedWorker(chain[0].name, None, None, 0, 1, (), 1, names))
+    first = {w.name: min(order[n] for n in w.nodes) for w in found}
+    return tuple(sorted(found, key=lambda w: (first[w.name], w.rank)))
+
+
+def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, int]:
+    """Return the first core of each pool, where the pools have the cores side by side; pools on GPUs have none."""
+    first, free = {}, 0
+    for pool in graph.pools:
+        first[pool.name] = free
+        free += 0 if cluster.gpus and pool.cpus is None else counts[pool.name]
+    return first
+
+
+def _ranks(
+    model: Model, name: str, nodes: tuple[str, ...], gpus: tuple[int, ...], count: int, cluster: Cluster, core: int
+) -> list[PlannedWorker]:
+    groups = _groups(model, count, on_gpus=bool(gpus))
+    if gpus and groups * model.group > len(gpus):
+        raise PlanError(
+            f"{name} asks for {groups} ranks of {model.group} GPU(s), but pool '{model.pool.name}' has {len(gpus)}; ask for fewer ranks"
+        )
+    share = len(gpus) // groups
+    world = groups * model.engines if gpus else groups
+    threads = 1 if gpus else max(count // world, 1)
+
+    def host(rank: int) -> int:
+        own = gpus[rank // model.engines * share : (rank // model.engines + 1) * share]
+        hosts = {cluster.host_of_gpu(gpu) for gpu in own} or {cluster.host_of_core(core + rank * threads)}
+        if len(hosts) > 1:
+            raise PlanError(
+                f"{name}[{rank}] gets GPUs {list(own)}, which lie on hosts {sorted(hosts)} of {cluster.gpus_per_node} GPUs each; "
+                f"one worker runs on one host: choose shares, or a group of {model.group}, that divide the hosts evenly"
+            )
+        return hosts.pop()
+
+    return [
+        PlannedWorker(
+            f"{name}[{rank}]" if world > 1 else name,
+            model.pool.name,
+            name,
+            rank,
+            world,
+            gpus[rank // model.engines * share : (rank // model.engines + 1) * share],
+            threads,
+            nodes,
+            host(rank),
+        )
+        for rank in range(world)
+    ]
+
+
+def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
+    """Return the groups of devices on which a model has its workers."""
+    return model.ranks or (count // model.group if on_gpus else 1)
+
+
+def ranks_of(model: Model, count: int, cluster: Cluster) -> int:
+    """Return how many workers a model has in a pool of `count` devices."""
+    on_gpus = bool(cluster.gpus) and model.pool.cpus is None and count > 0
+    return _groups(model, count, on_gpus=on_gpus) * (model.engines if on_gpus else 1)
+
+
+def _host_chains(graph: Graph) -> list[list[Node]]:
+    """Group host nodes: a node joins its producer's process if everything else it reads is there whenever the producer is done."""
+    chains: list[list[Node]] = []
+    for node in (n for n in graph.nodes if n.model is None):
+        sources = set(graph.forward.predecessors(node))
+        for chain in chains:
+            last = chain[-1]
+            if last in sources and sources - {last} <= nx.ancestors(graph.forward, last):
+                chain.append(node)
+                break
+        else:
+            chains.append([node])
+    return chains
+
+
+def _models(graph: Graph) -> list[Model]:
+    return list(dict.fromkeys(n.model for n in graph.nodes if n.model is not None))
+
+
+def model_names(graph: Graph) -> dict[str, Model]:
+    """Return the models of a graph by the names that plans and costs give them: their roles, numbered where there are several."""
+    found: dict[str, Model] = {}
+    for model in _models(graph):
+        found[_unique(model.role, found)] = model
+    return found
+
+
+def _unique(name: str, taken: Container[str]) -> str:
+    number = 2
+    unique = name
+    while unique in taken:
+        unique, number = f"{name}{number}", number + 1
+    return unique

@@ -1,0 +1,400 @@
+"""The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.schedule import Reason, Schedule
+from rlgraph.costs.microbatch_count import Passes
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph
+from rlgraph.settings import Count, Natural, Seconds, checked
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.driver.job import Job
+    from rlgraph.runtime.local import LocalJob
+
+DEADLINE_S = 600.0  # of each wait of one worker for another, unless a launch says otherwise
+
+CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline", "estimated"]
+
+
+@dataclass(frozen=True)
+class PlannedPool:
+    """Devices of a pool: GPU numbers, or for pools on the host the number of cores."""
+
+    name: str
+    device: Literal["gpu", "cpu"]
+    gpus: tuple[int, ...]
+    cpus: int
+    busy: float  # predicted share of the period in which the pool works
+
+
+@dataclass(frozen=True)
+class PlannedJoin:
+    """Up to `ahead` batches decode beside the one that is due; `shared` says that all take their decode steps together."""
+
+    ahead: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all parts together."""
+
+    name: str
+    work: str
+    model: str | None
+    pool: str | None
+    workers: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    rows: int
+    seconds: float
+    cost: CostSource
+    chunks: int = 1  # parts of a batch that it fires for, one after another
+    due: Due | None = None  # the steps at which it does something, where that is not each
+    passes: Passes | None = None  # that a batch is cut into, where that is known
+    any_devices: bool = False  # the seconds are a plain number, taken for whatever devices
+    joins: PlannedJoin | None = None  # batches that decode beside the one that is due
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """One process: rank `rank` of `world` of a model, or host nodes. It fires `nodes` in this order, once a step."""
+
+    name: str
+    pool: str | None
+    model: str | None
+    rank: int
+    world: int
+    gpus: tuple[int, ...]
+    threads: int
+    nodes: tuple[str, ...]
+    host: int = 0  # the driver is on host 0
+
+
+@dataclass(frozen=True)
+class PlannedChannel:
+    """What one node sends to its readers: the columns they read, the transport, and how many messages it holds.
+
+    A message is a batch, or one of the `parts` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
+    one pool that run in different processes from overlapping.
+    """
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    columns: tuple[str, ...]
+    transport: str  # a name of `channels.factory.TRANSPORTS`
+    slots: int
+    bytes: int | None  # of one message, where the columns' sizes are known
+    kind: Literal["batch", "order"] = "batch"
+    tokens: int = 0  # messages that are there before the first step; below 0, so many of the first are never sent
+    parts: int = 1  # messages a step
+    stream: str | None = None  # the rollout whose parts they are
+
+
+@dataclass(frozen=True)
+class ChannelEnd:
+    """One end of a channel in one worker: where it puts, or where it takes what rank `rank` of the writer has put."""
+
+    name: str
+    side: Literal["put", "take"]
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedLoop:
+    """A feedback edge: its staleness bound and what it costs."""
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    depth: int
+    buffers: int
+    freshest: bool
+    staleness: float  # expected in the steady state; the bound is `depth`
+    transport: str  # a name of `channels.factory.TRANSPORTS`
+    slots: int
+    publish_s: float
+    hidden: bool  # whether publishing costs the period nothing
+    bucket_bytes: int = BUCKET_BYTES
+    checksum: bool = False
+    due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
+
+    def carries(self, step: int) -> bool:
+        """Whether the weights that `step` publishes go this way."""
+        return self.due is None or (self.due(step) and not self.due.begins(step))
+
+
+@dataclass(frozen=True)
+class PlannedSleep:
+    """A model that has its devices in turns with others: seconds of one wake and of one sleep, and the bytes that a device's
+    memory gives to the host's meanwhile, where known."""
+
+    model: str
+    wake_s: float
+    sleep_s: float
+    bytes: int | None
+    cost: CostSource
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model and what it computes in: `dtype`, and `why` that one."""
+
+    name: str
+    dtype: str
+    why: str
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Estimated bytes on a GPU of a pool, or on the host (None), while the job runs or while it loads its models: the parts, the
+    peak, the `least_bytes` that must fit, and what there is, where known."""
+
+    pool: str | None
+    parts: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    least_bytes: int
+    limit: int | None
+    loading: bool = False
+
+    @property
+    def place(self) -> str:
+        """The place and the time in words."""
+        return ("host" if self.pool is None else f"a GPU of '{self.pool}'") + (" while models load" if self.loading else "")
+
+
+@dataclass(frozen=True)
+class PlannedWait:
+    """Seconds a step that a pool, or a worker on the host, stands still for `on`: a channel or a feedback edge.
+
+    `reason` is "data" (nothing to take yet), "slots" (no room to put), "loop" (the weights are not there yet).
+    """
+
+    who: str
+    on: str
+    reason: Reason
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The steady state: seconds a step, the cycle that sets it, and advice in words.
+
+    `period_s` is the critical cycle's, from mean seconds until a firing's last engine is done. `simulated_s` plays the schedule
+    with the lengths and spreads that the costs hold: it counts what a long response keeps waiting, and that an engine which is
+    done goes on while another decodes. `step_s` is the one to expect. `first_step_s` is from the first tick to the end of the
+    first step, start-up not counted.
+    """
+
+    period_s: float
+    simulated_s: float
+    critical: tuple[str, ...]  # event names along the critical cycle
+    critical_tokens: int
+    cost: CostSource
+    advice: tuple[str, ...]
+    step_s: float
+    first_step_s: float
+    waits: tuple[PlannedWait, ...]
+    warnings: tuple[str, ...] = ()  # what the choice of this plan rests on and nobody has measured
+    left_out: tuple[str, ...] = ()  # what the run does that the seconds do not count
+    assumed: tuple[str, ...] = ()  # what the seconds rest on that no run has measured, and how far they may be off
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What holds for any timing: derived from the schedule's tokens, not observed."""
+
+    staleness_bound: int
+    deadlock_free: bool
+    open_batches: int
+    buffered_bytes: int | None
+    period_s: float
+
+
+class Facade(Protocol):
+    """`rlgraph.api`, as a plan calls it."""
+
+    def text(self, plan: "Plan") -> str: ...
+
+    def svg(self, plan: "Plan") -> str: ...
+
+    def draw(self, plan: "Plan", path: str | Path) -> None: ...
+
+    def timeline(self, plan: "Plan", path: str | Path, steps: int) -> None: ...
+
+    def run_here(self, plan: "Plan") -> "LocalJob": ...
+    def ray_dag(self, plan: "Plan", actors: Mapping[str, Any]) -> Any: ...
+
+    @property
+    def launch(self) -> "Callable[..., Job]": ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a graph becomes on a cluster: placement, workers, channels, loops, schedule, prediction and certificate.
+
+    It prints, draws, compares, serialises and runs. One read back with `from_json` has no graph, so it cannot be launched.
+    """
+
+    graph: str
+    cluster: Cluster
+    pools: tuple[PlannedPool, ...]
+    nodes: tuple[PlannedNode, ...]
+    workers: tuple[PlannedWorker, ...]
+    channels: tuple[PlannedChannel, ...]
+    loops: tuple[PlannedLoop, ...]
+    schedule: Schedule
+    window: int  # steps that may be in flight
+    hosts: int  # machines that the GPU pools take
+    prediction: Prediction
+    certificate: Certificate
+    memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
+    sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
+    models: tuple[PlannedModel, ...] = ()  # those that have a dtype
+    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # none where it was read from JSON
+    facade: ClassVar[Facade]  # set by the package: planning imports nothing that draws or launches
+
+    @property
+    def values(self) -> "Plan":
+        """The same plan without its graph: what a record of a run keeps."""
+        return replace(self, source=msgspec.UNSET)
+
+    def __str__(self) -> str:
+        return self.facade.text(self)
+
+    def _repr_svg_(self) -> str:
+        return self.facade.svg(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+        self.facade.draw(self, path)
+
+    def timeline(self, path: str | Path, steps: Count = 6) -> None:
+        """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
+        self.facade.timeline(self, path, steps)
+
+    @checked(PlanError)
+    def launch(
+        self,
+        *,
+        dispatch: Literal["compiled_graph", "calls"] | None = None,
+        deadline_s: Seconds = DEADLINE_S,
+        checkpoint: str | Path | None = None,
+        every: Count = 10,
+        keep: Count = 2,
+        restarts: Natural = 0,
+        fresh: bool = False,
+        transport: str | None = None,
+    ) -> "Job":
+        """Make the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
+
+        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
+        by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
+
+        `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
+        folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
+        a further checkpoint, the job starts again by itself when a worker dies or a node fails.
+        `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
+
+        Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
+        cannot be used: before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
+        """
+        return self.facade.launch(
+            self,
+            dispatch=dispatch,
+            deadline_s=deadline_s,
+            checkpoint=checkpoint,
+            every=every,
+            keep=keep,
+            restarts=restarts,
+            fresh=fresh,
+            transport=transport,
+        )
+
+    def run_here(self) -> "LocalJob":
+        """Make a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""
+        return self.facade.run_here(self)
+
+    def ray_dag(self, actors: Mapping[str, Any]) -> Any:
+        """Bind the forward graph to an actor for each worker, as a graph of Ray: `rlgraph.api.ray_dag`."""
+        return self.facade.ray_dag(self, actors)
+
+    def to_json(self) -> str:
+        """Write the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""
+        return msgspec.json.format(msgspec.json.encode(self.values), indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read the plan written by `to_json`. Raises PlanError for text that is none, or holds a key that means nothing."""
+        here = f"this is rlgraph {_version()}, which reads the plans that it writes: compile the graph again"
+        try:
+            plan = msgspec.json.decode(text, type=Plan)
+            raw = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+            raise PlanError(f"Plan.from_json: {error}; {here}") from None
+        names = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
+        unknown = [f"transport '{name}'" for name in names - TRANSPORTS.keys()] + _unknown(raw, msgspec.to_builtins(plan), "plan")
+        if unknown:
+            raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
+        return plan
+
+    def steps_ahead(self) -> Mapping[str, int]:
+        """How many steps each worker fires beyond the one it is to finish, since others wait for them to finish theirs.
+
+        Where update k waits for its turn until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
+        """
+        found = {worker.name: 0 for worker in self.workers}
+        settled = False
+        while not settled:
+            settled = True
+            for channel in self.channels:
+                ahead = max(found[name] for reader in channel.readers for name in self.node(reader).workers)
+                needed = ahead - -(-channel.tokens // channel.parts)
+                for name in self.node(channel.writer).workers:
+                    if found[name] < needed:
+                        found[name], settled = needed, False
+        return found
+
+    def due_events(self) -> Mapping[str, Due]:
+        """The events that do not happen at each step."""
+        found = {name: node.due for node in self.nodes if node.due is not None for name in (node.name,)}
+        ends = {d.via: (d.before, d.after) for d in self.schedule.dependencies if d.reason == "slots"}
+        return found | {name: loop.due for loop in self.loops if loop.due is not None for name in ends[loop.name]}
+
+    def node(self, name: str) -> PlannedNode:
+        return next(node for node in self.nodes if node.name == name)
+
+    def dtype(self, model: str | None) -> str | None:
+        """The dtype that a model of this name computes in, or None for one without."""
+        return next((found.dtype for found in self.models if found.name == model), None)
+
+    def worker(self, name: str) -> PlannedWorker:
+        return next(worker for worker in self.workers if worker.name == name)
+
+
+def _version() -> str:
+    try:
+        return version("rlgraph-dataflow")
+    except PackageNotFoundError:  # run from its source alone
+        return "of the present source"
+
+
+def _unknown(raw: Any, known: Any, where: str) -> list[str]:
+    """The places of keys that were read and are not in the plan."""
+    if isinstance(raw, dict) and isinstance(known, dict):
+        return [f"{where}.{key}" for key in raw if key not in known] + [
+            place for key in raw if key in known for place in _unknown(raw[key], known[key], f"{where}.{key}")
+        ]
+    if isinstance(raw, list) and isinstance(known, list | tuple):
+        return [place for i, (a, b) in enumerate(zip(raw, known, strict=False)) for place in _unknown(a, b, f"{where}[{i}]")]
+    return []

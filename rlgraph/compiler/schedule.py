@@ -1,0 +1,118 @@
+"""The schedule of a plan: a marked graph of events. An event's firing k starts when all it depends on has finished.
+
+A dependency with t tokens lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
+firing k - t of `before`. The number of tokens on a cycle never changes (Commoner, 1971), which is what bounds staleness. Of the
+turns of a pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rounds`).
+
+A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot holds
+up that put, those after it and the end of the firing, but neither its start nor its work.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+EventKind: TypeAlias = Literal["fire", "publish", "receive", "load", "wake", "sleep"]
+SpanKind: TypeAlias = EventKind | Literal["carry", "wait", "room", "idle", "start"]
+MOVING: frozenset[SpanKind] = frozenset(("publish", "receive", "load"))
+WORK: frozenset[SpanKind] = MOVING | {"fire", "wake", "sleep"}
+Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that takes time once a step: a node fires, weights are published, received or loaded, or an engine that shares
+    its devices with other models wakes or sleeps: it takes their memory, or gives it back. `edge` is the feedback edge whose weights
+    move."""
+
+    name: str
+    kind: EventKind
+    node: str
+    worker: str
+    pool: str | None
+    seconds: float
+    part: int = 0  # of the batch, for a node that fires for each of several parts
+    edge: str = ""
+    lag: int = 0  # in round r of its pool's turns it happens for step r - lag
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """Firing k of `after` waits for firing k - `tokens` of `before`: its start for the other's end, unless a `put` is named.
+
+    `put` counts the channels of a writer in the order of its puts, from 1. Where the reason is "slots", that put of `after` is
+    what waits, until `before` has ended and given its slot back. For any other reason `after` starts once that put of `before` is done.
+    """
+
+    before: str
+    after: str
+    tokens: int
+    reason: Reason
+    via: str = ""
+    put: int = 0
+
+    @property
+    def left_at(self) -> int:
+        """The put of `before` that it waits for; 0 is its end."""
+        return 0 if self.reason == "slots" else self.put
+
+    @property
+    def holds(self) -> int:
+        """The put of `after` that waits; 0 is its start."""
+        return self.put if self.reason == "slots" else 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All events of one step and what they wait for, as data."""
+
+    events: tuple[Event, ...]
+    dependencies: tuple[Dependency, ...]
+
+    def seconds(self) -> Mapping[str, float]:
+        return {event.name: event.seconds for event in self.events}
+
+    @property
+    def most_lag(self) -> int:
+        """The rounds between the first and the last event of one step."""
+        return max((event.lag for event in self.events), default=0)
+
+    def within_rounds(self) -> Iterator[tuple[str, str]]:
+        """Yield what waits for an event of its own round, as (before, after)."""
+        lag = {event.name: event.lag for event in self.events}
+        yield from ((d.before, d.after) for d in self.dependencies if d.tokens + lag[d.after] - lag[d.before] == 0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a worker did from one moment to another, in seconds from the start; predicted and measured alike.
+
+    Kinds of an event (`WORK`) have its name. A run also has `wait` (for a message: the name is that of its channel or feedback
+    edge), `room` (for a free slot of it), `carry` (rlgraph's own work around the node of that name: checks, copies), `idle`
+    (between two steps) and `start` (before the first). `bytes` is what it moved between a device and host memory, where known.
+    """
+
+    name: str
+    kind: SpanKind
+    step: int
+    worker: str
+    start_s: float
+    end_s: float
+    version: int | None = None
+    bytes: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How much one worker sampled in one firing of a node: tokens of its prompts, and of each response."""
+
+    node: str
+    step: int
+    worker: str
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]

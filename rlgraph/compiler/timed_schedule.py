@@ -1,0 +1,130 @@
+"""The schedule of a graph on so many devices: its processes, the setting of each node, and the seconds of each event."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from rlgraph.compiler import events
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.device_split import FEW, best_first
+from rlgraph.compiler.placement import Counts, Divisions, ranks_of, workers
+from rlgraph.compiler.plan import PlannedWorker
+from rlgraph.compiler.schedule import Event, Schedule
+from rlgraph.compiler.time_sharing import sleep_of, sleeping
+from rlgraph.compiler.transport import batch_wires
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import Setting
+from rlgraph.costs.microbatch_count import passes_of
+from rlgraph.graph.nodes import Graph, Node
+from rlgraph.simulate import continuous
+from rlgraph.simulate.forecast import Settings
+from rlgraph.simulate.play import Timed
+
+
+def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
+    """Return the processes, and the setting of each node."""
+    turns = sorted(graph.nodes, key=lambda node: events.turn(graph, node))
+    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(turns)})
+    return crew, settings_on(graph, cluster, counts)
+
+
+def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Setting]:
+    """Return the setting of each node where the pools have so many devices."""
+    found = {}
+    for node in graph.nodes:
+        count = counts[node.pool.name] if node.pool else 1
+        engines = ranks_of(node.model, count, cluster) if node.model is not None else 1
+        found[node.name] = Setting(count, engines, node.rows, passes_of(node, cluster.gpus))
+    return found
+
+
+def scheduled(
+    graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
+) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
+    """Return processes, settings and the schedule with mean seconds."""
+    crew, settings = settled(graph, cluster, counts)
+    hosts = first_workers(crew)
+    rows = max(node.rows for node in graph.nodes)
+    seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
+    batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
+    schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
+    return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
+
+
+def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+    """Return the mean seconds of a firing; of one whose batches join others, where every version is there in time."""
+    if continuous.is_played(graph, node, costs):
+        return continuous.saturated(node, setting, costs, rows)
+    return costs.mean(node.name, setting, rows)
+
+
+def _rate(node: Node) -> float:
+    """Return how often a node does something, in times a step."""
+    return 1.0 if node.due is None else 1 / node.due.every
+
+
+def _with_parts(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
+    """Return the schedule in which each part of a batch takes its own time: the first of a rollout takes most."""
+    shares: dict[str, list[float]] = {}
+    for node in (node for node in graph.nodes if node.chunks > 1):
+        law = costs.law(node.name)
+        shares[node.name] = law.parts(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+    if not shares:
+        return schedule
+
+    def timed(event: Event) -> Event:
+        if event.kind != "fire" or event.node not in shares:
+            return event
+        return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.part])
+
+    return replace(schedule, events=tuple(map(timed, schedule.events)))
+
+
+def first_workers(crew: Sequence[PlannedWorker]) -> dict[str, str]:
+    """Return the first worker of each node, by name; nodes have the same one where they run in the same processes."""
+    return {node: worker.name for worker in reversed(crew) for node in worker.nodes}
+
+
+def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
+    """Yield divisions with a bound of their period, or nearly their period where they are many; the shortest first."""
+    if len(divisions) > FEW:
+        period = period_on(graph, cluster, costs, next(iter(divisions)))
+        yield from ((division.counts, division.period_s) for division in best_first(divisions, period))
+        return
+    rows = max(node.rows for node in graph.nodes)
+
+    def load(counts: Counts) -> float:  # of the busiest pool
+        settings = settings_on(graph, cluster, counts)
+        return max(
+            sum(mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
+        )
+
+    every = [(load(counts), index, counts) for index, counts in enumerate(divisions)]
+    yield from ((counts, bound) for bound, _, counts in sorted(every, key=lambda each: each[:2]))
+
+
+def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Callable[[Counts], float]:
+    """Return the function from devices to the period of the schedule that `like` gives, with the seconds of those devices.
+
+    Which channels leave a host may differ, and with them the order of puts.
+    """
+    crew, settings, schedule = scheduled(graph, cluster, like, costs)
+    timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
+    asleep = sleeping(graph, crew, settings, costs.sleep)
+    first = {name: worker for worker in reversed(crew) for name in worker.nodes}
+    usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
+
+    def scale(event: Event, there: Settings) -> float:
+        if event.kind == "fire":
+            now, then = mean_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
+        elif event.kind in ("wake", "sleep"):
+            new, old = sleep_of(graph, first[event.node], there, costs.sleep), asleep[event.node]
+            now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)
+        else:
+            return 1.0
+        return now / then if then else 0.0
+
+    def period(counts: Counts) -> float:
+        there = settings_on(graph, cluster, counts)
+        return timed.period_s({event.name: seconds[event.name] * scale(event, there) for event in schedule.events})
+
+    return period

@@ -1,0 +1,182 @@
+"""What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+
+from rlgraph import settings
+from rlgraph.compiler.placement import model_names
+from rlgraph.compiler.plan import CostSource
+from rlgraph.costs.costs_file import read, written
+from rlgraph.costs.functions import NodeCost, Setting, SleepCost, law_or_number
+from rlgraph.costs.lengths import Array, Lengths
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import Graph, Node
+from rlgraph.graph.operation import Work
+from rlgraph.settings import AtLeastZero, Natural
+
+DRAWN_STEPS = 400  # of a prediction that follows lengths and spreads
+DRAWN_ROWS = 1 << 20  # at most, over all steps
+LEAST_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each node by name, and of moving weights.
+
+    A plain number is taken for any count of devices and rows: a comparison of plans that rests on it warns. `{1: 38.2, 2: 19.0}`
+    are the seconds on 1 and on 2 devices of its pool; a `NodeCost` is a law.
+
+    `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine;
+    `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, which generating and training
+    follow where a node's cost says so. `on` says in words where the costs were taken. `sleep` is what models take that have
+    their devices in turns with others, by the names that a plan gives them ("generator", "policy"); what it lacks is estimated.
+
+    Raises PlanError for a cost that is negative or no number, or one that needs lengths where there are none.
+
+    >>> costs = Costs({"prompts": 0.0, "rollout": {1: 38.2, 2: 19.0}, "update": {1: 9.2, 2: 4.9}})
+    >>> costs.mean("rollout", Setting(devices=2))
+    19.0
+    """
+
+    nodes: Mapping[str, float | NodeCost | Mapping[int, float]]
+    publish_s: AtLeastZero = 0.0
+    receive_s: AtLeastZero = 0.0
+    swap_s: AtLeastZero = 0.0
+    source: CostSource = field(default="given")
+    lengths: Lengths | None = None
+    publish_bytes: Natural | None = None
+    on: str = ""
+    sleep: Mapping[str, SleepCost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nodes, Mapping):
+            object.__setattr__(self, "nodes", {name: law_or_number(name, cost) for name, cost in self.nodes.items()})
+        settings.check(self, PlanError)
+        for name, cost in self.nodes.items():
+            if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
+                raise PlanError(
+                    f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
+                    "lengths=rg.Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
+                )
+
+    def law(self, node: str) -> NodeCost:
+        """Return the law of a node's seconds."""
+        cost = self.nodes[node]
+        if isinstance(cost, NodeCost):
+            return cost
+        return NodeCost.on(cost) if isinstance(cost, Mapping) else NodeCost(serial_s=float(cost))
+
+    def is_plain(self, node: str) -> bool:
+        """Whether the seconds of `node` are a plain number above 0, so that they count the same on any devices, for any rows."""
+        cost = self.nodes[node]
+        return self.source != "nominal" and isinstance(cost, int | float) and cost > 0
+
+    def seconds(self, node: str, setting: Setting, steps: int, rows_drawn: int | None = None) -> Array:
+        """Return the seconds `[steps]` of as many firings of `node`."""
+        return self.law(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
+
+    def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
+        """Return the mean seconds of one firing of `node`."""
+        rows = rows_drawn or setting.rows
+        return _mean(self.law(node), setting, self.lengths, self.steps_drawn(rows) if self.varies(node) else 1, rows)
+
+    def varies(self, node: str) -> bool:
+        """Return whether single firings of `node` differ."""
+        law = self.law(node)
+        return bool(law.spread) or law.by_length
+
+    def steps_drawn(self, rows: int) -> int:
+        """Return of how many steps a prediction draws the lengths."""
+        return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
+
+    def source_at(self, node: str, setting: Setting) -> CostSource:
+        """Return where the seconds of `node` come from at this setting: "scaled" if they were measured at another one."""
+        law = self.law(node)
+        counts = [count for count, _ in law.by_devices]
+        elsewhere = law.measured not in (None, setting) or (counts and setting.devices not in counts)
+        return "scaled" if elsewhere else self.source
+
+    def sleep_source(self, model: str, setting: Setting) -> CostSource:
+        """Return where the seconds come from in which a model wakes and sleeps at this setting."""
+        cost = self.sleep[model]
+        if cost.estimated:
+            return "estimated"
+        at = cost.measured
+        return "scaled" if at is not None and (at.devices, at.engines) != (setting.devices, setting.engines) else self.source
+
+    def only(self, graph: Graph) -> "Costs":
+        """Return the costs without those of nodes and models that a graph lacks."""
+        nodes, models = {node.name for node in graph.nodes}, model_names(graph)
+        return replace(
+            self,
+            nodes={name: cost for name, cost in self.nodes.items() if name in nodes},
+            sleep={name: cost for name, cost in self.sleep.items() if name in models},
+        )
+
+    def to_file(self, path: str | Path) -> None:
+        """Write the costs as YAML; `Costs.from_file` reads them again."""
+        Path(path).write_text(written(self), encoding="utf-8")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Costs":
+        """Read the costs of a YAML file. Raises PlanError for a file that is missing, or holds something else."""
+        found = read(path, _Written)
+        return Costs(**{each.name: getattr(found, each.name) for each in fields(Costs)})
+
+
+@dataclass(frozen=True)
+class _Written(Costs):
+    """Costs as their file holds them: what maps device counts is a NodeCost there, since msgspec tells one kind of mapping only."""
+
+    nodes: Mapping[str, float | NodeCost]
+
+
+@lru_cache(maxsize=4096)
+def _mean(law: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows: int) -> float:
+    return float(law.seconds(setting, lengths, steps, rows).mean())
+
+
+# Device-seconds of equally large models, by kind of work: a training token costs three forward ones (Kaplan et al., 2020,
+# section 2.1), and decoding, bound by memory traffic, about twice a training pass over the same tokens.
+NOMINAL: Mapping[Work, NodeCost] = {
+    "generate": NodeCost(parallel_s=6.0),
+    "train": NodeCost(parallel_s=3.0),
+    "forward": NodeCost(parallel_s=1.0),
+    "host": NodeCost(serial_s=0.01),
+}
+
+
+def nominal(graph: Graph) -> Costs:
+    """Return costs that only rank: every model the same size, seconds without a machine behind them."""
+    nodes = {node.name: _nominal(node) for node in graph.nodes}
+    return Costs(nodes, publish_s=0.02, receive_s=0.02, swap_s=0.01, source="nominal")
+
+
+def _nominal(node: Node) -> NodeCost:
+    cost = NOMINAL[node.traits.work]
+    return replace(cost, parallel_s=cost.parallel_s * epochs_of(node))
+
+
+def epochs_of(node: Node) -> int:
+    """Return how often an update walks its batch; 1 for what is no update."""
+    return node.traits.epochs
+
+
+def checked(graph: Graph, costs: Costs | None) -> Costs:
+    """Return costs that name exactly the graph's nodes. Raises PlanError for an unknown or a missing node."""
+    if costs is None:
+        return nominal(graph)
+    names = [node.name for node in graph.nodes]
+    for name in costs.nodes:
+        if name not in names:
+            raise PlanError(f"costs name a node '{name}' that graph '{graph.name}' lacks; its nodes are {names}")
+    models = list(model_names(graph))
+    for name in costs.sleep:
+        if name not in models:
+            raise PlanError(f"costs name a model '{name}' in `sleep` that graph '{graph.name}' lacks; its models are {models}")
+    for name in names:
+        if name not in costs.nodes:
+            raise PlanError(f"costs lack node '{name}' of graph '{graph.name}'; give each node a cost, or none at all for nominal ones")
+    return costs

@@ -1,0 +1,64 @@
+"""How much faster a wider engine is: found where runs had engines of two widths, else assumed, and said with its bounds."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import DOUBLING, Decode, NodeCost, Setting
+from rlgraph.costs.lengths import Array
+from rlgraph.graph.nodes import Graph
+
+NONE = 0.5  # kept of the ideal speed-up by a doubling that makes nothing faster
+LEAST = 0.05  # kept at least, however much slower wider engines were
+CLOSE = 0.01  # bounds that differ by less need no words
+
+
+def doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
+    """The share of the ideal speed-up that each doubling keeps, or None where no engine was of another width.
+
+    `wider` are the widths over that of the law, `ideal_s` what the law says of each firing with an ideal speed-up.
+
+    >>> doubling(np.array([2.0, 2.0]), np.array([1.0, 3.0]), np.array([1.25, 3.75]))
+    0.8
+    """
+    doublings = np.log2(wider)
+    if not doublings.any() or (ideal_s <= 0).any() or (seconds <= 0).any():
+        return None
+    kept = 2 ** float(np.median(np.log2(ideal_s / seconds)[doublings != 0] / doublings[doublings != 0]))
+    return float(f"{min(max(kept, LEAST), 1.0):.6g}")
+
+
+def assumed(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
+    """Yield for each model that runs on engines of a width nobody measured what its seconds rest on, and how far they may be off.
+
+    `devices` is the word for them, "cores" or "GPUs".
+    """
+    rows = max(node.rows for node in graph.nodes)
+    for node in (node for node in graph.nodes if node.model is not None):
+        law, setting = costs.law(node.name), settings[node.name]
+        if law.measured is None or law.measured.width == setting.width or (law.decode is not None and law.decode.doubling is not None):
+            continue
+        kept = DOUBLING if law.decode is not None else 1.0
+        seconds, *bounds = (_mean(costs, law, setting, share, rows) for share in (kept, NONE, 1.0))
+        if max(bounds) - min(bounds) > CLOSE * seconds:
+            yield (
+                f"'{node.name}' was measured on {law.measured.width:.3g} {devices} an engine and is predicted on {setting.width:.3g}: "
+                f"{seconds:.3g} s if each doubling keeps {kept:.2g} of the ideal speed-up, {min(bounds):.3g} to {max(bounds):.3g} s if it "
+                "keeps nothing or all; profile engines of this width, or of both"
+            )
+
+
+def _mean(costs: Costs, law: NodeCost, setting: Setting, kept: float, rows: int) -> float:
+    """Mean seconds of a law where a doubling of the width keeps so much of the ideal speed-up."""
+    if law.decode is not None:
+        law = replace(law, decode=replace(law.decode, doubling=kept))
+    elif kept == NONE and law.measured is not None:
+        setting = replace(setting, devices=max(round(setting.engines * law.measured.width), 1))
+    return replace(costs, nodes={**costs.nodes, "": law}).mean("", setting, rows)
+
+
+def with_doubling(decode: Decode, wider: Array, measured: Array, seconds: Array) -> Decode:
+    """The law with the speed-up of firings on engines of other widths, where there are any; `measured` is what it says at its own."""
+    return replace(decode, doubling=doubling(wider, measured / wider, seconds))

@@ -1,0 +1,158 @@
+"""What a plan asks of an engine before anything starts: bytes on its devices and its host, and seconds of a decode step.
+
+An engine brings `Estimates` of its own with its spec; the defaults hold for engines that work as most do, and for models without a spec.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from rlgraph import settings
+from rlgraph.costs import host_times
+from rlgraph.costs.functions import Decode
+from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.graph.operation import Work
+
+MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
+ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
+SEQUENCES = 256  # that an engine decodes at once, at most
+# What well-kept engines reach of a device's peaks; assumptions, which a profile replaces.
+PREFILL, DECODING = 0.5, 0.6
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak bfloat16 operations and bytes of memory traffic a second, bytes of memory, and bytes a second to and from the
+    host, one way, as the vendor gives them."""
+
+    flops: float
+    bandwidth: float
+    memory_bytes: int
+    host_link: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One model of a graph as it is to run: `workers` engines or ranks, each on `width` devices.
+
+    `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
+    together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
+    generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone.
+    """
+
+    shape: ModelShape
+    itemsize: int
+    workers: int
+    width: float
+    rows: int
+    longest: float
+    usual: float
+    copies: int = 1
+    trained: bool = False
+    micro_batch_tokens: int = 0
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one model on one device: what stays, and what is there while its own nodes run. `least` of that cannot be given up."""
+
+    stays: Mapping[str, int]
+    runs: Mapping[str, int]
+    least: int
+
+
+def paged(work: Workload) -> Need:
+    """Memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
+    width = max(work.width, 1.0)
+    # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
+    weights = int((1 / width + work.copies - 1) * work.shape.parameters * work.itemsize)
+    sequences = min(-(-work.rows // work.workers), SEQUENCES)
+    per_token = work.shape.kv_bytes_per_token(work.itemsize) / width
+    cache = int(max(sequences * work.usual, work.longest) * per_token)
+    return Need({}, {"engine's weights": weights, "keys and values": cache}, weights + int(work.longest * per_token))
+
+
+def fully_sharded(work: Workload) -> Need:
+    """Memory of a rank that shares float32 weights, gradients and moments with the others, and gathers a layer at a time."""
+    return _ranks(work, MASTER)
+
+
+def whole(work: Workload) -> Need:
+    """Memory of a model that has its weights in what it computes with."""
+    return _ranks(work, work.itemsize)
+
+
+def _ranks(work: Workload, weights: int) -> Need:
+    shape = work.shape
+    per_parameter = {"weights": weights} | ({"optimizer": OPTIMIZER, "gradients": GRADIENT} if work.trained else {})
+    stays = {what: size * shape.parameters // work.workers for what, size in per_parameter.items()}
+    tokens = min(work.micro_batch_tokens, int(-(-work.rows // work.workers) * work.longest))
+    kept = 2 if not work.trained or work.recompute else ACTIVATION  # of a layer: its input, or all
+    layers = shape.layers if work.trained else 1
+    gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize
+    runs = {"activations": tokens * shape.hidden * layers * kept * work.itemsize // 2, "gathered layers": gathered}
+    return Need(stays, runs, sum(runs.values()))
+
+
+def compute_weights(parameters: int, itemsize: int) -> int:
+    """Bytes of weights in what passes compute with."""
+    return parameters * itemsize
+
+
+def master_weights(parameters: int, itemsize: int) -> int:
+    """Bytes of float32 weights."""
+    return parameters * MASTER
+
+
+def moments(parameters: int, itemsize: int) -> int:
+    """Bytes of AdamW's two moments."""
+    return parameters * OPTIMIZER
+
+
+def stays_awake(parameters: int, itemsize: int) -> int:
+    """None: the engine keeps its device memory while others work."""
+    return 0
+
+
+def decode_law(shape: ModelShape, device: Device, context: float) -> Decode:
+    """Seconds of a decode step by the device's roofline and the host times of a table, each sequence `context` tokens long.
+
+    A token takes 2 operations a parameter; a decode step reads the weights once, and the keys and values of each sequence (Pope et al.,
+    2022, section 2).
+    """
+    return Decode(
+        step_s=2 * shape.active_parameters / (device.bandwidth * DECODING),
+        sequence_s=shape.kv_bytes_per_token() * context / (device.bandwidth * DECODING),
+        prefill_s=2 * shape.active_parameters / (device.flops * PREFILL),
+        host_step_s=host_times.DECODE_STEP_S.value,
+        host_sequence_s=host_times.DECODE_SEQUENCE_S.value,
+        host_sharing=host_times.SHARING.value,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """What an engine takes. The defaults are those of an engine that generates and sleeps as vLLM does.
+
+    `sleep_bytes(parameters, itemsize)` of a model go to host memory while its engine sleeps, `loading_bytes(parameters, itemsize)` are
+    in a worker's memory while it loads, before its ranks share them. `memory_estimate(workload)` is the need of one device,
+    `decode_law(shape, device, context)` what a decode step takes there.
+    """
+
+    sleep_bytes: Callable[[int, int], int] = compute_weights
+    loading_bytes: Callable[[int, int], int] = compute_weights
+    memory_estimate: Callable[[Workload], Need] = paged
+    decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+
+GENERATING = Estimates()
+TRAINING = Estimates(sleep_bytes=moments, memory_estimate=whole)
+SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=whole)
+
+
+def default_estimates(works: Collection[Work]) -> Estimates:
+    """The estimates of a model without a spec, by the works of its nodes."""
+    return GENERATING if "generate" in works else TRAINING if "train" in works else SCORING

@@ -1,0 +1,292 @@
+"""The laws of a node's time: how its seconds follow from its devices, engines, rows and the lengths of the responses."""
+
+import heapq
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rlgraph import settings
+from rlgraph.costs.lengths import Array, Lengths
+from rlgraph.costs.microbatch_count import Passes
+from rlgraph.errors import PlanError, shown
+from rlgraph.kinds import Range, Real, Wrong
+from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction
+
+# The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
+# step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
+DOUBLING = 0.85
+SECONDS = Real(Range(least=0))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a node runs: devices of its pool, engines (ranks of its model) on them, rows of a batch, and the passes it is cut into,
+    where that is known."""
+
+    devices: Count = 1
+    engines: Count = 1
+    rows: Natural = 1
+    passes: Passes | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+
+    @property
+    def width(self) -> float:
+        """Devices of one engine."""
+        return self.devices / self.engines
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Time of one generating engine: `prefill_s` for each prompt token, then decode steps of `step_s + sequence_s · active`.
+
+    Decoding is bound by memory traffic: reading the weights costs every step `step_s`, each sequence that is still active
+    adds `sequence_s`. So the longest response sets the tail. `slots` is how many sequences an engine decodes at once.
+    `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double (None: nobody measured it, and
+    0.85 is assumed).
+
+    `host_step_s` and `host_sequence_s` are the host's part of the same: more devices do not shorten it, and each doubling of the
+    engines that share a device lengthens it by `host_sharing`.
+    """
+
+    step_s: AtLeastZero = 0.0
+    sequence_s: AtLeastZero = 0.0
+    prefill_s: AtLeastZero = 0.0
+    start_s: AtLeastZero = 0.0  # of a firing, whatever its rows
+    slots: Count | None = None
+    doubling: PositiveFraction | None = None
+    host_step_s: AtLeastZero = 0.0
+    host_sequence_s: AtLeastZero = 0.0
+    host_sharing: AtLeastZero = 1.0
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+
+    def at_width(self, wider: float, width: float) -> "Decode":
+        """The law of an engine `wider` times as wide as the one these times are of, `width` devices, with the host's part in it."""
+        kept = DOUBLING if self.doubling is None else self.doubling
+        faster = wider * kept ** np.log2(max(wider, 1e-9))
+        held_up = self.host_sharing ** max(np.log2(1 / max(width, 1e-9)), 0.0)
+        return replace(
+            self,
+            step_s=self.step_s / faster + self.host_step_s * held_up,
+            sequence_s=self.sequence_s / faster + self.host_sequence_s * held_up,
+            prefill_s=self.prefill_s / faster,
+            start_s=self.start_s / faster,
+            host_step_s=0.0,
+            host_sequence_s=0.0,
+        )
+
+    def seconds(self, lengths: Array, prompt_tokens: float, engines: int) -> Array:
+        """Return the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row takes none."""
+        rows = lengths.shape[1]
+        engines = min(engines, rows)
+        firsts = [rows * rank // engines for rank in range(engines)]
+        counts = np.diff([*firsts, rows])
+        active = np.add.reduceat(lengths, firsts, axis=1)
+        steps = np.maximum.reduceat(lengths, firsts, axis=1)
+        if self.slots is not None and max(counts) > self.slots:
+            steps = _steps_in_slots(lengths, tuple(firsts), self.slots)
+        each: Array = self.start_s + self.prefill_s * prompt_tokens * counts + self.step_s * steps + self.sequence_s * active
+        return each
+
+    def parts(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
+        """Return the shares `[steps, chunks]` of a firing after which each part of its batch `[steps, rows]` has left.
+
+        Parts leave in order, so a part leaves with the longest response of it and of those before it; until a response of L
+        tokens ends, the decode steps are L and each sequence has taken part in those it needed.
+        """
+        longest = np.stack([part.max(axis=1) for part in np.array_split(lengths, chunks, axis=1)], axis=1)
+        until = np.maximum.accumulate(longest, axis=1)
+        active = np.minimum(lengths[:, None, :], until[:, :, None]).sum(axis=2)
+        at = self.start_s + self.prefill_s * prompt_tokens * lengths.shape[1] + self.step_s * until + self.sequence_s * active
+        shares: Array = np.diff(at, axis=1, prepend=0.0) / np.maximum(at[:, -1:], 1e-12)
+        return shares
+
+
+def _steps_in_slots(lengths: Array, firsts: Sequence[int], slots: int) -> Array:
+    """Return the decode steps of each engine when a waiting sequence takes the slot of the first that ends."""
+    ends = [*firsts[1:], lengths.shape[1]]
+    return np.array([[_makespan(batch[a:b], slots) for a, b in zip(firsts, ends, strict=True)] for batch in lengths])
+
+
+def _makespan(lengths: Array, slots: int) -> float:
+    free = [0.0] * slots
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + float(length))
+    return max(free)
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Seconds of one firing: `serial_s` whatever the devices, plus device-seconds shared by them.
+
+    The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
+    of the batch, prompts included. A pass takes at least `pass_s`, however few tokens are in it, which is the host's own work to
+    launch it, and where several ranks share the model `sharded_pass_s`. `decode` is the law of a generator, by response lengths.
+    `spread` holds single firings as measured seconds over those of the law, so its mean is about 1. `measured` is the setting that
+    the numbers come from; for any other one they are scaled.
+
+    `by_devices` holds seconds of a firing as measured on so many devices each, in place of a law: `((1, 38.2), (2, 19.0))`, which
+    `NodeCost.on({1: 38.2, 2: 19.0})` makes. Between and beyond these counts they follow `a + b / devices` through the nearest two.
+
+    Raises PlanError for a number that is negative or none.
+
+    >>> NodeCost.on({1: 40.0, 2: 24.0}).on_devices(4)
+    16.0
+    """
+
+    serial_s: AtLeastZero = 0.0
+    parallel_s: AtLeastZero = 0.0
+    token_s: AtLeastZero = 0.0
+    pass_s: AtLeastZero = 0.0
+    sharded_pass_s: AtLeastZero = 0.0
+    decode: Decode | None = None
+    spread: tuple[AtLeastZero, ...] = ()
+    measured: Setting | None = None
+    by_devices: tuple[tuple[Count, AtLeastZero], ...] = ()
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+
+    @classmethod
+    def on(cls, seconds: Mapping[int, float]) -> "NodeCost":
+        """The cost of a node whose seconds were measured on each of several device counts."""
+        return cls(by_devices=tuple(sorted(seconds.items())))
+
+    def on_devices(self, devices: int) -> float:
+        """Seconds of `by_devices` on a count of devices: those given, else of `a + b / devices`, neither of them negative."""
+        given = sorted(self.by_devices)
+        if not given or devices in dict(given):
+            return dict(given).get(devices, 0.0)
+        place = bisect(given, (devices, 0.0))
+        first = max(min(place - 1, len(given) - 2), 0)
+        (n, at_n), (m, at_m) = given[first], given[min(first + 1, len(given) - 1)]
+        shared = at_n * n if n == m else (at_n - at_m) / (1 / n - 1 / m)
+        nearest, seconds = (n, at_n) if devices < n else (m, at_m)
+        if not n < devices < m:
+            shared = min(max(shared, 0.0), seconds * nearest)
+        return seconds + shared * (1 / devices - 1 / nearest)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether it follows the tokens of a batch."""
+        return bool(self.decode or self.token_s or self.pass_s or self.sharded_pass_s)
+
+    def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
+        """Return the seconds `[steps]` of as many firings: those of the engine that is last."""
+        last: Array = self.each(setting, lengths, steps, rows_drawn).max(axis=1)
+        return last
+
+    def each(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
+        """Return the seconds `[steps, engines]` of as many firings, `[steps, 1]` where engines work together.
+
+        Lengths are the same for every node of a step; the spread is the same for every engine.
+        """
+        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows] if lengths is not None and self.by_length else None
+        return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
+
+    def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
+        """Return the seconds `[steps, engines]` for response lengths `[steps, rows]`, or without what follows lengths."""
+        together = np.full(steps, self.serial_s + self.parallel_s * self._rows_scale(setting) / max(setting.devices, 1))
+        together += self.on_devices(max(setting.devices, 1))
+        decoding = np.zeros((steps, 1))
+        if batch is not None:
+            together = together + self._training(batch, prompt_tokens, setting)
+            if self.decode is not None:
+                decoding = self._decode(self.decode, batch, prompt_tokens, setting)
+        each: Array = together[:, None] + decoding
+        return each * _spread(self.spread, steps)[:, None] if self.spread else each
+
+    def parts(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
+        """Return the shares `[steps, chunks]` of a firing that its parts take: equal ones, but for decoding."""
+        if self.decode is None or lengths is None or chunks == 1:
+            return np.full((steps, chunks), 1 / chunks)
+        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
+        return self.decode_at(self.decode, setting).parts(batch, lengths.prompt_tokens, chunks)
+
+    def paces(self, steps: int) -> Sequence[float]:
+        """The seconds of single firings over those of the law."""
+        return _spread(self.spread, steps).tolist() if self.spread else [1.0] * steps
+
+    def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
+        floor = self.sharded_pass_s or self.pass_s if setting.engines > 1 else self.pass_s
+        if floor and setting.passes is not None:
+            passes = setting.passes.of_a_rank(batch, prompt_tokens, setting.engines) / setting.width
+            found: Array = np.where(passes > 0, np.maximum(self.token_s * passes, floor), 0.0).sum(axis=1)
+        else:
+            found = self.token_s * (batch.sum(axis=1) + prompt_tokens * setting.rows) / max(setting.devices, 1)
+        return found
+
+    def _rows_scale(self, setting: Setting) -> float:
+        return setting.rows / self.measured.rows if self.measured else 1.0
+
+    def _decode(self, decode: Decode, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
+        return self.decode_at(decode, setting).seconds(batch, prompt_tokens, setting.engines)
+
+    def decode_at(self, decode: Decode, setting: Setting) -> Decode:
+        return decode.at_width(setting.width / (self.measured.width if self.measured else 1.0), setting.width)
+
+
+@dataclass(frozen=True)
+class SleepCost:
+    """What a model takes that has its devices in turns with others: to give their memory back, and to take it again.
+
+    `bytes` go to host memory and come back, on each device. `measured` is the setting that the numbers come from; `estimated`
+    says that the seconds are those of the bytes on the device's link to its host.
+
+    Raises PlanError for a number that is negative or none.
+    """
+
+    sleep_s: AtLeastZero = 0.0
+    wake_s: AtLeastZero = 0.0
+    bytes: Natural | None = None
+    measured: Setting | None = None
+    estimated: bool = False
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+
+    def at(self, setting: Setting, *, sharded: bool) -> "SleepCost":
+        """Return the cost at another setting, in proportion to what a device holds: `sharded` over the ranks, or a whole copy
+        for each engine."""
+        if self.measured is None:
+            return self
+        copies = 1.0 if sharded else setting.engines / self.measured.engines
+        scale = copies * self.measured.devices / setting.devices
+        size = None if self.bytes is None else round(self.bytes * scale)
+        return replace(self, sleep_s=self.sleep_s * scale, wake_s=self.wake_s * scale, bytes=size)
+
+
+@lru_cache(maxsize=256)
+def _spread(spread: tuple[float, ...], steps: int) -> Array:
+    """Return firings in a mixed order, each as often as any other, so that their mean is that of the sample."""
+    rounds = [np.random.default_rng(i).permutation(np.asarray(spread)) for i in range(-(-steps // len(spread)))]
+    found: Array = np.concatenate(rounds)[:steps]
+    even: Array = found * (np.mean(spread) / found.mean())
+    return even
+
+
+def refuse_seconds(name: str, value: object) -> NoReturn:
+    """Raise PlanError for the cost of `name`, saying what a cost is."""
+    raise PlanError(
+        f"the cost of '{name}' is {shown(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
+        "as {1: 38.2, 2: 19.0}"
+    )
+
+
+def law_or_number(name: str, cost: object) -> Any:
+    """Turn seconds by device count into a law. Raises PlanError for what is neither a law nor a number of seconds."""
+    if isinstance(cost, NodeCost):
+        return cost
+    try:
+        if isinstance(cost, Mapping) and cost:
+            return NodeCost.on(cost)
+        return SECONDS.take(name, cost)
+    except (Wrong, PlanError, TypeError):
+        refuse_seconds(name, cost)

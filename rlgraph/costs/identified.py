@@ -1,0 +1,44 @@
+"""What one size of batch does not tell: whether a generator's seconds are of its decode steps, its sequences, or of the firing."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import Decode, NodeCost, Setting
+from rlgraph.graph.nodes import Graph
+
+TERMS = ("step_s", "sequence_s", "prefill_s", "start_s")
+CLOSE = 0.05  # bounds that differ by less need no words
+
+
+def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
+    """Yield for each generator whose law has one number only, and that runs with other rows an engine than were measured, how far its
+    seconds may be off: that number may stand for any of the others."""
+    rows = max(node.rows for node in graph.nodes)
+    for node in graph.nodes:
+        law, setting = costs.law(node.name), settings[node.name]
+        found = [term for term in TERMS if law.decode is not None and getattr(law.decode, term)]
+        if law.measured is None or len(found) != 1 or costs.source != "measured":
+            continue
+        there, here = law.measured, replace(law.measured, rows=setting.rows, engines=setting.engines, devices=setting.devices)
+        seconds = _mean(costs, law, here, rows)
+        bounds = [seconds]
+        for term in TERMS:
+            unit: dict[str, Any] = {term: 1.0}
+            one = replace(law, decode=Decode(**unit, doubling=law.decode.doubling if law.decode else None))
+            at = _mean(costs, one, there, there.rows)
+            if at:
+                bounds.append(_mean(costs, one, here, rows) * _mean(costs, law, there, there.rows) / at)
+        if max(bounds) - min(bounds) > CLOSE * seconds:
+            yield (
+                f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses an engine and is predicted on "
+                f"{setting.rows / setting.engines:.4g}, but its firings did not tell decode steps from sequences: {seconds:.3g} s by "
+                f"{found[0]} alone, {min(bounds):.3g} to {max(bounds):.3g} s if it stands for another; profile batches of two sizes"
+            )
+
+
+def _mean(costs: Costs, law: NodeCost, setting: Setting, rows: int) -> float:
+    """Mean seconds of a law without its serial part and its spread."""
+    bare = NodeCost(decode=law.decode, measured=law.measured)
+    return replace(costs, nodes={**costs.nodes, "": bare}).mean("", setting, rows)

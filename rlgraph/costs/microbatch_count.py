@@ -1,0 +1,48 @@
+"""How a batch is computed on a GPU: in passes of bounded tokens, each of which takes the host a time of its own."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlgraph.batching.microbatches import micro_batches
+from rlgraph.costs.lengths import Array
+from rlgraph.graph.operation import ModelTraits
+
+if TYPE_CHECKING:
+    from rlgraph.graph.nodes import Node
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A batch is cut into `parts` of equal rows (mini-batches), and each part as the trainer cuts it: dealt to the ranks, in passes
+    of at most `tokens` tokens, packed one behind the other."""
+
+    tokens: int
+    parts: int = 1
+
+    def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
+        """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
+
+        Ranks meet in every pass, so a pass counts what the rank with the most tokens in it computes.
+        """
+        sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
+        longest_first = [-np.sort(-part, axis=1) for part in np.array_split(sequences, self.parts, axis=1)]
+        return np.concatenate([self._cut(part, ranks) for part in longest_first], axis=1)
+
+    def _cut(self, sequences: Array, ranks: int) -> Array:
+        rank, part = micro_batches(sequences, ranks, self.tokens)
+        steps, passes = len(sequences), int(part.max()) + 1
+        place = (np.arange(steps)[:, None] * ranks + rank) * passes + part
+        tokens = np.bincount(place.ravel(), weights=sequences.ravel(), minlength=steps * ranks * passes)
+        found: Array = tokens.reshape(steps, ranks, passes).max(axis=1)
+        return found
+
+
+def passes_of(node: "Node", gpus: int) -> Passes | None:
+    """Return how a node computes its batch, or None where that is not in passes without padding, as on a CPU."""
+    model = node.model.traits if node.model is not None else ModelTraits()
+    on_gpus = gpus > 0 and node.pool is not None and node.pool.cpus is None
+    if model.micro_batch_tokens is None or not (on_gpus or model.recompute):
+        return None
+    return Passes(model.micro_batch_tokens, node.traits.mini_batches)

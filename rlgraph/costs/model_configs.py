@@ -1,0 +1,26 @@
+"""The shapes of a graph's models, from the config.json at hand: what a plan may know of a model before it is loaded."""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.errors import DataError
+from rlgraph.graph.nodes import Graph
+
+
+def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
+    """Read the shapes of the graph's models whose config.json is at hand; no other file of a model is read."""
+    paths = {node.model.path for node in graph.nodes if node.model is not None}
+    found = {path: _shape(path) for path in paths}
+    return {path: shape for path, shape in found.items() if shape is not None}
+
+
+@lru_cache(maxsize=64)
+def _shape(path: str) -> ModelShape | None:
+    file = Path(path) / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    except (ValueError, OSError) as broken:
+        raise DataError(f"'{file}' is not JSON ({broken!s:.80}); write the model folder again") from None

@@ -1,0 +1,80 @@
+"""The shape of a model: what its config.json says, and the parameters, bytes and operations that follow."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlgraph.graph.nodes import Graph
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder. `experts` and `experts_used` are 1 for a dense model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    experts: int = 1
+    experts_used: int = 1
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape | None":
+        """Return the shape that a config.json in Hugging Face format gives, or None where it is another kind of model."""
+        try:
+            heads, hidden = config["num_attention_heads"], config["hidden_size"]
+            if not all(isinstance(size, int) for size in (heads, hidden, config["num_hidden_layers"], config["vocab_size"])):
+                return None
+            experts = config.get("num_experts") or config.get("num_local_experts") or 1
+            return cls(
+                layers=config["num_hidden_layers"],
+                hidden=hidden,
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or hidden // heads,
+                intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
+                vocab=config["vocab_size"],
+                tied=bool(config.get("tie_word_embeddings")),
+                experts=experts,
+                experts_used=config.get("num_experts_per_tok") or 1,
+            )
+        except (KeyError, TypeError):
+            return None
+
+    @property
+    def layer_parameters(self) -> int:
+        return self._layer(self.experts)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token passes through, the head included, which a tied model has as well."""
+        return self.layers * self._layer(self.experts_used) + self.vocab * self.hidden
+
+    def kv_bytes_per_token(self, itemsize: int = 2) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+    def _layer(self, experts: int) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return attention + 3 * self.hidden * self.intermediate * experts + router + 2 * self.hidden
+
+
+Shapes = Mapping[str, ModelShape]  # by the path of the model
+
+
+def known(graph: Graph, shapes: Shapes) -> bool:
+    """Return whether the shape of every model of the graph is known, and there is one."""
+    paths = {node.model.path for node in graph.nodes if node.model is not None}
+    return bool(paths) and paths <= shapes.keys()

@@ -1,0 +1,115 @@
+"""What nodes would cost by the roofline of the device and the host times of a table, from model shapes alone: no run is measured."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.events import readers
+from rlgraph.compiler.placement import model_names
+from rlgraph.compiler.precision import itemsize_of
+from rlgraph.costs import host_times
+from rlgraph.costs.costs import NOMINAL, Costs, epochs_of
+from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
+from rlgraph.costs.functions import NodeCost, Setting, SleepCost
+from rlgraph.costs.lengths import Lengths
+from rlgraph.costs.model_shapes import ModelShape, Shapes
+from rlgraph.graph.nodes import Graph, Model, Node
+
+GB = 10**9
+PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
+DEVICES: Mapping[str, Device] = {
+    "A100": Device(312e12, 2.039e12, 80 * GB, PCIE_4),
+    "H100": Device(989e12, 3.35e12, 80 * GB, PCIE_5),
+    "H200": Device(989e12, 4.8e12, 141 * GB, PCIE_5),
+    "H20": Device(148e12, 4.0e12, 96 * GB, PCIE_5),
+    "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4),
+    "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5),
+}
+TRAINING = 0.4  # what well-kept trainers reach of these peaks; an assumption, which a profile replaces
+LINK = 25e9  # bytes a second of one version's way to a generator
+# Lengths nobody has seen: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
+SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
+PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
+CHARACTERS = 3.0  # of a token, cautiously: prose has 4, sums have 1
+FORWARD = 1 / 3  # of a pass forward and backward
+OPTIMIZER_BYTES = 36  # of traffic for each parameter of an update: gradients summed and cleared, weights and moments read and written
+
+
+def device_of(name: str) -> Device | None:
+    """Find the device whose name is a word of `name`, as "H100" of "NVIDIA H100 80GB HBM3"."""
+    return next((device for key, device in DEVICES.items() if key in name.upper().replace("-", " ").split()), None)
+
+
+def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
+    """Estimate the costs of a graph whose models' shapes are all known.
+
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); decoding is by the law of the
+    generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
+    """
+    lengths = _lengths(graph)
+    nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
+    moved = max(
+        (2.0 * shapes[f.source.node.model.path].parameters for f in graph.feedbacks if f.source and f.source.node.model), default=0.0
+    )
+    return Costs(
+        nodes,
+        publish_s=moved / device.bandwidth * 2,
+        receive_s=moved / LINK,
+        swap_s=moved / device.bandwidth * 2,
+        source="roofline",
+        lengths=lengths,
+        publish_bytes=int(moved),
+        on=f"the roofline of {device.flops / 1e12:.0f} TFLOP/s and {device.bandwidth / 1e12:.2f} TB/s",
+    )
+
+
+def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
+    """Add to costs what each model takes to sleep and to wake: what they lack is estimated, and says so.
+
+    That is the time in which what goes to host memory, or comes back, passes the device's link: the weights of a generator, the
+    moments of a model that is trained. A model of unknown shape counts as large as the version published, if that is known.
+    """
+    missing = {name: model for name, model in model_names(graph).items() if name not in costs.sleep}
+    found = {name: _sleep(graph, model, costs, cluster, device, shapes) for name, model in missing.items()}
+    return replace(costs, sleep={**costs.sleep, **found})
+
+
+def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> SleepCost:
+    works = {node.traits.work for node in graph.nodes if node.model is model}
+    published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
+    count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
+    sleeps = works & {"generate", "train"}  # what only scores keeps its memory
+    size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
+    seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
+    return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
+
+
+def _lengths(graph: Graph) -> Lengths:
+    """Lengths to assume: all of `max_tokens` where nothing ends a response sooner, else a long tail up to them."""
+    samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
+    longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
+    most = longest.max_tokens if longest else 1024
+    characters = [c for node in graph.nodes if (c := node.operation.prompt_characters) is not None]
+    prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
+    if longest is not None and longest.ignore_eos and not longest.stop_token_ids:
+        return Lengths((0.0, 1.0), (float(most), float(most)), prompt)
+    return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), prompt)
+
+
+def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float | NodeCost:
+    if node.model is None:
+        return NOMINAL["host"].serial_s
+    shape: ModelShape = shapes[node.model.path]
+    if node.traits.work == "generate":
+        context = lengths.prompt_tokens + lengths.mean / 2
+        decode_law = (node.model.traits.estimates or GENERATING).decode_law
+        return NodeCost(decode=decode_law(shape, device, context), measured=Setting(1, 1, node.rows))
+    trains = node.traits.work == "train"
+    walks = epochs_of(node) * (1.0 if trains else FORWARD)
+    logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
+    return NodeCost(
+        parallel_s=epochs_of(node) * OPTIMIZER_BYTES * shape.parameters / (device.bandwidth * DECODING) if trains else 0.0,
+        token_s=walks * (6 * shape.active_parameters / (device.flops * TRAINING) + logits),
+        pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
+        sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
+    )

@@ -1,0 +1,36 @@
+"""What a run leaves of its firings: costs are read off it, and it is played again under other settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Sampled, Span
+from rlgraph.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run: its plan, what each worker did, how much was sampled, and the bytes of a published version."""
+
+    plan: Plan
+    spans: Sequence[Span]
+    sampled: Sequence[Sampled]
+    published_bytes: int = 0
+
+    def to_file(self, path: str | Path) -> None:
+        """Write the trace as JSON; `Trace.from_file` reads it again."""
+        Path(path).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values)))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Trace":
+        """Read a trace. Raises PlanError for a file that is missing or holds something else."""
+        file = Path(path)
+        if not file.is_file():
+            raise PlanError(f"replay('{path}'): there is no such record; rg.record writes trace.json into its folder")
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Trace)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise PlanError(f"replay('{path}'): {error}; give the trace.json that rg.record writes") from None

@@ -1,0 +1,109 @@
+"""What a trained model gives for each response token: a policy its log-prob, a critic a value; and which loss that goes to."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.columns import Columns
+from rlgraph.engines.api import PolicyLossFn, ValueLossFn
+from rlgraph.engines.forward.log_probs import sum_pi_squared, token_scores
+from rlgraph.engines.forward.packing import MicroBatch
+from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
+from rlgraph.engines.hf_models.pretrained import value_head
+from rlgraph.errors import DataError
+
+
+class Head(torch.nn.Module, ABC):
+    """A model and its head as one module, so that FSDP gathers all that lies outside of the layers around a whole pass.
+
+    `prefix` begins the names of its metrics, `loss_name` is that of the whole loss.
+    """
+
+    prefix: ClassVar[str]
+    loss_name: ClassVar[str]
+    model: Any
+
+    @property
+    @abstractmethod
+    def layers(self) -> Any:
+        """The layers, each of which is gathered by itself."""
+
+    @abstractmethod
+    def forward(
+        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Give a number `[N]` for each target of a micro-batch and behind it, if asked for, entropies or sums of squares `[N]`."""
+
+    @abstractmethod
+    def loss(self, loss: Any, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the loss and the metrics of what `forward` returned, as `[b, T]`."""
+
+
+class PolicyHead(Head):
+    """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
+
+    `path` is a folder, or a model that is in memory already.
+    """
+
+    prefix, loss_name = "actor", "actor/pg_loss"
+
+    def __init__(self, path: str | Path | torch.nn.Module) -> None:
+        super().__init__()
+        self.model = path if isinstance(path, torch.nn.Module) else load_causal(path)
+        self._shape = LogitShape.of(self.model.config)
+
+    @property
+    def layers(self) -> Any:
+        return layers_of(backbone_of(self.model))
+
+    def forward(
+        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        logits = self._shape(self.model.get_output_embeddings()(predicting_states(backbone_of(self.model), part)))
+        log_probs, entropies = token_scores(logits, part.targets, temperature=temperature, entropy=entropy)
+        more = sum_pi_squared(logits, temperature=temperature) if squares else entropies
+        return (log_probs,) if more is None else (log_probs, more)
+
+    def loss(
+        self, loss: PolicyLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        return loss(scores[0], rows, totals, scores[1] if len(scores) > 1 else None)
+
+
+class ValueHead(Head):
+    """A model whose head is one linear map to a number: the return that is expected before a token is written, `[N]` float32.
+
+    The map begins as what the folder holds as `score.weight` (a reward model's), else as 0: values begin at 0, whatever the seed.
+    """
+
+    prefix, loss_name = "critic", "critic/vf_loss"
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.model = load_headless(path)
+        weight = value_head(path)
+        size = self.model.config.hidden_size
+        if weight is None:
+            weight = torch.zeros(1, size)
+        if tuple(weight.shape) != (1, size):
+            raise DataError(f"model '{path}': score.weight has shape {tuple(weight.shape)}; a critic's head is one number over {size}")
+        self.score = torch.nn.Linear(size, 1, bias=False)
+        self.score.weight = torch.nn.Parameter(weight)
+
+    @property
+    def layers(self) -> Any:
+        return layers_of(self.model)
+
+    def forward(
+        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
+        return (torch.mv(predicting_states(self.model, part).float(), self.score.weight.float()[0]),)
+
+    def loss(
+        self, loss: ValueLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        return loss(scores[0], rows, totals)

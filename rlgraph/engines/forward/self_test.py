@@ -1,0 +1,185 @@
+"""Does rlgraph compute a model's log-probs as the model itself does? Tried on a small random model of the same making.
+
+Each way that batches are laid out is compared, in float32 and over a few hundred tokens, with transformers' plain attention over each
+sequence alone. A layer that looks further than its window, or a state that runs on into the next sequence, is off by 0.1 to 3 nats.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlgraph.engines.forward import packed_attention
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.miniature import VOCAB, miniature, quiet
+from rlgraph.engines.forward.packing import pack, pack_flat, plan_micro_batches
+from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.errors import DataError
+
+PADDED, SHARED, FLAT = "padded", "shared", "flat"
+PATHS = (PADDED, SHARED, FLAT)
+NEAR = 1e-3  # nats, at most, in float32
+NEAR_HALF = 0.06  # nats, the median, of a kernel that takes bfloat16: single tokens go to other experts by rounding, and are far off
+SHAPE = ((40, (21, 30)), (37, (13, 17)), (12, (34, 6)))  # tokens of each prompt and of its responses: longer than a window
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far the log-probs of a way are off, in nats, and what rounding may do; or why there are none."""
+
+    off: float = float("inf")
+    limit: float = NEAR
+    error: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.error and self.off <= self.limit
+
+    def __str__(self) -> str:
+        return self.error or f"its log-probs are off by {self.off:.2g} nats"
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How a trainer lays out the batches of a model: packed `flat` or padded, and then with shared prompts or without.
+
+    `note` says why it is another way than the one asked for.
+    """
+
+    flat: bool
+    shared: bool
+    note: str = ""
+
+
+def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> BatchLayout:
+    """Choose a layout that is right for a model: the one asked for, else without shared prompts, else padded.
+
+    Raises DataError where none is, or for a model that transformers cannot make.
+    """
+    found = trainer_verdicts(path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
+    if flat and found[FLAT].right:
+        return BatchLayout(flat=True, shared=False)
+    if flat:
+        found |= trainer_verdicts(path, (PADDED, SHARED), device=device, dtype=dtype)
+    where = f"model '{path}' ({check_model(path).model_type})"
+    if not found[PADDED].right:
+        raise DataError(
+            f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
+            "docs/models.md, or go without this test at your own risk: self_test=False"
+        )
+    wrong = [f"{way} ({verdict})" for way, verdict in found.items() if not verdict.right]
+    note = f"{where}: batches are padded{'' if found[SHARED].right else ', each response with its own prompt'}, since rlgraph cannot lay"
+    return BatchLayout(flat=False, shared=found[SHARED].right, note=f"{note} them out {' or '.join(wrong)}" if wrong else "")
+
+
+def check_generator(path: str | Path, *, device: str = "cpu") -> None:
+    """Raise DataError for a model whose responses the engine `transformers` does not sample from the model's distribution."""
+    verdict = generator_verdict(path, device=device)
+    if not verdict.right:
+        raise DataError(
+            f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode what the model's own forward "
+            f"computes: {verdict}; use engine='vllm', or go without this test at your own risk: self_test=False"
+        )
+
+
+def trainer_verdicts(
+    path: str | Path, ways: Sequence[str] = PATHS, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Verdict]:
+    """Try the ways in which a trainer lays out its batches. On a GPU rows packed flat take the kernel for `dtype`.
+
+    Raises DataError for a model that transformers cannot make.
+    """
+    model, batch = small_model(path).to(device), _batch()
+    expected = alone(model, batch)
+    found = {}
+    for way in ways:
+        if way != PADDED and any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+            found[way] = Verdict(error="its layers have a convolution over time, which runs on into the next sequence")
+            continue
+        half = way == FLAT and device != "cpu" and dtype != torch.float32
+        kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if way == FLAT else packed_attention.PADDED
+        found[way] = _verdict(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
+    return found
+
+
+def generator_verdict(path: str | Path, *, device: str = "cpu") -> Verdict:
+    """Try the engine `transformers`: prompts padded on the left, one token at a time behind a cache.
+
+    Raises DataError for a model that transformers cannot make.
+    """
+    model, batch = small_model(path).to(device), _batch()
+    expected = alone(model, batch)
+    return _verdict(lambda: _decoded(model, batch), expected, batch)
+
+
+def small_model(path: str | Path) -> Any:
+    """The small model of a folder's configuration, with transformers' plain attention. Raises DataError where there is none."""
+    from transformers import AutoConfig
+
+    kind = check_model(path).model_type
+    packed_attention.register()
+    try:
+        return miniature(AutoConfig.from_pretrained(path), "eager")
+    except Exception as error:  # whatever the code of a model raises
+        raise DataError(
+            f"model '{path}' ({kind}): no small model can be made of its configuration to test it with ({_reason(error)}); rlgraph takes "
+            "decoder-only text models of transformers; without the test: self_test=False"
+        ) from error
+
+
+@torch.no_grad()
+def alone(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The log-probs `[B, T]` of the responses by the model's own forward over each row, without padding; 0 behind its end."""
+    found = torch.zeros(batch["responses"].shape)
+    for row, (prompt, prompt_mask, response, mask) in enumerate(zip(*batch.values(), strict=True)):
+        tokens, size = torch.cat([prompt[prompt_mask], response[mask]]).to(model.device), int(mask.sum())
+        table = model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)[-size - 1 : -1]
+        found[row, :size] = table.gather(-1, tokens[-size:, None])[:, 0].cpu()
+    return found
+
+
+def _verdict(scores: Callable[[], torch.Tensor], expected: torch.Tensor, batch: dict[str, torch.Tensor], half: bool = False) -> Verdict:
+    limit = NEAR_HALF if half else NEAR
+    try:
+        with torch.no_grad(), quiet():
+            apart = (scores() - expected).abs()[batch["response_mask"]]
+    except Exception as error:  # noqa: BLE001, whatever the code of a model raises
+        return Verdict(limit=limit, error=_reason(error))
+    off = (apart.median() if half else apart.max()).item()
+    return Verdict(off if off == off else float("inf"), limit)
+
+
+def _laid_out(model: Any, batch: dict[str, torch.Tensor], way: str, kind: str) -> torch.Tensor:
+    packed_attention.install(model, kind)
+    head = PolicyHead(model)
+    found = torch.zeros(batch["responses"].shape)
+    for sequences in plan_micro_batches(batch, 1, 1 << 20, flat=way == FLAT, shared=way == SHARED)[0]:
+        part = (pack_flat if way == FLAT else pack)(batch, sequences)
+        found[part.rows[part.row], part.column] = head(part.to(model.device))[0].cpu()
+    return found
+
+
+def _decoded(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    from rlgraph.engines.transformers.engine import forced
+
+    packed_attention.install(model, packed_attention.PADDED)
+    prompts = [prompt[mask].tolist() for prompt, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
+    return torch.where(batch["response_mask"], forced(model, prompts, batch["responses"]), 0)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    rows = [(prompt, size) for prompt, sizes in SHAPE for size in sizes]
+    most, width = max(prompt for prompt, _ in rows), max(size for _, size in rows)
+    prompts = torch.randint(1, VOCAB, (len(SHAPE), most), generator=draw).repeat_interleave(2, 0)
+    responses = torch.randint(1, VOCAB, (len(rows), width), generator=draw)
+    prompt_mask = torch.arange(most)[None] >= torch.tensor([most - prompt for prompt, _ in rows])[:, None]
+    mask = torch.arange(width)[None] < torch.tensor([size for _, size in rows])[:, None]
+    return {"prompts": prompts * prompt_mask, "prompt_mask": prompt_mask, "responses": responses * mask, "response_mask": mask}
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"

@@ -1,0 +1,199 @@
+"""The state of a trained model on disk, in shards: every rank writes its own rows and reads those it has now, however many ranks there are.
+
+torch.distributed.checkpoint does the work, but for its messages between ranks, which are pickles: ours are plain values. Nothing that
+is read back can run code either.
+"""
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from rlgraph.engines.fsdp import state_shards
+from rlgraph.engines.fsdp.exchange import RankFailed, of_all
+from rlgraph.errors import CheckpointError
+
+State = Mapping[str, torch.Tensor]  # DTensors where the ranks have rows of their own, else the same tensor on each
+CONTENTS = "torch.distributed.checkpoint.metadata"
+ALLOWED = {  # what a table of contents is made of; a pickle that asks for anything else is refused
+    *((CONTENTS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata")),
+    *((CONTENTS, name) for name in ("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    *(("torch", str(kind).removeprefix("torch.")) for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)),
+    ("torch.serialization", "_get_layout"),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+}
+
+
+def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Name the live weights and moments. Moments that the optimizer would make at its first step are made now."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters:
+        held = optimizer.state[parameter]
+        if not held:
+            held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            held["exp_avg"], held["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        found[f"weights.{name}"] = parameter.detach()
+        found |= {f"moments.{name}.{key}": value for key, value in held.items()}
+    return found
+
+
+class StateCopy:
+    """A copy of a state on the host, in memory that is kept: the run goes on while the copy is written."""
+
+    def __init__(self) -> None:
+        self.copy: dict[str, torch.Tensor] = {}
+
+    def take(self, state: State) -> Mapping[str, torch.Tensor]:
+        """Copy the state; blocks for as long as that takes."""
+        for name, tensor in state.items():
+            if name not in self.copy:
+                self.copy[name] = _host_like(tensor)
+            _local(self.copy[name]).copy_(_local(tensor.detach()))
+        return self.copy
+
+
+class Saver:
+    """Saves the state of one rank of a model again and again; it keeps the host memory of the copy, and the group that ranks agree in.
+
+    This is `save` of a train engine whose state is a mapping of tensors, as `save = lambda: saver.save(self.state(), folder, deadline_s)`.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._staging = StateCopy()
+        self._group: Any = None
+
+    def save(self, state: State, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        """Copy the state, and give the function that writes the copy; see `TrainEngine.save`. Every rank calls it."""
+        if self._group is None:
+            self._group = writing_group(self._world, timedelta(seconds=deadline_s))
+        copy = self._staging.take(state)
+        return lambda: write(folder, copy, self._rank, self._group)
+
+
+def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
+    """Write this rank's part, to disk and not only to its cache, and give its files. `group` is None for a world of one.
+
+    Raises CheckpointError where the folder cannot be written.
+    """
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    planner = DefaultSavePlanner()
+
+    def own_pieces() -> list[state_shards.Piece]:
+        planner.set_up_planner(dict(state), writer.storage_meta(), rank == 0)
+        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        return state_shards.pieces(writer.prepare_local_plan(planner.create_local_plan()))
+
+    def own_places() -> list[state_shards.PiecePlace]:
+        done = writer.write_data(planner.finish_plan(plans[rank]), planner)
+        done.wait()
+        return state_shards.places(done.value())
+
+    def complete() -> None:
+        if rank == 0:
+            writer.finish(contents, [[place.restored() for place in found] for found in written])
+
+    try:
+        found = of_all(group, own_pieces, list[state_shards.Piece], _reason)
+        plans, contents = planner.create_global_plan([state_shards.plan(pieces) for pieces in found])  # the same on every rank
+        plans = writer.prepare_global_plan(plans)
+        written = of_all(group, own_places, list[state_shards.PiecePlace], _reason)
+        of_all(group, complete, type(None), _reason)
+    except RankFailed as error:
+        raise CheckpointError(f"folder '{folder}': {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+    files = sorted(folder.glob(f"__{rank}_*"))
+    return [*files, folder / ".metadata"] if rank == 0 else files
+
+
+def read(folder: Path, state: State) -> None:
+    """Fill the live tensors of `state` with what was written, whatever the number of ranks that wrote it.
+
+    Raises CheckpointError where a tensor is missing or has another shape.
+    """
+    reader = _Reader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        if name not in known:
+            raise CheckpointError(f"folder '{folder}' holds no '{name}'; it is a checkpoint of another model or optimizer")
+        size = tuple(getattr(known[name], "size", ()))
+        if size != tuple(tensor.shape):
+            raise CheckpointError(
+                f"folder '{folder}': '{name}' has shape {size}, the model's is {tuple(tensor.shape)}; it is another model"
+            )
+    try:
+        with _unwarned():
+            load(dict(state), storage_reader=reader, no_dist=True)  # a rank finds by itself what it reads
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+
+
+def writing_group(world: int, timeout: Any) -> Any:
+    """Make a group for writing beside the run, whose collectives do not mix with those of training; every rank calls it."""
+    return dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+
+
+class _Reader(FileSystemReader):
+    """Reads the table of contents with nothing but the classes that it is made of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(os.path.join(self.path, ".metadata"), "rb") as file:
+            metadata = _Contents(file).load()
+        assert isinstance(metadata, Metadata)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Contents(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return super().find_class(module, name)
+        raise CheckpointError(f"the table of contents of a checkpoint asks for '{module}.{name}', which none that rlgraph wrote does")
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu")
+    # On the mesh that it came from, but in memory of the host, which `from_local` would leave for the mesh's own device.
+    return DTensor(torch.empty_like(tensor.to_local(), device="cpu"), tensor._spec, requires_grad=False)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """A rank that reads for itself agrees with nobody, of which torch warns at every call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reason(error: BaseException) -> str:
+    """Tell the first cause in a few words; several ranks may have one each, and the system's own error may lie behind another."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values())) if failures else error
+    found: BaseException = first[0] if isinstance(first, tuple) else first
+    behind: BaseException | None = found
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    found = behind or found
+    return f"{type(found).__name__}: {str(found).splitlines()[0] if str(found) else ''}"

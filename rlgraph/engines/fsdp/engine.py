@@ -1,0 +1,246 @@
+"""Train with PyTorch: FSDP2 over a Hugging Face model, float32 master weights, one optimizer step an update."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.inputs import check_whole
+from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.api import Guard, Loss, check_weights
+from rlgraph.engines.forward import fused_norms, packed_attention
+from rlgraph.engines.forward.heads import Head
+from rlgraph.engines.forward.packing import MicroBatch, pack, pack_flat, plan_micro_batches
+from rlgraph.engines.fsdp import distributed_checkpoint
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.exchange import gathered
+from rlgraph.engines.fsdp.offload import OffloadedMoments
+from rlgraph.engines.fsdp.sharding import full, join, local, placed, prepare_layers, shard
+
+
+class FsdpEngine:
+    """A `TrainEngine`: one of `world` ranks, each with its rows of every parameter and its part of each batch.
+
+    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more
+    than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the
+    group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
+    the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
+    layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
+    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
+    behind each other share one copy of their prompt, unless `shared` is False. `passed` hears how many of all micro-batches of an
+    update, or of scores, are done.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        *,
+        optimizer: AdamW,
+        rank: int = 0,
+        world: int = 1,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        micro_batch_tokens: int = 8192,
+        recompute: bool = False,
+        compiled: bool = False,
+        flat: bool | None = None,
+        shared: bool = True,
+        passed: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
+        self._made_group = join(rank, world)
+        self._rank, self._world, self._device = rank, world, torch.device(device)
+        self._micro_batch_tokens = micro_batch_tokens
+        self._settings, self._steps = optimizer, 0
+        self._head = head.to(self._device)
+        self._flat = self._device.type == "cuda" or recompute if flat is None else flat
+        self._shared = shared
+        packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
+        if self._device.type == "cuda":
+            fused_norms.install(head.model)
+        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
+        self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
+        self._optimizer = torch.optim.AdamW(
+            head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
+        )
+        self._offloaded = OffloadedMoments(self._optimizer)
+        self._passed = passed
+        self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
+        self._saver = distributed_checkpoint.Saver(rank, world)
+
+    def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
+        """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
+        return self._scores(batch, temperature, squares=False)[0]
+
+    def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give a policy's `scores` and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+        log_probs, squares = self._scores(batch, temperature, squares=True)
+        return log_probs, squares
+
+    def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
+        result = torch.zeros(1 + squares, *_shape(batch), device=self._device)
+        with torch.no_grad():
+            for part in self._passes(batch):
+                for column, scores in zip(result, self._head(part, temperature=temperature, squares=squares), strict=True):
+                    column[part.rows[part.row], part.column] = scores
+        for unit in self._units:  # else the next pass would compute with these, whatever happens to the weights in between
+            unit.reshard()
+        if self._world > 1:
+            dist.all_reduce(result)
+        return result.cpu()
+
+    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
+        """Take one optimizer step over the batch, sampled at `temperature`, unless `guard`, which sees the metrics, says no.
+
+        A batch without a token to learn from takes no step either, and no warm-up goes on. Metrics of a policy: `actor/pg_loss` (all of
+        the loss, unless the loss names a part of it so), `actor/grad_norm` before clipping, `actor/lr` and those of the loss; of a
+        critic the same with `critic/vf_loss`.
+        """
+        width = _shape(batch)[1]
+        totals = Totals.of(_tensor(batch, "response_mask"))
+        parts: list[dict[str, float]] = []
+        for part in self._passes(batch):
+            scores = self._head(part, temperature=temperature, entropy=loss.needs_entropy)
+            if len(part.rows) == 0:
+                (scores[0].sum() * 0).backward()  # collectives need every rank
+                continue
+            placed = tuple(_unpack(score, part, width) for score in scores)
+            value, metrics = self._head.loss(loss, placed, _rows(batch, part.rows, self._device), totals)
+            value.backward()
+            parts.append({self._head.loss_name: value.item()} | metrics)
+        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device), totals.tokens > 0, guard)
+
+    def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
+        norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
+        lr = self._settings.lr_at(self._steps)
+        metrics = metrics | {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
+        if not learns or (guard is not None and not guard(metrics)):
+            self._optimizer.zero_grad()
+            return metrics
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+        return metrics
+
+    def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
+        arrange = pack_flat if self._flat else pack
+        parts = plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat, shared=self._shared)
+        passes = parts[self._rank]
+        for done, sequences in enumerate(passes):
+            self._passed(done, len(passes))
+            yield arrange(batch, sequences).to(self._device)
+        self._passed(len(passes), len(passes))
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of every parameter, live: float32, split along dim 0 as by `torch.chunk`."""
+        return {name: local(parameter.detach()) for name, parameter in self._named().items()}
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's rows of every parameter, live and in float32; see `TrainEngine`."""
+        named = self._named()
+        if not self._placed:  # shards never move, and to find out where they lie takes longer than to name them
+            self._placed = {name: placed(parameter) for name, parameter in named.items()}
+        for name, parameter in named.items():
+            offsets, replica = self._placed[name]
+            yield WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take other weights: full tensors under the names of `weights()`, of which this rank keeps its own rows.
+
+        Raises DataError unless they are exactly the model's parameters.
+        """
+        named = self._named()
+        check_weights(weights, {name: tuple(parameter.shape) for name, parameter in named.items()})
+        for name, parameter in named.items():
+            rows = weights[name].chunk(self._world)
+            local(parameter.detach()).copy_(rows[self._rank] if self._rank < len(rows) else weights[name][:0])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
+        self._offloaded.put_back()
+        return distributed_checkpoint.training_state(self._named().items(), self._optimizer) | {
+            "optimizer_steps": torch.tensor(self._steps)
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `state`; tensors that are this engine's own have been filled already."""
+        own = self.state()
+        for name, tensor in own.items():
+            if local(tensor).data_ptr() != local(state[name]).data_ptr():
+                local(tensor).copy_(local(state[name]))
+        self._steps = int(state["optimizer_steps"])
+
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        """Copy the state to the host, and give the function that writes it as shards of torch.distributed.checkpoint."""
+        return self._saver.save(self.state(), folder, deadline_s)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what any number of ranks saved. Raises CheckpointError where a tensor is missing or has another shape."""
+        state = self.state()
+        distributed_checkpoint.read(folder, state)
+        self.load_state(state)
+
+    def sleep(self) -> int | None:
+        """Give back the device memory of the moments, which go to host memory, and of what no tensor is in."""
+        return self._offloaded.take_off() if self._device.type == "cuda" else None
+
+    def wake(self) -> None:
+        """Be ready to compute again, the moments on the device."""
+        self._offloaded.put_back()
+
+    def close(self) -> None:
+        """Free the model, and the process group if the engine made it."""
+        self._optimizer.zero_grad()
+        del self._optimizer, self._head, self._units
+        if self._made_group:
+            dist.destroy_process_group()
+
+
+def _unpack(values: torch.Tensor, part: MicroBatch, width: int) -> torch.Tensor:
+    """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
+    return values.new_zeros(len(part.rows), width).index_put((part.row, part.column), values)
+
+
+def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
+    def pick(column: Column) -> Column:
+        return column[rows.to(column.device)].to(device) if isinstance(column, torch.Tensor) else [column[i] for i in rows.tolist()]
+
+    return {name: pick(column) for name, column in batch.items()}
+
+
+def _summed(parts: list[dict[str, float]], world: int, device: torch.device) -> dict[str, float]:
+    """Sum the metrics over micro-batches and ranks, in the order of the ranks, the same on every rank."""
+    gathered = _gathered(parts, world, device) if world > 1 else [parts]
+    total: dict[str, float] = {}
+    for part in (part for parts in gathered for part in parts):
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _gathered(parts: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
+    """Gather the parts of all ranks."""
+    mine = msgspec.msgpack.encode([[*part.items()] for part in parts])
+    told = (msgspec.msgpack.decode(part, type=list[list[tuple[str, float]]]) for part in gathered(mine, world, device))
+    return [[dict(part) for part in parts] for parts in told]
+
+
+def _tensor(batch: Columns, name: str) -> torch.Tensor:
+    column = batch[name]
+    assert isinstance(column, torch.Tensor)
+    return column
+
+
+def _shape(batch: Columns) -> tuple[int, int]:
+    rows, width = _tensor(batch, "responses").shape
+    return rows, width

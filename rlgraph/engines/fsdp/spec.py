@@ -1,0 +1,48 @@
+"""The trainer "fsdp" for the registry."""
+
+import logging
+from typing import Any
+
+from rlgraph.engines.api import TrainEngine
+from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.registry import TrainerSpec
+
+log = logging.getLogger("rlgraph.engines")
+
+
+def load(model: Any, place: Place) -> TrainEngine:
+    """Make one rank's engine, after the test that needs none of the weights; the ranks of one model meet at `place.rendezvous`."""
+    import torch
+
+    from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+    from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.engines.fsdp.rendezvous import meet
+
+    dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute
+    shared = True
+    if model.self_test:
+        from rlgraph.engines.forward.self_test import trainer_layout
+
+        layout = trainer_layout(model.path, flat=flat, device=place.device, dtype=dtype)
+        flat, shared = layout.flat, layout.shared
+        if layout.note and place.rank == 0:
+            log.warning(layout.note)
+    if place.world > 1:
+        meet(place.rendezvous, place.rank, place.world, place.meeting)
+    return FsdpEngine(
+        PolicyHead(model.path) if model.scores == "log_probs" else ValueHead(model.path),
+        optimizer=model.optimizer,
+        rank=place.rank,
+        world=place.world,
+        device=place.device,
+        dtype=dtype,
+        micro_batch_tokens=model.micro_batch_tokens,
+        recompute=model.recompute,
+        compiled=model.compiled,
+        flat=flat,
+        shared=shared,
+        passed=lambda done, total: place.counted(done, total, "micro-batches"),
+    )
+
+
+SPEC = TrainerSpec(name="fsdp", load=load, settings=("micro_batch_tokens", "recompute", "compiled", "self_test"))

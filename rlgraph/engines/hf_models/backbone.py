@@ -1,0 +1,96 @@
+"""A Hugging Face model as a trainer runs it: loaded in float32, its hidden states where tokens are predicted, and their logits."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.forward.packing import MicroBatch
+from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.errors import DataError
+
+SHORT_SEQUENCE = 128  # tokens; the unfused kernel is 2.3 times as fast at 54 and its memory grows with the square
+
+
+def load_causal(path: str | Path) -> Any:
+    """Load a language model. Raises DataError for a folder without one, or one whose logits `Logits` does not know."""
+    from transformers import AutoModelForCausalLM
+
+    check_model(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=padded(AutoModelForCausalLM, path))
+    model.eval()  # no dropout: the log-probs of a response are one number
+    tokens = torch.arange(2)[None]
+    with torch.no_grad():
+        states = backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        logits = LogitShape.of(model.config)(model.get_output_embeddings()(states))
+        if not torch.allclose(logits, model(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4):
+            raise DataError(f"model '{path}': its logits are more than its head over its last hidden state; rlgraph cannot train it")
+    return model
+
+
+def load_headless(path: str | Path) -> Any:
+    """Load a model without its language head. Raises DataError for a folder that holds none."""
+    from transformers import AutoModel
+
+    check_model(path)
+    return AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=padded(AutoModel, path)).eval()
+
+
+def backbone_of(model: Any) -> Any:
+    """A language model without its head."""
+    return model.model if model.base_model is model else model.base_model
+
+
+def layers_of(backbone: Any) -> Any:
+    """The layers of a model without its head. Raises DataError where it has no list of as many as its configuration says."""
+    count = backbone.config.get_text_config().num_hidden_layers
+    for module in backbone.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise DataError(f"{type(backbone).__name__} has no list of {count} layers, by which a trainer shards a model; rlgraph cannot train it")
+
+
+@dataclass(frozen=True)
+class LogitShape:
+    """What a model does to its head's output: `scale` it, then cap it softly at `cap`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "LogitShape":
+        """Read it off a configuration: Cohere multiplies, Granite divides, Falcon-H1 has a multiplier, and Gemma caps."""
+        text = config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
+        return cls(float(scale) / float(getattr(text, "logits_scaling", None) or 1.0), getattr(text, "final_logit_softcapping", None))
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+def predicting_states(backbone: Any, part: MicroBatch) -> torch.Tensor:
+    """The last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
+    more: dict[str, Any] = {}
+    if part.starts is not None:
+        more = {"cu_seq_lens_q": part.starts, "max_length_q": part.longest}
+    elif part.mask is not None:
+        more = {"shared_positions": part.positions}
+    with _attention(backbone, part):
+        hidden = backbone(
+            input_ids=part.tokens, attention_mask=part.mask, position_ids=part.positions, use_cache=False, **more
+        ).last_hidden_state
+    states: torch.Tensor = hidden.flatten(0, 1)[part.predicts]
+    return states
+
+
+def _attention(backbone: Any, part: MicroBatch) -> AbstractContextManager[None]:
+    """The attention kernel for an input: on a CPU the backward pass of the fused one is slow for short sequences."""
+    short = part.starts is None and part.tokens.device.type == "cpu" and part.tokens.shape[1] <= SHORT_SEQUENCE
+    again = getattr(backbone, "is_gradient_checkpointing", False)  # outside of this context, where each pass has to take the same kernel
+    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if short and not again else nullcontext()
+    return context

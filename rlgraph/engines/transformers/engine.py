@@ -1,0 +1,220 @@
+"""Generate with transformers: plain batched sampling with a key-value cache. Slow and simple, the reference for vLLM."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.hf_models.pretrained import check_model
+
+
+class TransformersEngine(GenerateEngine):
+    """A `GenerateEngine` on transformers, which may share its process with a trainer.
+
+    A response depends on weights, prompt and seed, and in the last bits on the prompts that are sampled with it. Every request
+    is taken at once, whatever memory that needs.
+
+    Raises DataError for a folder that is no model.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        max_context: int | None = None,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        self._summary = check_model(path)
+        self._context = max_context or self._summary.context_length
+        self._device = torch.device(device)
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=padded(AutoModelForCausalLM, path))
+        self._model.to(self._device).eval()
+        self._waiting: list[Request] = []
+        self._batches: list[_Batch] = []
+
+    def submit(self, request: Request) -> None:
+        """Take a request; see `GenerateEngine`. Those submitted between two steps are decoded side by side from then on."""
+        check_request(request, self.written(), self._context, self._summary.vocab_size)
+        self._waiting.append(request)
+
+    @torch.no_grad()
+    def decode(self) -> dict[str, Response]:
+        """Advance by one decode step; see `GenerateEngine`."""
+        alike: dict[Sampling, list[Request]] = {}
+        for request in self._waiting:
+            alike.setdefault(_drawing(request.sampling), []).append(request)
+        self._waiting = []
+        self._batches += [_Batch(drawing, requests, self._rows(requests), self._device) for drawing, requests in alike.items()]
+        finished: dict[str, Response] = {}
+        for batch in self._batches:
+            finished |= batch.decode(self._model)
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return finished
+
+    def _rows(self, requests: Sequence[Request]) -> list["_Row"]:
+        eos = frozenset(self._summary.eos_token_ids)
+        return [
+            _Row(
+                place,
+                request.id,
+                min(request.sampling.max_tokens, self._context - len(request.prompt)),
+                frozenset(request.sampling.stop_token_ids) | (frozenset() if request.sampling.ignore_eos else eos),
+            )
+            for place, request in enumerate(requests)
+        ]
+
+    def unfinished(self) -> int:
+        """Return how many requests the engine holds."""
+        return len(self._waiting) + sum(len(batch.rows) for batch in self._batches)
+
+    def written(self) -> dict[str, int]:
+        """Return how many tokens each unfinished request has so far."""
+        found = {row.id: len(row.response.tokens) for batch in self._batches for row in batch.rows}
+        return found | {request.id: 0 for request in self._waiting}
+
+    def drop(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far."""
+        ended = {request.id: Response([], []) for request in self._waiting if request.id in ids}
+        self._waiting = [request for request in self._waiting if request.id not in ids]
+        for batch in self._batches:
+            ended |= {row.id: row.response for row in batch.rows if row.id in ids}
+            batch.rows = [row for row in batch.rows if row.id not in ids]
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return ended
+
+    @torch.no_grad()
+    def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
+        """Take new weights, copied into place; see `GenerateEngine`."""
+        parameters = dict(self._model.named_parameters())
+        check_weights(weights, {name: tuple(p.shape) for name, p in parameters.items()})
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        if running == "recompute":
+            for batch in self._batches:
+                batch.cache = None
+
+    def context_length(self) -> int:
+        """Return how many tokens prompt and response may have together."""
+        return self._context
+
+    def close(self) -> None:
+        """Free the model."""
+        del self._model
+
+
+@dataclass
+class _Row:
+    """A request at its place in a batch: when it ends, and what it has so far."""
+
+    place: int
+    id: str
+    limit: int
+    stops: frozenset[int]
+    response: Response = field(default_factory=lambda: Response([], []))
+
+
+class _Batch:
+    """Requests that began at the same step and draw alike. `rows` are those not yet finished; their places stay the same."""
+
+    def __init__(self, drawing: Sampling, requests: Sequence[Request], rows: list[_Row], device: torch.device) -> None:
+        self.drawing, self.rows = drawing, rows
+        self.cache: Any = None
+        self._steps = 0
+        self._tokens, self._mask = _left_padded([request.prompt for request in requests], device)
+        # One number a token, drawn beforehand, so that what a prompt gets does not depend on the others.
+        longest = max(row.limit for row in rows)
+        self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
+
+    def decode(self, model: Any) -> dict[str, Response]:
+        logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache)
+        chosen, log_probs = sample(logits, self._numbers[:, self._steps], self.drawing)
+        self._steps += 1
+        self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], dim=1)
+        return self._taken(chosen.tolist(), log_probs.tolist())
+
+    def _taken(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
+        """Give each unfinished row its token, and return the responses that end with it."""
+        finished = {}
+        for row in self.rows:
+            token = chosen[row.place]
+            row.response.tokens.append(token)
+            row.response.log_probs.append(log_probs[row.place])
+            if token in row.stops or self._steps == row.limit:
+                finished[row.id] = replace(row.response, finish="stop" if token in row.stops else "length")
+        self.rows = [row for row in self.rows if row.id not in finished]
+        return finished
+
+
+def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    """The logits `[B, V]` behind `tokens [B, L]`, and the cache with them: all are read without one, else the last."""
+    fresh = tokens if cache is None else tokens[:, -1:]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
+    out = model(input_ids=fresh, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1], out.past_key_values
+
+
+def forced(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor) -> torch.Tensor:
+    """The log-probs `[B, T]` of given responses, decoded as samples would be: prompts padded on the left, a token at a time."""
+    tokens, mask = _left_padded(prompts, model.device)
+    cache: Any = None
+    found = []
+    for chosen in responses.to(model.device).T:
+        logits, cache = next_logits(model, tokens, mask, cache)
+        found.append(logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0])
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(len(chosen), 1)], dim=1)
+    return torch.stack(found, dim=1).cpu()
+
+
+def _drawing(sampling: Sampling) -> Sampling:
+    """Return the part of a sampling that says how a token is drawn, whatever ends the response."""
+    return Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+
+
+def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token `[B]` for each row of `logits [B, V]` and its log-prob `[B]`, from `numbers [B]` in [0, 1).
+
+    The distribution is turned over into its cumulative sum, in float64. Greedy tokens carry their log-prob at temperature 1.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        log_probs = logits.log_softmax(-1)
+        tokens = log_probs.argmax(-1)
+    else:
+        log_probs = _kept(logits / sampling.temperature, sampling).log_softmax(-1)
+        cumulative = log_probs.double().exp().cumsum(-1)
+        total = cumulative[:, -1:]
+        drawn = torch.minimum(numbers.double()[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0]
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the logits with those of the tokens that `top_k`, then `top_p` leave out at minus infinity."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.softmax(-1).sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # the likeliest token has nothing before it and always stays
+        logits = logits.masked_fill((before >= sampling.top_p).gather(-1, order.argsort(-1)), -torch.inf)
+    return logits
+
+
+def _uniform(seed: int, count: int) -> torch.Tensor:
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return tokens, mask

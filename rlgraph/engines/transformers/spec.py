@@ -1,0 +1,24 @@
+"""The engine "transformers" for the registry."""
+
+from typing import Any
+
+import torch
+
+from rlgraph.costs.estimates import stays_awake
+from rlgraph.engines.api import GenerateEngine
+from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.registry import EngineSpec
+
+
+def load(generator: Any, place: Place) -> GenerateEngine:
+    """Make the engine of a `Generator`, after the test that it decodes as the model's own forward computes."""
+    from rlgraph.engines.forward.self_test import check_generator
+    from rlgraph.engines.transformers.engine import TransformersEngine
+
+    if generator.self_test:
+        check_generator(generator.path, device=place.device)
+    dtype = getattr(torch, dtype_of(generator, place))
+    return TransformersEngine(generator.path, device=place.device, dtype=dtype, max_context=generator.max_context)
+
+
+SPEC = EngineSpec(name="transformers", load=load, settings=("engines_per_gpu", "self_test"), shares_steps=False, sleep_bytes=stays_awake)

@@ -1,0 +1,280 @@
+"""Generate with vLLM: an LLMEngine inside this process, driven step by step.
+
+vLLM patches torch for its whole process (thread count, random seed, garbage collector): never share it with a trainer.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlgraph.engines import copy_plan
+from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
+from rlgraph.engines.vllm import engine_arguments
+from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
+from rlgraph.errors import GraphError
+
+FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # by vLLM's name; its others cut a response off from outside
+
+
+class VllmEngine(GenerateEngine):
+    """A `GenerateEngine` on vLLM. Make one a process.
+
+    `max_model_len` is the context (None: the model's). Of a GPU's memory the `engines` on it take the share `memory` together
+    and give it back between rollouts if the pool is `shared`; of it, `copies` of the weights are for each engine, one of them its own,
+    the others buffers that it receives versions in. `kv_cache_bytes` says instead what keys and values may take.
+    `threads` is the number of cores on a CPU; it is set for the process as a whole. `random_weights` leaves the folder's weights
+    aside. Log-probs are those of the distribution sampled from.
+
+    Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_model_len: int | None = None,
+        dtype: str = "bfloat16",
+        seed: int = 0,
+        threads: int | None = None,
+        tensor_parallel: int = 1,
+        max_sequences: int | None = None,
+        kv_cache_bytes: int | None = None,
+        memory: float | None = None,
+        shared: bool = False,
+        engines: int = 1,
+        copies: int = 1,
+        random_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        self._summary = check_model(path)
+        self._shapes = parameter_shapes(path)
+        _prepare_process(threads)
+
+        from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
+
+        context = max_model_len or self._summary.context_length
+        self._on_cpu = current_platform.is_cpu()
+        if self._on_cpu and tensor_parallel > 1:
+            raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
+        self._parallel = tensor_parallel > 1
+        share = engine_arguments.share_of_memory(memory, shared)
+        weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
+        self._own_bytes = weights // tensor_parallel  # of each device
+        if not self._on_cpu:
+            total = torch.cuda.get_device_properties(0).total_memory
+            share -= engines * (copies - 1) * weights / total
+            if (engines > 1 or shared) and kv_cache_bytes is None:
+                kv_cache_bytes = engine_arguments.kv_cache_of_many(total, self._own_bytes, engines, share)
+        machine = engine_arguments.arguments(
+            on_cpu=self._on_cpu,
+            context=context,
+            max_sequences=max_sequences,
+            kv_cache_bytes=kv_cache_bytes,
+            share=share,
+            shared=shared,
+        )
+        arguments = EngineArgs(
+            model=str(path),
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the folder's: only `Sampling` says how to sample
+            max_model_len=context,
+            dtype=dtype,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel,
+            enable_prefix_caching=True,
+            load_format="dummy" if random_weights else "auto",
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **(engine_arguments.PARALLEL if self._parallel else {}),
+            **machine,
+        )
+        with warnings.catch_warnings():
+            # vLLM looks at every attribute of every module, those included that warn when looked at.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._engine = LLMEngine.from_engine_args(arguments)
+        self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
+        self._names: dict[str, str] = {}  # that name, by request id
+        self._loads = 0
+        self._copies: copy_plan.CopyPlan | None = None
+        self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
+        self._shared = SharedWeights(self._engine.collective_rpc)  # with the ranks of a tensor-parallel engine
+        self._asleep: set[str] = set()
+
+    def submit(self, request: Request) -> None:
+        """Take a request; see `GenerateEngine`."""
+        check_request(request, self._names, self.context_length(), self._summary.vocab_size)
+        # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._loads)}
+        name = self._engine.add_request(request.id, prompt, self._sampling_params(request.sampling, request.seed))
+        self._names[request.id] = name
+        self._running[name] = _Running(request)
+
+    def decode(self) -> dict[str, Response]:
+        """Advance by one decode step; see `GenerateEngine`."""
+        finished: dict[str, Response] = {}
+        gone: list[str] = []
+        # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
+        for output in self._engine.engine_core.get_output().outputs:
+            row = self._running.get(output.request_id)
+            if row is None:  # aborted while its next token was on its way
+                continue
+            if output.new_token_ids:
+                row.tokens += output.new_token_ids
+                row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                gone.append(output.request_id)
+                finished[row.request.id] = self._forget(output.request_id, FINISHES.get(str(output.finish_reason), "abort"))
+        if gone:
+            self._engine.output_processor.abort_requests(gone, internal=True)
+        return finished
+
+    def unfinished(self) -> int:
+        """Return how many requests the engine holds."""
+        return len(self._running)
+
+    def written(self) -> dict[str, int]:
+        """Return how many tokens each unfinished request has so far."""
+        return {row.request.id: len(row.tokens) for row in self._running.values()}
+
+    def drop(self, ids: Sequence[str]) -> dict[str, Response]:
+        """End these requests, and return what they have so far."""
+        names = [self._names[request_id] for request_id in ids if request_id in self._names]
+        self._engine.abort_request(names, internal=True)
+        return {self._running[name].request.id: self._forget(name) for name in names}
+
+    def _forget(self, name: str, finish: Finish = "abort") -> Response:
+        row = self._running.pop(name)
+        del self._names[row.request.id]
+        return Response(row.tokens, row.log_probs, finish=finish)
+
+    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._summary.eos_token_ids)],
+            ignore_eos=sampling.ignore_eos,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+            skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
+        """Take new weights; see `GenerateEngine`."""
+        if not copy_plan.same_tensors(weights, self._checked):
+            check_weights(weights, self._shapes)
+            self._checked = dict(weights)
+        self._wake("weights")
+        self._catch_up()
+        if self._on_cpu:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+            if self._summary.tied:
+                self._pack_head()
+        elif self._parallel:
+            self._shared.load(weights)
+        else:
+            self._copy(weights)
+        self._loads += 1
+        if running == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self._begin_again([row.request for row in self._running.values() if not row.tokens])
+
+    def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load by the recorded copies of the model's loader; by the loader itself the first time, or where it does more than copy.
+
+        The copies are under way when this returns, and done before the next decode step of this thread begins.
+        """
+        if self._copies is None:
+            self._copies = copy_plan.record(self._model(), weights)
+        else:
+            self._copies.replay(weights)
+
+    def _catch_up(self) -> None:
+        """Take the tokens of decode steps that are under way, which the old weights compute."""
+        core = self._engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            self._finished |= self._tagged(self.decode())
+        core.resume_scheduler()
+
+    def sleep(self) -> int | None:
+        """Give the memory of keys and values back, and that of the weights, which go to host memory; see `GenerateEngine`."""
+        if self._on_cpu:
+            return None
+        self._catch_up()
+        self._engine.sleep(level=1)
+        self._shared.give_back()
+        self._asleep = {"weights", "kv_cache"}
+        return self._own_bytes
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._engine.wake_up(tags=[part])
+            self._asleep.remove(part)
+
+    def _model(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.get_model()
+
+    def _begin_again(self, waiting: list[Request]) -> None:
+        """Put requests without a token at the end of the queue again, so that they know nothing of the old weights."""
+        self.drop([request.id for request in waiting])
+        for request in waiting:
+            self.submit(request)
+
+    def _pack_head(self) -> None:
+        """Pack the new embeddings into the head's kernel, which the CPU build leaves as they were before."""
+        from vllm.config import set_current_vllm_config
+
+        head = self._model().lm_head
+        with set_current_vllm_config(self._engine.vllm_config):
+            head.quant_method.process_weights_after_loading(head)
+
+    def context_length(self) -> int:
+        """Return how many tokens prompt and response may have together."""
+        length: int = self._engine.vllm_config.model_config.max_model_len
+        return length
+
+    def close(self) -> None:
+        """Free the model."""
+        self._engine.engine_core.shutdown()
+
+
+def _prepare_process(threads: int | None) -> None:
+    for name, value in engine_arguments.environment(torch.cuda.is_available(), os.environ).items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", which a CPU does not need
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # without it vLLM goes back to one thread
+        torch.set_num_threads(threads)
+
+
+@dataclass
+class _Running:
+    """A request that the engine holds, and what it has so far."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)

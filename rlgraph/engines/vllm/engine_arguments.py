@@ -1,0 +1,97 @@
+"""What vLLM is started with: on a CPU a small eager engine, on a GPU one with recorded decode steps and most of the memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and model in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else FlashInfer is imported, which is not needed for dense models
+}
+GPU_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not live through a fork
+    "VLLM_USE_V2_MODEL_RUNNER": "1",  # noise is a function of seed and position, drawn for all requests in one kernel
+}
+PARALLEL = {
+    "distributed_executor_backend": "mp",  # one process a GPU, all of them this one's; where Ray runs, vLLM would take Ray's
+}
+KV_CACHE_BYTES = 1 << 30  # on a CPU
+STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
+MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
+
+
+def most_sequences(on_cpu: bool, needed: int = 0) -> int:
+    """How many responses an engine decodes at once: no more than are `needed` (0: not known), as each size of a decode step is recorded."""
+    most = 256 if on_cpu else 1024
+    return min(needed, most) if needed else most
+
+
+def environment(gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set before vLLM is imported, where they are not `given`."""
+    variables = ENVIRONMENT | (GPU_ENVIRONMENT if gpu else {})
+    # vLLM's own all-reduce multicasts over NVLink too, and does not look at NCCL's variable.
+    return variables | ({"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if given.get("NCCL_NVLS_ENABLE") == "0" else {})
+
+
+def arguments(
+    *, on_cpu: bool, context: int, max_sequences: int | None, kv_cache_bytes: int | None, share: float, shared: bool
+) -> Mapping[str, Any]:
+    """Return the arguments of `vllm.EngineArgs` that depend on the machine; `share` is that of a GPU's memory."""
+    if on_cpu:
+        return {
+            "kv_cache_memory_bytes": kv_cache_bytes or KV_CACHE_BYTES,
+            "max_num_seqs": max_sequences or most_sequences(on_cpu),
+            "block_size": 32,  # the smallest that the CPU build takes; prompts share prefixes in whole blocks
+            "enforce_eager": True,
+            # In a split prompt vLLM rewinds the request's random generator, which one of a CPU cannot do.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, context),
+            "async_scheduling": False,
+        }
+    most = max_sequences or most_sequences(on_cpu)
+    return {
+        "worker_cls": "rlgraph.engines.vllm.gpu_worker.GpuWorker",
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "gpu_memory_utilization": share,
+        "max_num_seqs": most,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(16384, context),
+        "async_scheduling": True,  # the next step is scheduled while the GPU is at this one
+        "enable_sleep_mode": shared,
+        "attention_backend": "FLASH_ATTN",
+        # Steps that only decode; those that read prompts too are recorded by `recorded_prompts`.
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [*recorded_sizes(most), mixed_sizes(most)[-1]],
+        },
+    }
+
+
+def share_of_memory(given: float | None, shared: bool) -> float:
+    """Return the share of a GPU's memory that its engines take together."""
+    return given or (MEMORY_SHARED if shared else MEMORY_ALONE)
+
+
+def kv_cache_of_many(total: int, weights: int, engines: int, share: float) -> int:
+    """Return what each of several engines on one GPU has for keys and values, in bytes.
+
+    vLLM measures what is free, which is wrong while other processes start there; so it is told.
+    """
+    return max(int(total * share) // engines - weights - STEP_BYTES, KV_CACHE_BYTES)
+
+
+def recorded_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences whose decode step is recorded as a CUDA graph: dense where steps are short."""
+    sizes = {1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(256, min(most, 512) + 1, 16), *range(512, most + 1, 64), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+def mixed_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens of recorded steps that read prompts too, up to 512 tokens of them: 8 apart, or a quarter at most."""
+    sizes = [8]
+    while sizes[-1] < most + 512:
+        sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 3)))
+    return sizes

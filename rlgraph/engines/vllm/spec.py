@@ -1,0 +1,30 @@
+"""The engine "vllm" for the registry."""
+
+from typing import Any
+
+from rlgraph.engines.api import GenerateEngine
+from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.registry import EngineSpec
+from rlgraph.engines.vllm import engine_arguments
+
+
+def load(generator: Any, place: Place) -> GenerateEngine:
+    """Make the engine of a `Generator`."""
+    from rlgraph.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(
+        generator.path,
+        max_model_len=generator.max_context,
+        dtype=dtype_of(generator, place),
+        seed=generator.seed,
+        threads=place.threads,
+        tensor_parallel=generator.tensor_parallel,
+        max_sequences=generator.max_sequences or engine_arguments.most_sequences(place.device == "cpu", place.sequences),
+        memory=generator.memory,
+        engines=generator.engines_per_gpu,
+        shared=place.shared and place.device == "cuda",
+        copies=place.copies,
+    )
+
+
+SPEC = EngineSpec(name="vllm", load=load, settings=("memory", "max_sequences", "engines_per_gpu"), spans_devices=True)

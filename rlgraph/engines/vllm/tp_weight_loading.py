@@ -1,0 +1,142 @@
+"""New weights for an engine that spans GPUs: its ranks map the memory that they arrived in, and each copies its own part of them.
+
+No tensor goes through a message. The engine's process says once where the weights lie, in memory of its first GPU or of the trainer's;
+every rank records the copies of its own loader and replays them from then on, over NVLink where the memory is another GPU's.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from rlgraph.channels.host.cuda_ipc import Handle, Mapped, handle_of
+from rlgraph.channels.host.serialization import DTYPES, device_view
+from rlgraph.channels.weights.double_buffer import in_one_memory, lie_together
+from rlgraph.engines import copy_plan
+from rlgraph.engines.copy_plan import same_tensors
+
+Weights = Mapping[str, torch.Tensor]
+
+
+class Weight(msgspec.Struct, array_like=True):
+    """Where a parameter lies: `offset` in bytes from the start of the memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Description(msgspec.Struct, array_like=True):
+    """All parameters, contiguous in one memory."""
+
+    memory: Handle
+    weights: list[Weight]
+
+
+def describe(weights: Weights, memory: Handle) -> bytes:
+    """Return, as msgpack, where weights lie that are together in one memory."""
+    entries = []
+    for name, weight in weights.items():
+        start = int(weight.storage_offset()) * weight.itemsize
+        entries.append(Weight(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), start))
+    return msgspec.msgpack.encode(Description(memory, entries))
+
+
+def described(description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights as views of the described memory, which `mapped` gives as bytes."""
+    found = msgspec.msgpack.decode(description, type=Description)
+    memory = mapped(found.memory)
+    return {w.name: device_view(memory, DTYPES[w.dtype], torch.Size(w.shape), w.offset) for w in found.weights}
+
+
+class SharedWeights:
+    """The end in the engine's own process; `call` calls a method of all ranks and returns when all have returned."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._own: dict[str, torch.Tensor] = {}
+        self._known: dict[str, torch.Tensor] = {}  # what the ranks have mapped
+
+    def load(self, weights: Weights) -> None:
+        """Have every rank load the weights; the memory that they came in is free when it returns.
+
+        Weights that lie together in one memory on a GPU are read there; all others are copied together first.
+        """
+        if not same_tensors(weights, self._known) and not (_first(weights).is_cuda and lie_together(weights)):
+            weights = self._copied(weights)
+        torch.cuda.current_stream().synchronize()  # other processes are about to read
+        if same_tensors(weights, self._known):
+            self._call("take_weights")
+            return
+        self._call("take_weights", args=(describe(weights, handle_of(_first(weights))),))
+        self._known = dict(weights)
+
+    def give_back(self) -> None:
+        """Free what the weights were copied to; no rank has it mapped any more."""
+        if self._own:
+            self._call("forget_weights")
+            self._known, self._own = {}, {}
+            torch.cuda.empty_cache()
+
+    def _copied(self, weights: Weights) -> dict[str, torch.Tensor]:
+        kinds = {name: (w.shape, w.dtype) for name, w in weights.items()}
+        if {name: (w.shape, w.dtype) for name, w in self._own.items()} != kinds:
+            self._own = in_one_memory(kinds, torch.device("cuda"))
+        with torch.no_grad():
+            torch._foreach_copy_([self._own[name] for name in weights], list(weights.values()))
+        return self._own
+
+
+def _first(weights: Weights) -> torch.Tensor:
+    return next(iter(weights.values()))
+
+
+class RankWeights:
+    """The end in the process of one rank, whose part of the model is `model`."""
+
+    def __init__(self, model: copy_plan.Loadable) -> None:
+        self.model = model
+        self.weights: dict[str, torch.Tensor] = {}
+        self.plan: copy_plan.CopyPlan | None = None
+
+    def map(self, description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> None:
+        """From now on load what lies where the description says."""
+        self.weights = described(description, mapped)
+
+    def load(self) -> None:
+        """Load by the recorded copies; by the model's loader the first time, or where it does more than copy."""
+        if self.plan is None:
+            self.plan = copy_plan.record(self.model, self.weights)
+        else:
+            self.plan.replay(self.weights)
+
+    def forget(self) -> None:
+        """Keep nothing that lies in the memory of the engine's process."""
+        self.weights = {}
+        if self.plan is not None:
+            self.plan = copy_plan.CopyPlan(self.plan.copies)
+
+
+class Extension:
+    """What vLLM's worker of each GPU can do besides."""
+
+    get_model: Callable[[], Any]  # the worker's own
+    _rank_weights: RankWeights | None = None
+    _mapped_weights: Mapped | None = None  # the few memories that versions come in, in turns
+
+    def take_weights(self, description: bytes | None = None) -> None:
+        """Load the weights that lie where the last description said; returns when they are there."""
+        if self._rank_weights is None or self._mapped_weights is None:
+            self._rank_weights, self._mapped_weights = RankWeights(self.get_model()), Mapped()
+        if description is not None:
+            self._rank_weights.map(description, self._mapped_weights.open)
+        self._rank_weights.load()
+        torch.cuda.current_stream().synchronize()
+
+    def forget_weights(self) -> None:
+        """Keep nothing mapped."""
+        if self._rank_weights is not None:
+            self._rank_weights.forget()
+            self._mapped_weights = Mapped()

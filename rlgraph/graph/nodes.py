@@ -1,0 +1,344 @@
+"""Declare a graph: pools, nodes, the outputs that join them, the feedback edge, and the graph found from its outputs."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import networkx as nx
+
+from rlgraph import settings
+from rlgraph.errors import GraphError
+from rlgraph.graph import rules
+from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.kinds import Range
+from rlgraph.settings import Count, Name, Natural, checked
+
+Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole number of at least 1")]
+BUCKET_BYTES = 512 << 20  # of weights: few buckets, so that receiving them takes little of the interpreter that decodes
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that nodes time-share. Nodes of one pool never run at the same time; nodes of two pools overlap.
+
+    `share` is the pool's part of the cluster's GPUs relative to the other pools (None: the compiler chooses);
+    `gpus` is an exact count instead; `cpus` makes it a pool of host cores. On a cluster without GPUs shares divide the cores.
+
+    Raises GraphError for a share, a count or a name that cannot be.
+    """
+
+    name: Name
+    share: Annotated[float, Range(above=0, rule="a positive number, or None to let the compiler choose")] | None = 1
+    gpus: Exact | None = None
+    cpus: Exact | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        rules.check_pool(self.name, self.share, self.gpus, self.cpus)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers."""
+
+    role: ClassVar[str] = "model"
+    path: Name = field(kw_only=False)
+    pool: Pool
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+    @property
+    def group(self) -> int:
+        """Devices that one worker of this model needs."""
+        return 1
+
+    @property
+    def engines(self) -> int:
+        """Workers of this model that share one group of devices."""
+        return 1
+
+    @property
+    def ranks(self) -> int | None:
+        """Workers of this model, where the user says so; None means as many as the pool's devices allow."""
+        return None
+
+    @property
+    def traits(self) -> ModelTraits:
+        """What compiler and runtime know of it beside its folder, its pool and its ranks."""
+        return ModelTraits()
+
+    def with_dtype(self, dtype: str) -> "Model":
+        """The same model that computes in `dtype`, which the plan has chosen where its traits have one."""
+        return replace(self, dtype=dtype)  # type: ignore[call-arg] # which traits with a dtype speak of
+
+    def load(self, context: Any) -> Any:
+        """Make the engine; called once in each of the model's workers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Due:
+    """The steps at which an evaluation happens: the last of every `every`, the last of `steps`, and at the start the first."""
+
+    every: Count
+    steps: Count | None = None
+    at_start: bool = False
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+    def __call__(self, step: int) -> bool:
+        """Return whether it happens at this step."""
+        return (step + 1) % self.every == 0 or step + 1 == self.steps or self.begins(step)
+
+    def begins(self, step: int) -> bool:
+        """Return whether it happens at this step on the weights as they came."""
+        return self.at_start and step == 0
+
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One stage of a graph: what it does, what it reads from which outputs, what it writes, where it lives.
+
+    `rows` is how many rows it writes in a step; `pool` is None for a host node, which runs in a process of its own. `chunks`
+    is how many parts of a batch it fires for in a step, in the order of the data: those that it gives itself, or those of the
+    rollout that it `follows`. A node that is not `due` at a step passes an empty batch on.
+    """
+
+    name: str
+    operation: Operation
+    inputs: tuple["Output", ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    rows: int
+    model: Model | None = None
+    feedback: "Feedback | None" = None
+    chunks: int = 1
+    follows: "Node | None" = None
+    due: Due | None = None
+    serial: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def pool(self) -> Pool | None:
+        return self.model.pool if self.model else None
+
+    @property
+    def traits(self) -> NodeTraits:
+        """What compiler and runtime know of its operation."""
+        return self.operation.traits
+
+    @property
+    def stream(self) -> "Node | None":
+        """The rollout whose parts it gives or works on."""
+        return self if self.chunks > 1 and self.follows is None else self.follows
+
+    @cached_property
+    def batch(self) -> "Output":
+        """Its columns, for the nodes that read them."""
+        return Output(self)
+
+    @cached_property
+    def weights(self) -> "Output":
+        """The new version of the weights that it trains, for `feedback.close`."""
+        return Output(self, "weights")
+
+    @cached_property
+    def metrics(self) -> "Output":
+        """Its metrics, for the graph."""
+        return Output(self, "metrics")
+
+    def needs(self, other: "Node") -> bool:
+        """Return whether it depends on another node, within a step."""
+        return any(output.node is other or output.node.needs(other) for output in self.inputs)
+
+    def source_of(self, column: str) -> "Node":
+        """Return the node whose output carries `column` to this one."""
+        return next(output.node for output in self.inputs if column in output.columns)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Output:
+    """What a node gives: a batch of columns, a new version of weights, or the metrics of a step."""
+
+    HOW: ClassVar[str] = "pass the output of another node"
+    node: Node
+    kind: Literal["batch", "weights", "metrics"] = "batch"
+
+    def __repr__(self) -> str:
+        return f"the {self.kind} of '{self.node.name}'"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.node.writes if self.kind == "batch" else ()
+
+
+class Feedback:
+    """The back edge of a graph: weights of a later step for an earlier stage. Made by `rlgraph.feedback`."""
+
+    HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
+
+    def __init__(self, name: str, depth: int, buffers: int, freshest: bool, bucket_bytes: int, checksum: bool) -> None:
+        rules.check_feedback(name, depth, buffers, freshest)
+        self.name, self.depth, self.buffers, self.freshest = name, depth, buffers, freshest
+        self.bucket_bytes, self.checksum = bucket_bytes, checksum
+        self.source: Output | None = None
+
+    def close(self, weights: Output) -> None:
+        """Join the back edge to the update whose weights it carries, as `feedback.close(step.weights)`."""
+        rules.check_close(self, weights if isinstance(weights, Output) and weights.kind == "weights" else None, weights)
+        self.source = weights
+
+
+@checked(what="feedback")
+def feedback(
+    name: Name,
+    *,
+    depth: Annotated[Natural, Range(least=0, rule=rules.DEPTH_RULE)],
+    buffers: Annotated[int, Range(least=1, most=2, rule=rules.BUFFERS_RULE)] = 1,
+    freshest: bool = False,
+    bucket_bytes: Annotated[int, Range(least=1, rule="a whole number of bytes, at least 1: 1 << 29 is usual")] = BUCKET_BYTES,
+    checksum: bool = False,
+) -> Feedback:
+    """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
+
+    A version is one step of the graph. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
+    seed and depth alone; `freshest=True` takes the newest published version instead. `buffers=2` lets the generator
+    receive the next version while it decodes; with 1 it receives between two steps. The second buffer begins to fill as
+    soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` every version is compared with what
+    the trainer sent, parameter by parameter, before the generator uses it.
+
+    Raises GraphError for a negative depth, buffers other than 1 and 2, or buckets without a byte.
+    """
+    return Feedback(name, depth, buffers, freshest, bucket_bytes, checksum)
+
+
+@checked()
+def declare(
+    name: Name,
+    operation: Operation,
+    inputs: Iterable[Any],
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+    rows: int | None = None,
+    model: Model | None = None,
+    feedback: Feedback | None = None,
+    chunks: Count = 1,
+    due: Due | None = None,
+) -> Node:
+    """Declare a node of your own: `operation` reads columns of the inputs and writes others, on the host or where `model` lives.
+
+        >>> class Brevity(Operation):
+        ...     def start(self, context):
+        ...         return lambda step, columns: {"rewards": -columns["response_mask"].sum(-1).float()}
+        >>> rollout = Node("rollout", Brevity(), (), (), ("response_mask",), rows=8)
+        >>> declare("brevity", Brevity(), [rollout.batch], reads=("response_mask",), writes=("rewards",)).batch
+        the batch of 'brevity'
+
+    Its outputs are `node.batch`, `node.weights` and `node.metrics`. `rows` is how many rows it writes in a step, needed where it has no
+    inputs. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses. With `feedback` its model
+    takes the weights of that edge.
+
+    With `chunks` above 1 it gives its batch in so many parts. A node that works by group follows an input that comes in parts,
+    unless it also needs the whole batch, or waits for the rollout's own pool.
+
+    Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read; and for an
+    operation that is no `rlgraph.Operation`.
+    """
+    outputs = tuple(inputs)
+    for given in outputs:
+        if not isinstance(given, Output) or given.kind != "batch":
+            raise GraphError(f"node '{name}' was given {rules.describe(given)}; pass outputs of other nodes")
+    rules.check_inputs(name, outputs, reads)
+    if rows is None:
+        rows = max(output.node.rows for output in outputs)
+    follows = None if chunks > 1 else _followed(operation, outputs, model)
+    node = Node(name, operation, outputs, reads, writes, rows, model, feedback, follows.chunks if follows else chunks, follows, due)
+    rules.check_rows(node)
+    rules.check_parts(node)
+    return node
+
+
+def _followed(operation: Operation, inputs: Iterable["Output"], model: Model | None) -> Node | None:
+    sources = [output.node for output in inputs]
+    streams = {source.stream for source in sources if source.stream is not None}
+    if len(streams) != 1 or not operation.traits.by_group:
+        return None
+    stream = streams.pop()
+    late = any(source.stream is None and source.needs(stream) for source in sources)
+    return None if late or (model is not None and model.pool is stream.pool) else stream
+
+
+class Graph:
+    """All nodes that its outputs depend on, feedback included. Checked when it is made; a value from then on.
+
+    Raises GraphError naming the place, what was found, the rule and the fix.
+    """
+
+    HOW: ClassVar[str] = "pass a graph, as rg.Graph('name', step.metrics)"
+
+    @checked(what="graph")
+    def __init__(self, name: Name, *outputs: Output) -> None:
+        self.name = name
+        if not outputs:
+            raise GraphError(f"graph '{name}' has no outputs; pass what it should give, as Graph('{name}', step.metrics)")
+        for output in outputs:
+            if not isinstance(output, Output):
+                given = rules.describe(output)
+                raise GraphError(f"graph '{name}' was given {given} as an output; pass what a node returned, as step.metrics")
+        self.outputs = outputs
+        self.nodes = _reachable(outputs)
+        self.feedbacks = tuple(dict.fromkeys(n.feedback for n in self.nodes if n.feedback is not None))
+        for rule in rules.GRAPH_RULES:
+            rule(self)
+
+    @cached_property
+    def forward(self) -> "nx.DiGraph[Node]":
+        """The forward part as a networkx graph; each edge holds the columns it carries."""
+        graph: nx.DiGraph[Node] = nx.DiGraph()
+        graph.add_nodes_from(self.nodes)
+        for node in self.nodes:
+            for column in node.reads:
+                source = node.source_of(column)
+                columns = graph.edges[source, node]["columns"] if graph.has_edge(source, node) else ()
+                graph.add_edge(source, node, columns=(*columns, column))
+        return graph
+
+    def evaluates_apart(self, node: Node) -> bool:
+        """Return whether a node evaluates on a generator of its own, and not in turns with the rollouts of another."""
+        users = [other for other in self.nodes if other.model is node.model and other.feedback is node.feedback]
+        return node.due is not None and node.feedback is not None and all(other.due is not None for other in users)
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools in order of first use, host pools of tools included."""
+        extra = (n.traits.host_pool for n in self.nodes)
+        return tuple(dict.fromkeys(p for p in (*(n.pool for n in self.nodes), *extra) if p is not None))
+
+    def node(self, name: str) -> Node:
+        """Return the node called `name`. Raises GraphError with the names there are."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise GraphError(f"graph '{self.name}' has no node '{name}'; it has {[n.name for n in self.nodes]}")
+
+
+def _reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
+    """Return every node the outputs depend on, producers first, otherwise in order of declaration."""
+    found: set[Node] = set()
+    open_nodes = [output.node for output in outputs]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in found:
+            continue
+        found.add(node)
+        open_nodes += [output.node for output in node.inputs]
+        if node.feedback is not None and node.feedback.source is not None:
+            open_nodes.append(node.feedback.source.node)
+    return tuple(sorted(found, key=lambda node: node.serial))

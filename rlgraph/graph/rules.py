@@ -1,0 +1,252 @@
+"""The rules that a graph must meet, one function a rule. Each says where, what was found, the rule and the fix."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from rlgraph.columns import COLUMNS
+from rlgraph.errors import GraphError, shown
+from rlgraph.graph.rounds import lags
+
+if TYPE_CHECKING:
+    from rlgraph.graph.nodes import Feedback, Graph, Node, Output
+
+MAX_SLOTS = 64  # of a channel
+MAX_DEPTH = MAX_SLOTS - 2  # prompts are two batches ahead of that
+
+
+DEPTH_RULE = "how many weight versions a trained batch may be behind, a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
+BUFFERS_RULE = "1, the generator's one copy of the weights, or 2, so that it receives while it decodes"
+
+
+def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
+    if gpus is not None and cpus is not None:
+        raise GraphError(f"pool '{name}' has both gpus={gpus} and cpus={cpus}; a pool is of one kind: make two pools")
+    if share != 1 and (gpus is not None or cpus is not None):
+        raise GraphError(f"pool '{name}' has a share and an exact count; give one of them")
+
+
+def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
+    where = f"feedback '{name}'"
+    if depth > MAX_DEPTH:
+        raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
+    if depth == 0 and buffers == 2:
+        raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
+    if depth == 0 and freshest:
+        raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
+
+
+def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> None:
+    """`weights` are those given, None where these are no weights."""
+    where = f"feedback '{feedback.name}'"
+    if weights is None:
+        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
+    if weights.node.model is not None and weights.node.model.role == "critic":
+        raise GraphError(
+            f"{where} was closed with the weights of '{weights.node.name}', a critic; close it with those of the policy's update"
+        )
+    if feedback.source is not None:
+        raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
+
+
+def check_inputs(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
+    where = f"node '{name}'"
+    carried = Counter(column for output in set(inputs) for column in output.columns)
+    names = [output.node.name for output in inputs]
+    for column in reads:
+        if carried[column] == 0:
+            raise GraphError(f"{where} reads column '{column}', which none of its inputs {names} carries; {_fix(column, inputs)}")
+        if carried[column] > 1:
+            both = [output.node.name for output in inputs if column in output.columns]
+            raise GraphError(
+                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own"
+            )
+    for output in inputs:
+        if not set(output.columns) & set(reads):
+            raise GraphError(
+                f"{where} reads nothing of its input '{output.node.name}', which carries {list(output.columns)}; "
+                f"it reads {list(reads)}: leave that input out"
+            )
+
+
+def _fix(column: str, inputs: Sequence["Output"]) -> str:
+    upstream = [output.node for output in inputs]
+    while upstream:
+        node = upstream.pop(0)
+        if column in node.writes:
+            return f"pass the output of '{node.name}' to it"
+        upstream += [output.node for output in node.inputs]
+    if column in COLUMNS:
+        return f"pass the output of '{COLUMNS[column].written_by}' to it"
+    return "pass the output of a node that writes it"
+
+
+def check_rows(node: "Node") -> None:
+    for output in node.inputs:
+        if output.node.rows <= 0 or node.rows % output.node.rows:
+            raise GraphError(
+                f"node '{node.name}' joins {node.rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
+                "one must be a multiple of the other"
+            )
+
+
+def check_parts(node: "Node") -> None:
+    for output in node.inputs:
+        if node.chunks > 1 and output.node.rows % node.chunks:
+            raise GraphError(
+                f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
+                f"'{output.node.name}'; parts are of equal size and hold whole groups: choose a divisor, or another count of prompts"
+            )
+
+
+def names_are_unique(graph: "Graph") -> None:
+    for name, count in Counter(node.name for node in graph.nodes).items():
+        if count > 1:
+            raise GraphError(f"graph '{graph.name}' has {count} nodes called '{name}'; give each its own with name=")
+    for name, count in Counter(pool.name for pool in graph.pools).items():
+        if count > 1:
+            raise GraphError(f"graph '{graph.name}' has {count} different pools called '{name}'; use one Pool object, or two names")
+
+
+def feedbacks_are_closed(graph: "Graph") -> None:
+    for feedback in graph.feedbacks:
+        if feedback.source is None:
+            raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with weights.close(step.weights)")
+
+
+def feedbacks_close_a_cycle(graph: "Graph") -> None:
+    for feedback in graph.feedbacks:
+        assert feedback.source is not None
+        trained = feedback.source.node
+        for reader in (node for node in graph.nodes if node.feedback is feedback and node.due is None):
+            if not nx.has_path(graph.forward, reader, trained):
+                raise GraphError(
+                    f"feedback '{feedback.name}' closes no cycle: '{trained.name}' does not depend on '{reader.name}', "
+                    "which uses its weights; pass the rollout to the update"
+                )
+
+
+def drawn_prompts_have_one_reader(graph: "Graph") -> None:
+    takers = {id(n.traits.draws_from): n for n in graph.nodes if n.traits.draws_from is not None}
+    for node in graph.nodes:
+        drawn = [o.node for o in node.inputs if id(o.node.operation) in takers]
+        if node.traits.draws_from is not None and takers[id(node.traits.draws_from)] is not node:
+            raise GraphError(
+                f"nodes '{node.name}' and '{takers[id(node.traits.draws_from)].name}' draw from one source of prompts, each as many as "
+                "it needs, so that prompts would be trained twice; declare a source for each"
+            )
+        if drawn:
+            taker = takers[id(drawn[0].operation)].name
+            raise GraphError(
+                f"node '{node.name}' reads from '{drawn[0].name}', but '{taker}' draws these prompts by itself, as many as it needs: "
+                f"the two would speak of different ones; pass '{taker}' in place of '{drawn[0].name}'"
+            )
+
+
+def depth_buys_something(graph: "Graph") -> None:
+    pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
+    for feedback in graph.feedbacks:
+        if feedback.depth > 0 and len(pools) == 1 and not any(lags(graph).values()):
+            raise GraphError(
+                f"feedback '{feedback.name}' has depth={feedback.depth}, but every model is in pool '{next(iter(pools))}' and nothing can "
+                "overlap: the next rollout comes before the update only where the update waits for a node on the host, such as a reward, "
+                "and no model that it has to wait for generates; use depth=0, or two pools"
+            )
+
+
+def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
+    """Responses stay in the engine between two firings: no other model may take the memory that they need."""
+    for node in graph.nodes:
+        if not node.traits.continuous:
+            continue
+        others = [n.name for n in graph.nodes if n.pool is node.pool and n.model is not node.model]
+        if others:
+            raise GraphError(
+                f"node '{node.name}' has continuous=True, so responses stay in its engine between two steps, but {others} run in the same "
+                f"pool '{node.pool.name if node.pool else ''}' and need its memory: give the generator a pool of its own"
+            )
+
+
+def a_model_is_updated_once(graph: "Graph") -> None:
+    """A version of the weights is one step: two updates of a model would make two, and the edge carries the first alone."""
+    updates: dict[int, Any] = {}
+    for node in (node for node in graph.nodes if node.model is not None and node.traits.work == "train"):
+        other = updates.setdefault(id(node.model), node)
+        if other is not node:
+            raise GraphError(
+                f"nodes '{other.name}' and '{node.name}' both update one {node.model.role if node.model else 'model'}; a step "
+                "has one update of a model: give it epochs= or mini_batches= for several optimizer steps, or make a second model"
+            )
+
+
+def passes_come_before_the_update(graph: "Graph") -> None:
+    """Old log-probs and values are those at the start of the update: nodes of a model fire as they are declared."""
+    for node in graph.nodes:
+        trained = next((n for n in graph.nodes if n.model is node.model and n.traits.work == "train" and n.serial < node.serial), None)
+        if node.model is not None and trained is not None and {"old_log_probs", "values"} & set(node.writes):
+            raise GraphError(
+                f"node '{node.name}' is declared after '{trained.name}' and would see the weights that it leaves; {list(node.writes)} are "
+                "those at the start of the update: declare it before"
+            )
+
+
+def parts_are_worked_on(graph: "Graph") -> None:
+    for rollout in (node for node in graph.nodes if node.stream is node):
+        readers = list(graph.forward.successors(rollout))
+        if not any(reader.follows is rollout for reader in readers):
+            reasons = "; ".join(f"'{reader.name}' {_why_whole(reader, rollout)}" for reader in readers)
+            raise GraphError(
+                f"node '{rollout.name}' has chunks={rollout.chunks}, but no node can work on a part while the rest is decoded: {reasons}; "
+                "leave chunks out"
+            )
+
+
+def _why_whole(reader: "Node", rollout: "Node") -> str:
+    if reader.pool is not None and reader.pool is rollout.pool:
+        return f"shares pool '{rollout.pool.name if rollout.pool else ''}' with it and waits for its turn"
+    if not reader.traits.by_group:
+        return "takes the whole batch (a reward or node of your own works on parts with by_group=True)"
+    return "also reads what comes of the whole batch, or of another rollout's parts"
+
+
+def parts_fit_a_channel(graph: "Graph") -> None:
+    open_batches = 1 + max((feedback.depth for feedback in graph.feedbacks), default=0)
+    for node in graph.nodes:
+        if node.chunks > 1 and open_batches * node.chunks > MAX_SLOTS:
+            raise GraphError(
+                f"node '{node.name}' has chunks={node.chunks}, and {open_batches} batches may be open: {open_batches * node.chunks} parts, "
+                f"but a channel has {MAX_SLOTS} slots; lower chunks or the depth"
+            )
+
+
+def evaluations_delay_nobody(graph: "Graph") -> None:
+    for node in (node for node in graph.nodes if graph.evaluates_apart(node)):
+        others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
+        if others:
+            raise GraphError(
+                f"node '{node.name}' evaluates on a generator of its own in pool '{node.pool.name if node.pool else ''}', where {others} "
+                "would wait for it: give it a pool of its own, or evaluate on the generator of the rollout, which takes turns"
+            )
+
+
+GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
+    names_are_unique,
+    feedbacks_are_closed,
+    feedbacks_close_a_cycle,
+    drawn_prompts_have_one_reader,
+    depth_buys_something,
+    continuous_rollouts_have_their_pool_alone,
+    a_model_is_updated_once,
+    passes_come_before_the_update,
+    parts_are_worked_on,
+    parts_fit_a_channel,
+    evaluations_delay_nobody,
+)
+
+
+def describe(value: Any) -> str:
+    """Print a value that is not what was asked for: an output by its node, anything else with its type."""
+    text = shown(value)
+    return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"

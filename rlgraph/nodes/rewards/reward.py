@@ -1,0 +1,107 @@
+"""Reward: a function from texts to one number a response, as a node."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+import torch
+
+from rlgraph.columns import COLUMNS, Columns
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.kinds import Range
+from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
+from rlgraph.nodes.training.guards import Outliers
+from rlgraph.settings import Name, Seconds, checked
+
+DEADLINE_S = 300.0  # half of a job's own, so that the response is named and not only the node
+AT_ONCE = 16
+OUTLIERS = 20.0
+OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
+RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number a response")]
+RewardColumn: TypeAlias = Annotated[str, Range(least=1, rule="the name of the column that the rewards go to, as writes='baseline_rewards'")]
+AtOnce: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are scored at a time, at least 1")]
+
+
+@dataclass(frozen=True, eq=False)
+class Reward(Operation):
+    """Score the responses."""
+
+    scoring: Scoring
+    writes: str = "rewards"
+    by_group: bool = True
+    outliers: float | None = OUTLIERS
+    name: str = "reward"
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(by_group=self.by_group, given=(self.scoring,))
+
+    def start(self, context: Context) -> Stage:
+        self.scoring.start(context)
+        outliers = None if self.outliers is None else Outliers(self.name, self.outliers)
+        return lambda step, columns: self.fire(context, outliers, columns)
+
+    def fire(self, context: Context, outliers: Outliers | None, columns: Columns) -> Fired:
+        scores = self.scoring.scores(context, columns)
+        metrics = spread(self.writes, scores)
+        if outliers is not None:
+            metrics["guards/reward_outliers"] = float(outliers.look(scores))
+        return {self.writes: scores}, metrics
+
+
+def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
+    """Return mean, largest and smallest reward as metrics."""
+    found = {"mean": scores.mean(), "max": scores.max(), "min": scores.min()}
+    return {f"critic/{column}/{name}": value.item() for name, value in found.items()}
+
+
+@checked()
+def reward(
+    function: RewardFunction,
+    *inputs: Output,
+    writes: RewardColumn = "rewards",
+    at_once: AtOnce = AT_ONCE,
+    deadline_s: Seconds = DEADLINE_S,
+    by_group: bool = True,
+    outliers: Annotated[float, Range(above=0, rule=OUTLIERS_RULE)] | None = OUTLIERS,
+    name: Name = "reward",
+) -> Output:
+    """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
+
+    `def right(responses, answers)` is called once with the columns of all responses and returns one number for each;
+    `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
+    Calls for single responses run `at_once` at a time, on threads or, if async, in one event loop.
+
+    `responses` and `prompts` come as text (as token ids if the parameter is annotated `torch.Tensor`), `answers` from the
+    field `answer` of the data set, repeated for each response. `writes` names the column that the numbers go to:
+    `baseline_rewards` for those of a greedy response, or a name of your own where an estimator reads several rewards, as
+    `rg.algorithms.GDPO(keys=("right", "brief"))` does.
+
+    Of a rollout with `chunks` a reward gets the parts as they come, each of whole groups; `by_group=False` is for a function that
+    compares responses to different prompts and so needs all of them.
+
+    A reward farther than `outliers` standard deviations from the mean of those before it is warned about and counted in
+    `guards/reward_outliers`, and used as it is; None looks for none.
+
+    A call that raises, takes longer than `deadline_s` or returns no finite number ends the run with an error that names the
+    response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
+    column of another kind.
+    """
+    check_column(name, writes)
+    where = f"node '{name}'"
+    operation = Reward(
+        scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group, outliers, name
+    )
+    return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
+
+
+def check_column(name: str, writes: str) -> None:
+    """Raise GraphError unless rewards can go to a column of that name."""
+    spec = COLUMNS.get(writes)
+    if spec is not None and (spec.dtype, spec.dims) != (torch.float32, ("B",)):
+        raise GraphError(
+            f"node '{name}' has writes='{writes}', which holds {spec.meaning}; a reward is one number a response: name another"
+        )

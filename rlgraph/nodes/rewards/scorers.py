@@ -1,0 +1,75 @@
+"""Ready-made scorers for `rlgraph.reward`: `reasoning_gym` tasks, and mathematics checked by `math-verify`."""
+
+import functools
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlgraph.errors import DataError, shown
+from rlgraph.nodes.rewards.mathematics import math_verify
+
+__all__ = ["answer_in", "math_verify", "reasoning_gym"]
+
+BOXED_OR_TAGGED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """A task of `reasoning_gym`: a data set for `rlgraph.prompts`, and `score` for `rlgraph.reward`.
+
+    Items are made again from `seed` wherever they are needed, so nothing but their number travels with a batch.
+    """
+
+    task: str
+    size: int
+    seed: int
+    settings: tuple[tuple[str, Any], ...] = ()
+    instruction: str = field(default="{question}")
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.instruction:
+            raise DataError(f"reasoning_gym: instruction={shown(self.instruction)} has no {{question}}, where the question goes")
+        _entries(self)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        question = _entries(self)[index]["question"]
+        return {"prompt": self.instruction.format(question=question), "item": index, "data_source": self.task}
+
+    def score(self, response: str, item: int) -> float:
+        """Return what `reasoning_gym` gives the answer of a response, 0 to 1.
+
+        The answer is what the last `<answer>…</answer>` or `\\boxed{…}` holds, else the whole response.
+        """
+        return float(_entries(self).score_answer(answer=answer_in(response), entry=_entries(self)[item]))
+
+
+@functools.cache
+def _entries(task: ReasoningGym) -> Any:
+    try:
+        gym = importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        raise DataError("reasoning_gym: the package reasoning-gym is not installed: pip install 'rlgraph-dataflow[rewards]'") from error
+    try:
+        return gym.create_dataset(task.task, size=task.size, seed=task.seed, **dict(task.settings))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DataError(f"reasoning_gym: task '{task.task}' with {dict(task.settings)} cannot be made: {error}") from error
+
+
+def reasoning_gym(task: str, *, size: int, seed: int = 0, instruction: str = "{question}", **settings: Any) -> ReasoningGym:
+    """Return a task of `reasoning_gym`, such as `reasoning_gym("chain_sum", size=500, max_terms=3)`.
+
+    Give it to `rlgraph.prompts` and its `score` to `rlgraph.reward`; `instruction` is put around each question.
+    Raises DataError if the package is missing, or has no such task or setting.
+    """
+    return ReasoningGym(task, size, seed, tuple(sorted(settings.items())), instruction)
+
+
+def answer_in(response: str) -> str:
+    """Return what the last `<answer>…</answer>` or `\\boxed{…}` of a response holds, else the whole response, stripped."""
+    found = BOXED_OR_TAGGED.findall(response)
+    return str(next(part for part in (*found[-1], response) if part) if found else response).strip()

@@ -1,0 +1,238 @@
+"""What scores responses: a user's function, called once for a batch or once for each response, and checked."""
+
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import GraphError, RlgraphError, shown
+from rlgraph.graph.nodes import Output
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.prompts import plural
+from rlgraph.nodes.rewards.function_pool import CallFailed, Calls
+
+TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
+LARGEST = torch.finfo(torch.float32).max
+# Parameters of reward functions that were written for verl and TRL, and what they are called here.
+ALIASES = {
+    "solution_str": "response",
+    "solution_strs": "responses",
+    "completion": "response",
+    "completions": "responses",
+    "ground_truth": "answer",
+    "ground_truths": "answers",
+}
+EXCERPT = 60  # characters of a prompt in an error
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """A function of responses, with the column that each of its parameters gets.
+
+    `single` functions are called for one response at a time, `at_once` of them together; the others once for all. `named_by`
+    are columns that are read only to say which response it was that something went wrong with.
+    """
+
+    function: Callable[..., Any]
+    columns: tuple[tuple[str, str], ...]  # of each parameter
+    single: bool
+    tokenizer: str | None  # model folder, where token ids are to be decoded
+    decoded: tuple[str, ...]
+    named_by: tuple[str, ...]
+    at_once: int
+    deadline_s: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        masks = (TOKEN_COLUMNS[column] for column in self.decoded)
+        return tuple(dict.fromkeys((*(column for _, column in self.columns), *masks, *self.named_by)))
+
+    def start(self, context: Context) -> None:
+        """Load what the scoring needs, before the first step and not in it."""
+        if self.tokenizer is not None and self.decoded:
+            context.tokenizer(self.tokenizer)
+
+    def scores(self, context: Context, columns: Columns) -> torch.Tensor:
+        """Return one finite number a response, [B] float32.
+
+        Raises RlgraphError naming the response for which the function raised, did not return in time, or gave no finite number.
+        """
+        rows = len(columns[self.columns[0][1]])
+        given = {parameter: self._argument(context, column, columns) for parameter, column in self.columns}
+        calls = [{p: _at(values, row) for p, values in given.items()} for row in range(rows)] if self.single else [given]
+        try:
+            returned = Calls(self.function, calls, self.at_once, self.deadline_s).run()
+        except CallFailed as failure:
+            which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, failure)
+            raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
+        rewards = returned if self.single else returned[0]
+        return checked_rewards(self.function, rewards, rows, lambda row: self._sample(context, columns, row))
+
+    def _argument(self, context: Context, name: str, columns: Columns) -> Column:
+        return texts_of(context, self.tokenizer, name, columns) if name in self.decoded and self.tokenizer else columns[name]
+
+    def _sample(self, context: Context, columns: Columns, row: int) -> str:
+        return f"for response {row}{_place(context, self.tokenizer, columns, row)}"
+
+    def _of_batch(self, context: Context, columns: Columns, given: dict[str, Column], failure: CallFailed) -> str:
+        """Say which response a function of a batch fails for: one that it fails for alone, in the same way, while it takes another."""
+        rows, failing, taken = len(columns[self.columns[0][1]]), [], 0
+        for row in range(rows):
+            alone = {p: values[row : row + 1] for p, values in given.items()}
+            try:
+                Calls(self.function, [alone], 1, self.deadline_s / rows).run()
+                taken += 1
+            except CallFailed as again:
+                failing += [row] if type(again.__cause__) is type(failure.__cause__) else []
+            if taken and failing:
+                return self._sample(context, columns, failing[0])
+        return f"for the batch of {rows} responses, {'and for each of them alone' if failing else 'though for none of them alone'}"
+
+
+def scoring(
+    where: str,
+    function: Callable[..., Any],
+    carried: Sequence[str],
+    tokenizer: str | None,
+    at_once: int,
+    deadline_s: float,
+    texts: Sequence[str] = (),
+) -> Scoring:
+    """Return how `function` scores responses, given the columns that there are; `texts` are those that are text already.
+
+    Raises GraphError for what is no function, for parameters that name no columns, and for limits that are none.
+    """
+    if not callable(function):
+        raise GraphError(f"{where} was given {shown(function)}; a reward is a function that returns one number a response")
+    parameters = columns_wanted(where, function, carried)
+    if not parameters:
+        raise GraphError(
+            f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
+            "as in (responses, answers)"
+        )
+    known = {p: ALIASES.get(p, p) if p not in carried and plural(p) not in carried else p for p in parameters}
+    single = any(n not in carried and (plural(n) in carried or plural(n) in TOKEN_COLUMNS) for n in known.values())
+    columns = tuple((p, plural(n) if single and n not in carried else n) for p, n in known.items())
+    as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
+    tokens = [column for p, column in columns if column in TOKEN_COLUMNS and column not in texts and p not in as_tokens]
+    decoded = tuple(tokens) if tokenizer else ()
+    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), at_once, deadline_s)
+
+
+def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:
+    """The parameters that get a column: all but those with a default that no input carries, or that `functools.partial` has filled in.
+
+    Raises GraphError for parameters that name no columns.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise GraphError(f"{where}: {_name(function)} does not tell its parameters; give a function of your own that calls it") from None
+    filled = function.keywords if isinstance(function, functools.partial) else {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        named = [ALIASES.get(p.name, p.name) for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+        raise GraphError(
+            f"{where}: {_name(function)}{inspect.signature(function)} takes any columns; name those it reads in place of **, as in "
+            f"({', '.join([*named, 'answers'])}): there are {list(carried)}"
+        )
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters.values()):
+        raise GraphError(
+            f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
+            "as in (responses, answers)"
+        )
+    there = {*carried, *TOKEN_COLUMNS}
+    return {
+        name: p for name, p in parameters.items() if name not in filled and (p.default is p.empty or name in there or plural(name) in there)
+    }
+
+
+def _named_by(carried: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
+    once = {column for column, count in Counter(carried).items() if count == 1}
+    prompt = ("prompt_texts",) if "prompt_texts" in once else ("prompts", "prompt_mask") if tokenizer else ()
+    return tuple(column for column in ("group_ids", *prompt) if column in once)
+
+
+def tokenizer_of(inputs: Iterable[Any]) -> str | None:
+    """Return the folder of the model that wrote the token ids among the inputs."""
+    for output in inputs:
+        model = output.node.model if isinstance(output, Output) else None
+        if model is not None and set(TOKEN_COLUMNS) & set(output.columns):
+            return model.path
+    return None
+
+
+def texts_of(context: Context, tokenizer: str, name: str, columns: Columns) -> list[str]:
+    """Return the token ids of a column as text, [B]; padding, special tokens and what tools wrote are left out."""
+    ids, mask = columns[name], columns[TOKEN_COLUMNS[name]]
+    assert isinstance(ids, torch.Tensor)
+    assert isinstance(mask, torch.Tensor)
+    tokens = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    texts: list[str] = context.tokenizer(tokenizer).batch_decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+def _at(values: Column, row: int) -> Any:
+    value = values[row]
+    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+
+
+def _place(context: Context, tokenizer: str | None, columns: Columns, row: int) -> str:
+    """Say which prompt a response is to: its place in the data order and how it begins, as far as the columns tell."""
+    known = []
+    if "group_ids" in columns:
+        known.append(f"prompt {int(columns['group_ids'][row])} of the data order")
+    if "prompt_texts" in columns:
+        known.append(excerpt(str(columns["prompt_texts"][row])))
+    elif tokenizer and "prompts" in columns and "prompt_mask" in columns:
+        alone = {name: columns[name][row : row + 1] for name in ("prompts", "prompt_mask")}
+        known.append(excerpt(texts_of(context, tokenizer, "prompts", alone)[0]))
+    return f" ({': '.join(known)})" if known else ""
+
+
+def excerpt(text: str) -> str:
+    """Return the end of a text, which tells prompts apart better than their beginning, in quotes."""
+    return repr(text if len(text) <= EXCERPT else f"…{text[-EXCERPT:]}")
+
+
+def checked_rewards(
+    function: Callable[..., object], rewards: object, rows: int, sample: Callable[[int], str] = lambda row: f"for response {row}"
+) -> torch.Tensor:
+    """Return rewards [B] float32. Raises RlgraphError naming the first row whose reward is missing or no finite number."""
+    where = title(function)
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number a response, as a list or tensor")
+    given = list(rewards)
+    if len(given) != rows:
+        raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
+    values = []
+    for row, reward in enumerate(given):
+        if isinstance(reward, str | bytes):
+            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response, no text")
+        try:
+            value = float(reward)
+        except (TypeError, ValueError) as error:
+            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response") from error
+        if not math.isfinite(value):
+            raise RlgraphError(f"{where} returned {value} {sample(row)}; a reward is a finite number")
+        if abs(value) > LARGEST:
+            raise RlgraphError(
+                f"{where} returned {value:g} {sample(row)}; a reward is a number of float32, at most {LARGEST:.3g} in size: scale it down"
+            )
+        values.append(value)
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def title(function: Callable[..., object]) -> str:
+    """Return how an error calls the function."""
+    return f"reward function {_name(function)}"
+
+
+def _name(function: Callable[..., object]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, "__name__", shown(inner))

@@ -1,0 +1,130 @@
+"""Batches of responses that decode together on one engine: when the next one joins, and when new weights do."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlgraph.engines.api import Request, Response, Running
+from rlgraph.errors import DataError, GraphError
+from rlgraph.graph.nodes import Feedback
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Joining:
+    """When weights and prompts join responses that are under way; `depth` is None where there is no feedback edge.
+
+    `interrupt`: each published version is swapped in before the next decode step, whether or not the edge is `freshest`. When that is
+    depends on the clock, so a run no longer repeats bit for bit.
+
+    `continuous`: batch k + 1 joins once half of the responses of batch k have ended, and needs version k + 1 - depth for that, which
+    the rest of batch k goes on with. Without `interrupt` the engine waits for exactly this version, so that a run still depends on
+    its seed and depth alone; with it batches join, up to `depth` of them ahead, as soon as the version that is there allows it.
+    """
+
+    interrupt: Running | None = None
+    continuous: bool = False
+    depth: int | None = None
+
+    @property
+    def running(self) -> Running:
+        """What becomes of the keys and values of running responses at new weights."""
+        return self.interrupt or "recompute"
+
+    def needs(self, step: int) -> int:
+        """Return the oldest version that may write a token of batch `step`."""
+        return 0 if self.depth is None else max(0, step - self.depth)
+
+    def ahead(self) -> int:
+        """Return how many batches may decode beside the one that is due."""
+        if not self.continuous:
+            return 0
+        return self.depth or 1 if self.interrupt else 1
+
+
+def joining(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> Joining:
+    """Return the checked rule. Raises GraphError for what has no effect, or cannot keep the bound."""
+    if interrupt is not None and weights is None:
+        raise GraphError(f"node '{node}' has interrupt={interrupt!r} but no weights that change; pass a feedback edge, or leave it out")
+    if interrupt is not None and weights is not None and weights.depth == 0:
+        raise GraphError(
+            f"node '{node}' has interrupt={interrupt!r}, but at depth=0 of feedback '{weights.name}' no version is published while "
+            "responses decode: use depth>=1, or leave it out"
+        )
+    if continuous and weights is not None and weights.depth == 0:
+        raise GraphError(
+            f"node '{node}' has continuous=True at depth=0 of feedback '{weights.name}', where the next batch may only start on weights "
+            "trained on this one: use depth>=1, or leave it out"
+        )
+    if continuous and source is not None and not isinstance(source, Prompts):
+        raise GraphError(
+            f"node '{node}' has continuous=True, so it looks up the next prompts while it decodes, which only rlgraph.prompts can tell: "
+            "pass its output, or leave continuous out"
+        )
+    return Joining(interrupt, continuous, weights.depth if weights is not None else None)
+
+
+class _OpenBatch:
+    """The requests of one step, and the responses that have come."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.done: dict[str, Response] = {}
+
+    def tail(self) -> bool:
+        """Return whether at most half of the responses still decode."""
+        return 2 * len(self.done) >= len(self.requests)
+
+
+class Decoding:
+    """The batches of one rollout that are under way. All its request ids begin with `prefix`, those of other nodes do not;
+    `upcoming(step)` gives the requests of a batch before it is due."""
+
+    def __init__(self, context: Context, prefix: str, rule: Joining, upcoming: Callable[[int], Sequence[Request]]) -> None:
+        self.context, self.prefix, self.rule, self.upcoming = context, prefix, rule, upcoming
+        self._batches: dict[int, _OpenBatch] = {}
+        self._home: dict[str, _OpenBatch] = {}  # of each request that is not done
+
+    def begin(self, step: int, requests: Sequence[Request]) -> None:
+        """Submit the requests of batch `step`, unless they have joined before. Raises DataError if they are other ones now."""
+        self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
+        if step not in self._batches:
+            self._submit(step, requests)
+        elif self._batches[step].requests != requests:
+            raise DataError(f"step {step} has other prompts than it had one step before: the items of a data set do not change")
+
+    def take(self, step: int, requests: Sequence[Request]) -> list[Response]:
+        """Decode until these requests of batch `step` are done, and return their responses."""
+        batch = self._batches[step]
+        self.context.counted(len(batch.done), len(batch.requests), "responses")
+        missing = {request.id for request in requests} - batch.done.keys()
+        while missing:
+            self._join(step)
+            finished = self.context.engine.step(self.prefix)
+            for name, response in finished.items():
+                self._home.pop(name).done[name] = response
+                missing.discard(name)
+            if finished:
+                self.context.counted(len(batch.done), len(batch.requests), "responses")
+        return [batch.done[request.id] for request in requests]
+
+    def _submit(self, step: int, requests: Sequence[Request]) -> None:
+        batch = self._batches[step] = _OpenBatch(requests)
+        for request in requests:
+            self.context.engine.submit(request)
+            self._home[request.id] = batch
+
+    def _join(self, step: int) -> None:
+        """Between two decode steps: take new weights and admit the next batches, as far as the rule says."""
+        arrivals = self.context.arrivals
+        if self.rule.interrupt and arrivals is not None:
+            arrivals.poll()
+        newest = max(self._batches)
+        while newest < step + self.rule.ahead() and self._batches[newest].tail():
+            needed = self.rule.needs(newest + 1)
+            if not self.rule.interrupt and arrivals is not None:
+                arrivals.wait(needed)
+            if self.context.version < needed:
+                return
+            newest += 1
+            self._submit(newest, self.upcoming(newest))

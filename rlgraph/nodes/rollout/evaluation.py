@@ -1,0 +1,154 @@
+"""Evaluation: a generator answers a data set of its own every so many steps, and the answers are scored beside the training."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rlgraph.columns import Column, Columns, share
+from rlgraph.engines.api import Sampling
+from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
+from rlgraph.nodes.rewards.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardFunction
+from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rollout.pass_at import summary
+from rlgraph.nodes.rollout.responses import columns_of, truncated
+from rlgraph.nodes.rollout.rollout import Generator, check_prompts
+from rlgraph.settings import Count, Finite, Name, Seconds, checked
+
+ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
+
+
+@checked()
+def evaluate(
+    generator: Generator,
+    data: Dataset,
+    weights: Feedback,
+    *,
+    reward: RewardFunction,
+    every: Count,
+    samples: Count = 1,
+    sampling: Sampling | None = None,
+    steps: Count | None = None,
+    at_start: bool = False,
+    passes: Finite = 1.0,
+    prompt: Name = "prompt",
+    source: Name = "data_source",
+    at_once: AtOnce = AT_ONCE,
+    deadline_s: Seconds = DEADLINE_S,
+    name: str = "evaluate",
+) -> Output:
+    """Declare an evaluation of every `every`-th step: `samples` responses to each item of `data`, scored by `reward`.
+
+    Give the result to the graph beside the metrics of the update: `rg.Graph("name", step.metrics, evaluation)`.
+
+    On the generator of the rollout it takes turns with it, on the weights that the rollout of the step used. On a generator of
+    its own, in a pool of its own, it runs beside the training, on the weights that the step publishes; training waits only
+    for an evaluation that takes longer than `every` steps. Which version it was is the metric `val/version`. `steps` is how many
+    the run has: the last is then evaluated too. `at_start` evaluates step 0 as well, a generator of its own on the weights as
+    they came. The step's metrics come when its evaluation is done, and those of the steps after it follow at once.
+
+    `reward` is a function as for `rg.reward`, of responses, prompts and the fields of the items. Metrics: `val/reward/mean@n` of
+    n samples, `val/pass@k` (Chen et al., 2021, equation 1), where a response passes with a reward of at least `passes`; with a
+    field `source` in the data the same for each source, as `val/gsm8k/pass@4`. The items are drawn the same way each time.
+
+    Raises GraphError for counts that are none, and where the evaluation would delay others; DataError as `rg.prompts` does.
+    """
+    questions = prompts(data, len(data) if hasattr(data, "__len__") and len(data) else 1, prompt=prompt, name=name).node.operation
+    assert isinstance(questions, Prompts)
+    due = Due(every, steps, at_start)
+    answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
+    rows = len(data) * samples
+    answers = Output(declare(name, answer, (), reads=(), writes=ANSWERS, rows=rows, model=generator, feedback=weights, due=due))
+    texts = ("prompts", "prompt_texts", *(plural(f) for f in questions.fields))
+    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, at_once, deadline_s, texts)
+    for column in scored.reads:
+        if column not in (*ANSWERS, *texts):
+            raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
+    grade = Grade(scored, questions, samples, passes, source)
+    return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=(), due=due), "metrics")
+
+
+@dataclass(frozen=True, eq=False)
+class Answer(Operation):
+    """Sample responses to all items, those of this rank; none at a step that is not due."""
+
+    generator: Generator
+    questions: Prompts
+    samples: int
+    sampling: Sampling
+    due: Due
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="generate", dims={"T": self.sampling.max_tokens}, sampling=self.sampling, given=())
+
+    def start(self, context: Context) -> Stage:
+        context.tokenizer(self.generator.path)
+        return lambda step, columns: self.fire(context, step)
+
+    def fire(self, context: Context, step: int) -> dict[str, Column]:
+        count = self.questions.count if self.due(step) else 0
+        mine = share(count, context.rank, context.world)
+        texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
+        encoded = prompt_tokens(context.tokenizer(self.generator.path), texts) if texts else []
+        asked = [tokens for tokens in encoded for _ in range(self.samples)]
+        # Other seeds than those of rollouts, the same at each evaluation, so that two of them differ by their weights alone.
+        seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
+        responses = context.engine.generate(asked, self.sampling, seeds)
+        written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
+        return {name: written[name] for name in ANSWERS}
+
+    def check(self, node: Node) -> None:
+        """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        self.questions.check(node)
+        check_prompts(node, self.generator, self.sampling, self.questions)
+
+
+@dataclass(frozen=True, eq=False)
+class Grade(Operation):
+    """Score the responses and say how they did; nothing at a step that is not due."""
+
+    scoring: Scoring
+    questions: Prompts
+    samples: int
+    passes: float
+    source: str
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(given=(self.scoring,))
+
+    def start(self, context: Context) -> Stage:
+        self.scoring.start(context)
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Fired:
+        groups = columns["group_ids"]
+        assert isinstance(groups, torch.Tensor)
+        if not len(groups):
+            return {}, {}
+        fields = {name: [column[i] for i in groups.tolist()] for name, column in self.items.items()}
+        rewards = self.scoring.scores(context, {**columns, **fields})
+        sources = fields.get(plural(self.source), [""] * len(rewards))
+        found = summary(rewards.view(-1, self.samples), [str(s) for s in sources[:: self.samples]], self.passes)
+        mask, versions = columns["response_mask"], columns["weight_version"]
+        assert isinstance(mask, torch.Tensor)
+        assert isinstance(versions, torch.Tensor)
+        found["response_length/mean"] = mask.sum(-1).float().mean().item()
+        found["response/truncated"] = truncated(columns).float().mean().item()
+        found["version"] = float(versions.max())
+        return {}, {f"val/{name}": value for name, value in found.items()}
+
+    @cached_property
+    def items(self) -> dict[str, list[Any]]:
+        """The columns of the data set, in its order."""
+        data = [self.questions.data[i] for i in range(self.questions.count)]
+        prompt = self.questions.prompt_field
+        named = {"prompts": prompt, "prompt_texts": prompt, **{plural(f): f for f in self.questions.fields}}
+        return {column: [item[field] for item in data] for column, field in named.items()}

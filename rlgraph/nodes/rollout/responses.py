@@ -1,0 +1,54 @@
+"""What every rollout writes: one row a response, and the seed that each is sampled by."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlgraph.columns import FINISH_REASONS, Column, Columns
+from rlgraph.engines.api import Response
+
+WRITES = (
+    *("prompts", "prompt_mask", "responses", "response_mask"),
+    *("rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
+)
+
+
+def seed_of(seed: int, prompt: int, member: int) -> int:
+    """Return the seed of a response: of the generator's, the place of its prompt in the data order and its own in the group."""
+    return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
+
+
+def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
+    """Return the columns that every rollout writes, one row a response: prompts padded on the left, responses on the right."""
+    tokens, mask = _padded(prompts, torch.int64, left=True)
+    sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
+    log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)
+    versions, _ = _padded([r.versions for r in responses], torch.int32, left=False)
+    return {
+        "prompts": tokens,
+        "prompt_mask": mask,
+        "responses": sampled,
+        "response_mask": written,
+        "rollout_log_probs": log_probs,
+        "weight_version": versions,
+        "finish_reasons": torch.tensor([FINISH_REASONS.index(r.finish) for r in responses], dtype=torch.int8),
+        "group_ids": group_ids,
+    }
+
+
+def truncated(columns: Columns) -> torch.Tensor:
+    """Which responses `[B]` were cut off where they would have gone on, at a limit of tokens or of turns."""
+    reasons = columns["finish_reasons"]
+    assert isinstance(reasons, torch.Tensor)
+    return reasons != FINISH_REASONS.index("stop")
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows as one tensor, padded with 0 to the longest, and a mask that is true where there was no padding."""
+    if not rows:  # of a rank that has no share of this part
+        return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)
+    side = "left" if left else "right"
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    full = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in rows], batch_first=True, padding_side=side)
+    return full, mask

@@ -1,0 +1,330 @@
+"""Rollout: the generator, and its node that samples responses under the current weights."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+
+from rlgraph.columns import Column, Columns, repeat_rows, share
+from rlgraph.engines.api import Request, Running, Sampling
+from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
+from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
+from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.kinds import Named, Range
+from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.environments.multi_turn import Conversations
+from rlgraph.nodes.environments.tools import Tools
+from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.rollout.batch_admission import Decoding, Joining, joining
+from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
+from rlgraph.settings import Count, Dtype, Natural, checked
+
+if TYPE_CHECKING:
+    from rlgraph.nodes.rollout.dynamic_sampling import Refill
+
+MAX_TURNS = 8  # of a rollout with tools, unless given
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Generator(Model):
+    """The model that writes responses. `path` is a folder in Hugging Face format.
+
+    `engine` is "vllm", "transformers", or an `EngineSpec` of your own.
+    `max_context` bounds prompt and response together, in tokens (None: as the model's configuration says).
+    `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines. `max_sequences` is how many
+    responses an engine decodes at once (None: as many as the graph asks for, at most 1024 on a GPU and 256 on a CPU), `memory`
+    the share of a GPU's memory that they take (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines
+    share each GPU and that memory: it pays for small models, whose decode steps are shorter than the engine's own work between
+    two of them. `dtype` "auto" is bfloat16 where the device computes in it, else float32. `self_test` tries at
+    the start whether the engine `transformers` decodes as the model's own forward computes.
+    """
+
+    role: ClassVar[str] = "generator"
+    sampling: Sampling = field(default_factory=Sampling)
+    engine: Annotated[str | EngineSpec, Named(ENGINES.names, EngineSpec)] = "vllm"
+    tensor_parallel: Count = 1
+    max_context: Annotated[int, Range(least=2, rule="a whole number of tokens, at least 2")] | None = None
+    dtype: Dtype = "auto"
+    seed: Natural = 0
+    memory: Annotated[float, Range(above=0, below=1, rule="a share of the GPU's memory, above 0 and below 1")] | None = None
+    max_sequences: Count | None = None
+    engines_per_gpu: Count = 1
+    self_test: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limit = declared_context(self.path)
+        if self.max_context is not None and limit is not None and self.max_context > limit:
+            raise GraphError(
+                f"Generator(max_context={self.max_context}): the model '{self.path}' reads at most {limit} tokens "
+                "(max_position_embeddings of its config.json); lower it, or leave it out for all of them"
+            )
+        if self.engines_per_gpu > 1 and self.tensor_parallel > 1:
+            raise GraphError(
+                f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
+                "share none; give one of the two"
+            )
+        if self.memory is not None and self.pool.cpus is not None:
+            raise GraphError(
+                f"Generator(memory={self.memory}, pool=Pool({self.pool.name!r}, cpus={self.pool.cpus})): memory is a share of a GPU's; "
+                "leave it out on host cores"
+            )
+        object.__setattr__(self, "_spec", engine_of(self))
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What the engine loads, takes and needs; it goes to the workers with the model."""
+        return self._spec  # type: ignore[attr-defined]
+
+    @property
+    def group(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def engines(self) -> int:
+        return self.engines_per_gpu
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(
+            dtype=self.dtype,
+            max_context=self.max_context,
+            sampling=self.sampling,
+            memory=self.memory,
+            shares_steps=self.spec.shares_steps,
+            estimates=self.spec,
+        )
+
+    def load(self, context: Any) -> Any:
+        return self.spec.load(self, context)
+
+    @checked()
+    def rollout(
+        self,
+        prompts: Output,
+        weights: Feedback | None = None,
+        *,
+        group_size: Annotated[int, Range(least=1, rule="a whole number of responses to a prompt, at least 1")] = 1,
+        sampling: Sampling | None = None,
+        tools: Tools | None = None,
+        max_turns: Annotated[int, Range(least=1, rule="a whole number of turns, at least 1")] | None = None,
+        chunks: Annotated[int, Range(least=1, rule="a whole number of parts that a batch leaves in, at least 1")] = 1,
+        interrupt: Running | None = None,
+        continuous: bool = False,
+        refill: "Refill | None" = None,
+        name: str = "rollout",
+    ) -> Output:
+        """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
+
+        Without `weights` the model's own are used throughout. `sampling` is the generator's unless given, as for a greedy baseline
+        beside the sampled responses; both rollouts of a step use one version of the weights. With `chunks` the batch leaves in so many
+        parts, in the order of the data and each as soon as its groups are done: rewards and log-probs work on a part while the rest
+        is decoded, and what takes the whole batch gets the same one whatever `chunks` is. Writes `prompts` [B, P],
+        `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`, `finish_reasons` [B] and `group_ids`; the responses of one
+        prompt lie side by side.
+
+        `interrupt` swaps each published version in before the next decode step: "recompute" reads what they have so far again with the
+        new weights, "keep" goes on from what the old ones left. `continuous` lets batch k + 1 join on version
+        max(0, k + 1 - depth) once half of the responses of batch k have ended, so that the long ones do not decode alone; batches
+        leave in order all the same. Alone, it waits for exactly that version, and a run depends on its seed and depth alone; with
+        `interrupt` when versions arrive depends on the clock. The bound holds for every token.
+
+        With `tools` a response has up to `max_turns` turns (8): what it asks for in one is answered before the next, while others decode.
+        Its tokens together, those of answers included, are at most the sampling's `max_tokens`; `response_mask` is 0 on answers. Which
+        turns decode together depends on when they are answered, and with it the last bits of their log-probs.
+
+        `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: groups whose rewards are all equal are replaced, within the
+        step, by the next prompts of the data order. The rollout then walks that order itself: what a prompt comes with (`answers`
+        and so on) and the `rewards` are columns of its own, so pass it to the nodes behind in place of `prompts`.
+
+        Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge,
+        chunks that do not divide the prompts of a step, `interrupt` or `continuous` at depth 0, or `refill` with what it cannot go with.
+        """
+        _check_options(name, {"chunks": chunks, "refill": refill, "tools": tools, "max_turns": max_turns, "continuous": continuous})
+        source = prompts.node.operation
+        rule = joining(name, weights, interrupt, continuous, source)
+        operation = Rollout(
+            generator=self,
+            group_size=group_size,
+            sampling=sampling or self.sampling,
+            tools=tools,
+            max_turns=max_turns or MAX_TURNS,
+            chunks=chunks,
+            prefix=f"{name}: ",
+            joining=rule,
+            source=source if continuous else None,
+        )
+        reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(tools.reads if tools is not None else ()))))
+        if refill is not None:
+            return refill.declare(name, operation, prompts, weights)
+        rows = prompts.node.rows * group_size
+        return Output(
+            declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights, chunks=chunks)
+        )
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise GraphError for what no rollout can have."""
+    refill = options["refill"]
+    if options["max_turns"] is not None and options["tools"] is None:
+        raise GraphError(
+            f"node '{name}' has max_turns={options['max_turns']} but no tools, so there is one turn; pass tools= or leave max_turns out"
+        )
+    if options["tools"] is not None:
+        _check_turns(name, options)
+    if refill is not None and not hasattr(refill, "declare"):
+        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")
+
+
+def _check_turns(name: str, options: Mapping[str, Any]) -> None:
+    """Raise GraphError for what a rollout of several turns cannot be combined with."""
+    for option, off in (("chunks", 1), ("continuous", False)):
+        if options[option] != off:
+            raise GraphError(
+                f"node '{name}' has tools= and {option}={options[option]}; turns wait for tools and end in no order that parts or "
+                f"batches could leave in: leave {option} out"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(Operation):
+    """Tokenise the prompts, sample, and pad the responses to the longest."""
+
+    generator: Generator
+    group_size: int
+    sampling: Sampling
+    tools: Tools | None
+    max_turns: int
+    chunks: int
+    prefix: str  # of the ids of its requests
+    joining: Joining
+    source: Any  # of the next prompts, where they are looked up before they are due
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(
+            work="generate",
+            host_pool=self.tools.pool if self.tools else None,
+            dims=self.dims,
+            sampling=self.sampling,
+            group_size=self.group_size,
+            joining=self.joining,
+            one_turn=self.tools is None,
+            looks_ahead=self.source is not None,
+            given=(self.tools,),
+        )
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """The most tokens that a response can have and, where the context is given, that a prompt can."""
+        tokens = self.sampling.max_tokens
+        return {"T": tokens} if self.generator.max_context is None else {"T": tokens, "P": max(self.generator.max_context - tokens, 1)}
+
+    def check(self, node: Node) -> None:
+        """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        self.check_prompts(node, node.source_of("prompt_texts").operation)
+
+    def check_prompts(self, node: Node, source: object) -> None:
+        """Raise DataError for a folder that is no model, or a prompt of the source that does not fit."""
+        if self.tools is not None:
+            self.tools.check()
+        check_prompts(node, self.generator, self.sampling, source)
+
+    def start(self, context: Context) -> Stage:
+        context.tokenizer(self.generator.path)  # loaded before the first step, not in it
+        if self.tools is not None:
+            return Conversations(self, self.tools, context)
+        decoding = Decoding(context, self.prefix, self.joining, lambda step: _chained(self.requests(context, self._drawn(context, step))))
+        if self.chunks > 1:
+            return lambda step, columns: self.parts(context, decoding, step, columns)  # type: ignore[return-value]
+        return lambda step, columns: next(self.parts(context, decoding, step, columns))
+
+    def _drawn(self, context: Context, step: int) -> Columns:
+        assert self.source is not None
+        return self.source.batch(step, context.set_aside)
+
+    def parts(self, context: Context, decoding: Decoding, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
+        """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
+        ids = columns["prompt_ids"]
+        assert isinstance(ids, torch.Tensor)
+        parts = self.requests(context, columns)
+        decoding.begin(step, _chained(parts))
+        for rows, requests in zip(self.shares(context, ids), parts, strict=True):
+            responses = decoding.take(step, requests)
+            yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
+
+    def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
+        """Choose the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
+        return [
+            [rows[place] for place in share(len(rows), context.rank, context.world)]
+            for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
+        ]
+
+    def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
+        """Make a request for each response of this rank, by part. The response is a function of the weights, the seed, the place of
+        its prompt in the data order and its own in the group."""
+        texts, ids = columns["prompt_texts"], columns["prompt_ids"]
+        assert isinstance(ids, torch.Tensor)
+        encoded, places = prompt_tokens(context.tokenizer(self.generator.path), list(texts)), ids.tolist()
+        return [
+            [
+                Request(
+                    f"{self.prefix}{places[row]}.{member}", encoded[row], self.sampling, seed_of(self.generator.seed, places[row], member)
+                )
+                for row in rows
+                for member in range(self.group_size)
+            ]
+            for rows in self.shares(context, ids)
+        ]
+
+
+def _chained(parts: list[list[Request]]) -> list[Request]:
+    return list(itertools.chain(*parts))
+
+
+def declared_context(path: str) -> int | None:
+    """The tokens that a model reads at most by its config.json, or None where the file or the entry is not at hand."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    found = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # which read further than they were trained
+    return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None
+
+
+def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
+    """Raise DataError for a folder that is no model, or a prompt of `source` that leaves no room for a response."""
+    from rlgraph.engines.hf_models.model_files import check_tokenizer
+    from rlgraph.engines.hf_models.pretrained import check_model
+
+    model = check_model(generator.path, loadable=True)
+    unknown = [token for token in sampling.stop_token_ids if token >= model.vocab_size]
+    if unknown:
+        raise DataError(
+            f"node '{node.name}' stops at the tokens {shown(unknown)}, which the vocabulary of '{generator.path}' does not have: its ids "
+            f"are 0 to {model.vocab_size - 1}; take them from the model's own tokenizer"
+        )
+    context = generator.max_context or model.context_length
+    tokenizer = check_tokenizer(generator.path)
+    room = context - sampling.max_tokens
+    if room < 1:
+        raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
+    if not isinstance(source, Prompts):
+        return
+    texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
+    for index, tokens in enumerate(prompt_tokens(tokenizer, texts)):
+        if not 0 < len(tokens) <= room:
+            raise DataError(
+                f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "
+                f"a context of {context} less {context - room} for the response; drop the prompt, or lower max_tokens"
+            )

@@ -1,0 +1,99 @@
+"""The critic: value estimates, and the update that fits them to returns."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from rlgraph.columns import Columns
+from rlgraph.engines.api import ValueLossFn
+from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.training.guards import Guards, Judge
+from rlgraph.nodes.training.mini_batches import checked_walks
+from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.settings import Count, checked
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Critic(TrainedModel):
+    """A model with a value head, trained beside the policy. `path` is a folder in Hugging Face format.
+
+    The head is the folder's `score.weight` where it has one (a reward model's), else it begins as 0, and so do the values.
+    """
+
+    role: ClassVar[str] = "critic"
+    scores: ClassVar[Literal["log_probs", "values"]] = "values"
+
+    @checked()
+    def values(self, *inputs: Output, name: str = "values") -> Output:
+        """Declare `values` [B, T]: the return that the critic expects before each response token, under its weights before the update."""
+        return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
+
+    @checked()
+    def update(
+        self,
+        *inputs: Output,
+        loss: ValueLossFn,
+        epochs: Count = 1,
+        mini_batches: Count = 1,
+        guards: Guards = DEFAULT_GUARDS,
+        name: str = "critic_update",
+    ) -> Update:
+        """Declare the critic's part of a step: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
+
+        `guards` say what it refuses to learn from. The loss declares what it reads. `values`, where given, are also what
+        `critic/vf_explained_var` is measured by.
+
+        Raises GraphError for a column that the loss reads and no input carries, or parts that would not be equally large.
+        """
+        check_loss(name, loss)
+        given = carried(inputs)
+        optional = [c for c in ("values", "loss_mask") if c in given]
+        walks = checked_walks(name, inputs, epochs, mini_batches)
+        training = CriticUpdate(model=self, loss=loss, walks=walks, guards=guards, name=name)
+        return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
+
+
+@dataclass(frozen=True, eq=False)
+class Values(Operation):
+    """Values [B, T] of the responses under the critic's present weights."""
+
+    critic: Critic
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
+
+    def check(self, node: Node) -> None:
+        check_trained(self.critic)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: {"values": context.engine.scores(columns)}
+
+
+class CriticUpdate(Training):
+    """The critic's optimizer steps on a batch; the metrics tell how well its values predicted the returns."""
+
+    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+        batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
+        learnt = self.learn(context, judge, batch)
+        counted = {name.replace("guards/", "guards/critic_"): value for name, value in judge.metrics().items()}
+        return {}, {**learnt, **counted, **_explained(batch)}
+
+
+def _explained(batch: Columns) -> dict[str, float]:
+    """Measure mean, max and min of returns and values over the tokens, and the share of the returns' variance that values explain."""
+    mask = batch["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    found = {name: column[mask] for name in ("values", "returns") if isinstance(column := batch.get(name), torch.Tensor)}
+    metrics: dict[str, float] = {}
+    for name, column in found.items():
+        if column.numel():
+            spread = {"mean": column.mean(), "max": column.max(), "min": column.min()}
+            metrics |= {f"critic/{name}/{kind}": value.item() for kind, value in spread.items()}
+    if len(found) == 2 and len(found["returns"]) > 1:
+        left, whole = torch.var(found["returns"] - found["values"]), torch.var(found["returns"])
+        metrics["critic/vf_explained_var"] = (1 - left / whole.clamp(min=1e-8)).item()
+    return metrics

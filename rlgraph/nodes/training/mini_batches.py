@@ -1,0 +1,69 @@
+"""Several optimizer steps on one batch: how often an update walks it, in how many parts, and what its metrics then are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlgraph import settings
+from rlgraph.columns import Columns, rows_of
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Output
+from rlgraph.settings import Count
+
+
+@dataclass(frozen=True)
+class Walks:
+    """An update walks its batch `epochs` times, each time in `mini_batches` parts; every part is an optimizer step.
+
+    Parts are rows that lie side by side, in the order of the batch, so the responses of one prompt are trained together and a
+    run is a function of its seed. A loss is normalised by the tokens and rows of the part it is computed on. A part in which every
+    row is masked is passed over: no optimizer step is taken for it, no warm-up goes on, and no metric counts it.
+    """
+
+    epochs: Count = 1
+    mini_batches: Count = 1
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+    def parts(self, batch: Columns) -> Iterator[Columns]:
+        """Yield the batch of each optimizer step."""
+        rows = rows_of(batch)
+        for _ in range(self.epochs):
+            for part in range(self.mini_batches):
+                own = slice(rows * part // self.mini_batches, rows * (part + 1) // self.mini_batches)
+                yield batch if self.mini_batches == 1 else {name: column[own] for name, column in batch.items()}
+
+    def update(self, engine: Any, batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
+        """Take the optimizer steps, each with the settings, and average each metric over those that have it."""
+        found: dict[str, list[float]] = {}
+        for part in self.parts(batch):
+            if not _has_tokens(part):
+                continue
+            for name, value in engine.update(part, loss, **settings).items():
+                found.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in found.items()}
+
+    def empty(self, batch: Columns) -> int:
+        """Count the optimizer steps that are passed over, as their parts have no token to learn from."""
+        return sum(not _has_tokens(part) for part in self.parts(batch))
+
+
+def _has_tokens(part: Columns) -> bool:
+    mask = part["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    return bool(mask.any())
+
+
+def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:
+    """Check the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
+    where = f"node '{node}'"
+    rows = max((output.node.rows for output in inputs if isinstance(output, Output)), default=0)
+    if rows % mini_batches:
+        raise GraphError(
+            f"{where} has mini_batches={mini_batches} of a batch of {rows} rows; the parts are to be equally large, as each is one "
+            "optimizer step: choose a divisor, or another number of prompts"
+        )
+    return Walks(epochs, mini_batches)

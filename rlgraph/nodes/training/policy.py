@@ -1,0 +1,194 @@
+"""The policy: the model that is trained, its log-probs and its update."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rlgraph.columns import Columns
+from rlgraph.engines.api import PolicyLossFn, Sampling
+from rlgraph.engines.forward.packing import response_lengths
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.rollout.responses import truncated
+from rlgraph.nodes.training.guards import Guards, Judge
+from rlgraph.nodes.training.mini_batches import checked_walks
+from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.settings import Count, Natural, checked
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbs(Operation):
+    """Log-probs [B, T] of the responses under the model's present weights, and the squares of their distributions if wanted."""
+
+    model: TrainedModel
+    column: str
+    temperature: float
+    squares: bool = False
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
+
+    def check(self, node: Node) -> None:
+        check_trained(self.model)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Columns:
+        if not self.squares:
+            return {self.column: context.engine.scores(columns, temperature=self.temperature)}
+        log_probs, squares = context.engine.scores_and_squares(columns, temperature=self.temperature)
+        return {self.column: log_probs, "sum_pi_squared": squares}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Policy(TrainedModel):
+    """The model that is trained. `path` is a folder in Hugging Face format."""
+
+    role: ClassVar[str] = "policy"
+
+    @checked()
+    def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
+        """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update.
+
+        With `sum_pi_squared` the column of that name [B, T] comes with them, from the same pass: the sum of the squared
+        probabilities of the whole vocabulary at each token, which `rg.algorithms.OptimalTokenBaseline` reads.
+        """
+        operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
+        writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
+
+    @checked()
+    def update(
+        self,
+        *inputs: Output,
+        loss: PolicyLossFn,
+        epochs: Count = 1,
+        mini_batches: Count = 1,
+        critic_warmup: Natural = 0,
+        guards: Guards = DEFAULT_GUARDS,
+        name: str = "update",
+    ) -> Update:
+        """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
+
+        It walks the batch `epochs` times, in `mini_batches` equal parts of rows side by side, with an optimizer step each; weights
+        are published once, at the end. In the first `critic_warmup` steps of the graph the policy stays as it is, so that its
+        critic has learnt something before it is listened to.
+
+        `guards` say what it refuses to learn from: NaN, an empty batch, a policy or an engine too far off.
+
+        The loss declares what it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
+        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss. `loss_mask`, where given,
+        stands for `response_mask`: tokens outside of it are neither computed nor counted. The update itself knows
+        `current_version`, for a loss that reads it.
+
+        Raises GraphError for a column that the loss reads and no input carries, parts that would not be equally large, or a
+        critic's warm-up without a critic.
+        """
+        check_loss(name, loss)
+        check_warmup(name, inputs, critic_warmup)
+        given = carried(inputs)
+        wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
+        behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
+        if "old_log_probs" in loss.reads:
+            wanted.append(behaviour)
+        if behaviour == "rollout_log_probs":
+            check_untruncated(name, inputs)
+        wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons") if c in given]
+        if guards.stop_mismatch is not None:
+            wanted += ["rollout_log_probs", "old_log_probs"]
+        training = PolicyUpdate(
+            model=self,
+            loss=loss,
+            walks=checked_walks(name, inputs, epochs, mini_batches),
+            guards=guards,
+            name=name,
+            behaviour=behaviour,
+            temperature=sampling_temperature(inputs),
+            critic_warmup=critic_warmup,
+        )
+        return training.declare(inputs, (*TOKENS, *wanted, "weight_version"))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PolicyUpdate(Training):
+    """The policy's optimizer steps on a batch; the metrics tell how it did. Ratios are taken against the column `behaviour`."""
+
+    behaviour: str
+    temperature: float
+    critic_warmup: int
+
+    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+        if step < self.critic_warmup:
+            return {}, _sizes(columns)
+        mask = columns["response_mask"]
+        batch = {
+            **columns,
+            **({"old_log_probs": columns[self.behaviour]} if self.behaviour in columns else {}),
+            "response_mask": columns.get("loss_mask", mask),
+            "current_version": torch.full((len(mask),), step, dtype=torch.int32),
+        }
+        return {}, {**self.learn(context, judge, batch, temperature=self.temperature), **judge.metrics(), **_sizes(columns)}
+
+
+def _sizes(columns: Columns) -> Mapping[str, float]:
+    """Measure how long the responses are, in tokens that the policy wrote, which share of them was cut off, and all tokens of the batch."""
+    mask, prompt_mask = columns["response_mask"], columns["prompt_mask"]
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(prompt_mask, torch.Tensor)
+    lengths = mask.sum(-1).float()
+    cut = {"response/truncated": truncated(columns).float().mean().item()} if "finish_reasons" in columns else {}
+    return cut | {
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": lengths.max().item(),
+        "perf/total_num_tokens": float(prompt_mask.sum() + response_lengths(mask).sum()),
+    }
+
+
+def sampling_temperature(inputs: Sequence[Output]) -> float:
+    """The temperature that the responses among the inputs were sampled at; greedy ones count as 1.
+
+    Raises GraphError where the inputs are rollouts of several.
+    """
+    found = {node.name: float(sampling.temperature) or 1.0 for node, sampling in _samplings(inputs)}
+    if len(set(found.values())) > 1:
+        raise GraphError(
+            f"rollouts of several temperatures are among the inputs of one node ({found}); give each rollout a node of its own"
+        )
+    return next(iter(found.values()), 1.0)
+
+
+def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
+    """Raise GraphError if ratios would be taken against log-probs of a truncated distribution, which the trainer does not have."""
+    for rollout, sampling in _samplings(inputs):
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            raise GraphError(
+                f"node '{name}' takes ratios against '{rollout.name}', which samples with top_p={sampling.top_p} and "
+                f"top_k={sampling.top_k}: its log-probs are those of the kept tokens, the trainer's of all; use top_p=1 and top_k=0, "
+                "or pass policy.log_probs(rollout) to the update"
+            )
+
+
+def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
+    """Yield the rollouts among the inputs, and how each samples."""
+    for output in inputs:
+        sampling = output.node.traits.sampling if isinstance(output, Output) else None
+        if sampling is not None:
+            yield output.node, sampling
+
+
+def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
+    """Raise GraphError for a warm-up that is no count, or that waits for a critic whose values do not lead to the update."""
+    nodes = [output.node for output in inputs if isinstance(output, Output)]
+    for node in nodes:
+        nodes += [output.node for output in node.inputs if output.node not in nodes]
+    if critic_warmup and not any("values" in node.writes for node in nodes):
+        raise GraphError(
+            f"node '{name}' has critic_warmup={critic_warmup}, but no critic's values lead to it; leave it out, or pass advantages that "
+            "are estimated with critic.values(rollout)"
+        )

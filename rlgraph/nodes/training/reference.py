@@ -1,0 +1,61 @@
+"""The reference: a model that is not trained here. The policy is kept close to it, or it follows the policy on devices of its own."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Feedback, Output, declare
+from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
+from rlgraph.nodes.training.training import TOKENS, TrainedModel
+from rlgraph.settings import checked
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reference(TrainedModel):
+    """A model that gives log-probs and has no update. `path` is a folder in Hugging Face format.
+
+    Its weights stay as they are, or are those of a feedback edge: then `path` is the policy's.
+    """
+
+    role: ClassVar[str] = "reference"
+    optimizer: AdamW = field(default_factory=AdamW, init=False)  # where nothing is trained these have no effect, so they cannot be given
+    recompute: bool = field(default=False, init=False)
+
+    @checked()
+    def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
+        """Declare `ref_log_probs` [B, T]: what the reference gives the responses, its weights as they are in the folder."""
+        operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs))
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
+
+    @checked()
+    def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
+        """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
+
+        With the rollout's own edge they are those of the version that wrote the responses, as a trainer computes them, and overlap
+        both rollout and update. With an edge of `depth=0` they are those at the start of the update, as `policy.log_probs` gives,
+        and the update waits for them.
+
+        Raises GraphError for what is no feedback edge, for one that takes the newest version, and for the own edge of a rollout
+        whose responses run through several versions.
+        """
+        if weights.freshest:
+            raise GraphError(
+                f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "
+                "use different ones; use an edge without freshest=True"
+            )
+        mixed = next((o.node.name for o in inputs if _mixes_versions(o, weights)), None)
+        if mixed is not None:
+            raise GraphError(
+                f"node '{name}' follows the edge '{weights.name}' of '{mixed}', whose responses run through several versions (interrupt or "
+                "continuous): no one version wrote them; use an edge of its own with depth=0, or policy.log_probs(rollout)"
+            )
+        operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs))
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("old_log_probs",), model=self, feedback=weights))
+
+
+def _mixes_versions(output: Output, weights: Feedback) -> bool:
+    if not isinstance(output, Output) or output.node.feedback is not weights:
+        return False
+    traits = output.node.traits
+    return traits.interrupt is not None or traits.continuous

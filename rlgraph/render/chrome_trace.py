@@ -1,0 +1,176 @@
+"""Spans as Chrome-trace JSON for ui.perfetto.dev: a track for each worker, weight versions as arrows. Predicted and measured alike."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlgraph.compiler.plan import Plan, PlannedLoop
+from rlgraph.compiler.schedule import WORK, Span
+
+PREDICTED, MEASURED = "predicted", "measured"
+PREFIX = {"wait": "wait ", "room": "no free slot of ", "carry": "around ", "idle": "", "start": ""}  # what is no event of the plan
+MOST_ARROWS = 10**9  # of one group of tracks, so that the arrows of two have different numbers
+MARGIN_US = 0.001  # an arrow starts this long before its span ends, so that the viewer binds it to that span
+
+
+def write(path: str | Path, spans: Sequence[Span], plan: Plan) -> None:
+    """Write the trace of `spans` as JSON; open it at ui.perfetto.dev."""
+    Path(path).write_text(json.dumps(trace(spans, plan)), encoding="utf-8")
+
+
+def write_both(path: str | Path, predicted: Sequence[Span], measured: Sequence[Span], plan: Plan) -> None:
+    """Write one trace with two groups of tracks, what was predicted and what was measured, both beginning at 0."""
+    pair = {PREDICTED: from_zero(predicted), MEASURED: from_zero(measured)}
+    traces = [trace(spans, plan, number, f"{plan.graph}, {name}") for number, (name, spans) in enumerate(pair.items(), start=1)]
+    both = {**traces[0], "traceEvents": [event for found in traces for event in found["traceEvents"]]}
+    Path(path).write_text(json.dumps(both), encoding="utf-8")
+
+
+def from_zero(spans: Sequence[Span]) -> list[Span]:
+    """Put the spans on a clock that is 0 when the first of them starts."""
+    zero = min((span.start_s for span in spans), default=0.0)
+    return [replace(span, start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans]
+
+
+def ranked(spans: Sequence[Span], plan: Plan) -> list[Span]:
+    """Repeat predicted spans once for each rank that runs them."""
+    nodes = {event.name: event.node for event in plan.schedule.events}
+    return [replace(span, worker=worker) for span in spans for worker in plan.node(nodes[span.name]).workers]
+
+
+def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") -> dict[str, Any]:
+    """Write Chrome-trace JSON of spans whose names are those of the plan's events; a wait has the name of its channel.
+
+    Tracks are the plan's workers, in its order. What runs beside a worker's main work, as receiving weights does, is on
+    a second track under it. An arrow leads from each published version to each span that begins to use it.
+    """
+    tracks = _tracks(spans, plan)
+    numbers = _numbers(tracks, plan)
+    names: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": title or plan.graph}}]
+    names.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}})
+    for track, number in numbers.items():
+        common = {"ph": "M", "pid": process, "tid": number}
+        names.append({**common, "name": "thread_name", "args": {"name": str(track)}})
+        names.append({**common, "name": "thread_sort_index", "args": {"sort_index": number}})
+    complete = [_complete(span, process, numbers[track]) for span, track in zip(spans, tracks, strict=True)]
+    arrows = list(_arrows(spans, process, [numbers[track] for track in tracks], plan))
+    about = {"graph": plan.graph, "predicted_period_s": plan.prediction.period_s, "costs": plan.prediction.cost}
+    return {"traceEvents": [*names, *complete, *arrows], "displayTimeUnit": "ms", "otherData": about}
+
+
+def _us(value_s: float) -> float:
+    return round(value_s * 1e6, 3)
+
+
+def _complete(span: Span, process: int, track: int) -> dict[str, Any]:
+    waits = span.kind in PREFIX
+    event: dict[str, Any] = {
+        "ph": "X",
+        "pid": process,
+        "tid": track,
+        "name": f"{PREFIX.get(span.kind, '')}{span.name}@{span.step}",
+        "cat": span.kind,
+        "ts": _us(span.start_s),
+        "dur": round(_us(span.end_s) - _us(span.start_s), 3),
+        "args": {"step": span.step, "version": span.version, "kind": span.kind},
+    }
+    return {**event, "cname": "grey"} if waits else event
+
+
+@dataclass(frozen=True, order=True)
+class Track:
+    """A line of a worker in the trace: its main one, or one beside it, numbered from 1."""
+
+    worker: str
+    place: int = 0
+
+    def __str__(self) -> str:
+        return self.worker if self.place == 0 else f"{self.worker} beside" if self.place == 1 else f"{self.worker} beside {self.place}"
+
+
+def _tracks(spans: Sequence[Span], plan: Plan) -> list[Track]:
+    """Find the track of each span: the first of its worker's on which spans nest; receiving never takes the main one."""
+    found = [Track("")] * len(spans)
+    open_spans: dict[Track, list[float]] = {}
+    for index in sorted(range(len(spans)), key=lambda i: (_us(spans[i].start_s), -_us(spans[i].end_s))):
+        span = spans[index]
+        place = 1 if span.kind == "receive" else 0
+        while not _nests(span, open_spans.setdefault(Track(span.worker, place), [])):
+            place += 1
+        found[index] = Track(span.worker, place)
+    return found
+
+
+def _nests(span: Span, ends: list[float]) -> bool:
+    """Whether a span lies within the open spans of a track, whose ends are given; if so it is open there as well."""
+    while ends and ends[-1] <= _us(span.start_s):
+        ends.pop()
+    if ends and _us(span.end_s) > ends[-1]:
+        return False
+    ends.append(_us(span.end_s))
+    return True
+
+
+def _numbers(tracks: Sequence[Track], plan: Plan) -> dict[Track, int]:
+    """Number the tracks, every worker of the plan first of its own; others follow in order of appearance."""
+    known = [worker.name for worker in plan.workers]
+    unknown = [track for track in dict.fromkeys(tracks) if track.worker not in known]
+    ordered = [track for name in known for track in (Track(name), *sorted(t for t in set(tracks) if t.worker == name and t.place))]
+    return {track: number for number, track in enumerate((*ordered, *unknown), start=1)}
+
+
+def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield a start and an end for each use of a version; step k publishes version k + 1, and version 0 is published by none."""
+    number = 0
+    for loop in plan.loops:
+        published = _published(spans, loop, plan)
+        for index in _uses(spans, loop, plan):
+            version = _version_used(spans, index, loop, published)
+            if version not in published:
+                continue
+            number += 1
+            source = published[version]
+            name = f"{loop.name} v{version}"
+            common = {"pid": process, "cat": "weights", "name": name, "id": process * MOST_ARROWS + number}
+            begin, end = _us(spans[source].start_s), _us(spans[source].end_s)
+            yield {**common, "ph": "s", "tid": tracks[source], "ts": round(max(begin, end - MARGIN_US), 3)}
+            yield {**common, "ph": "f", "bp": "e", "tid": tracks[index], "ts": _us(spans[index].start_s)}
+
+
+def _events(plan: Plan, loop: PlannedLoop, kind: str) -> set[str]:
+    """The names of the events of one kind on a feedback edge."""
+    return {event.name for event in plan.schedule.events if event.kind == kind and event.edge == loop.name}
+
+
+def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[int, int]:
+    """The span that published each version: the publish, or the update of that step where publishing is not a span."""
+    found: dict[int, int] = {}
+    for names in ({loop.writer}, _events(plan, loop, "publish")):
+        steps = {span.step + 1: index for index, span in reversed(list(enumerate(spans))) if span.name in names and span.kind in WORK}
+        found.update(steps)
+    return found
+
+
+def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
+    """The spans that begin to use a version: each load, or the firing of the reader where loading is not a span."""
+    loads, readers = _events(plan, loop, "load"), set(loop.readers)
+    loaded = {(span.worker, span.step) for span in spans if span.name in loads}
+    return [
+        index
+        for index, span in enumerate(spans)
+        if span.name in loads or (span.name in readers and span.kind == "fire" and (span.worker, span.step) not in loaded)
+    ]
+
+
+def _version_used(spans: Sequence[Span], index: int, loop: PlannedLoop, published: Mapping[int, int]) -> int:
+    """The version a span uses: as measured, or by the rule of its loop where the span does not say."""
+    span = spans[index]
+    if span.version is not None:
+        return span.version
+    if loop.due is not None:
+        return span.step + 1
+    if not loop.freshest:
+        return max(0, span.step - loop.depth)
+    return max((version for version, source in published.items() if spans[source].end_s <= span.start_s), default=0)

@@ -1,0 +1,65 @@
+"""A plan as Mermaid text: a subgraph for each pool, an arrow for each channel and reader, dotted ones for feedback edges."""
+
+from rlgraph.analysis import words
+from rlgraph.analysis.critical import critical
+from rlgraph.compiler.plan import Plan, PlannedNode, PlannedPool
+from rlgraph.render.plan_svg.grid import drawn_channels
+
+RED = "#c2330f"
+
+
+def mermaid(plan: Plan) -> str:
+    """Return a plan as a Mermaid flowchart, for documents that render it; the critical cycle is red."""
+    red = critical(plan)
+    ids = {node.name: f"n{index}" for index, node in enumerate(plan.nodes)}
+    lines = [
+        "---",
+        f"title: {_yaml(f'{words.clean(plan.graph)}: {words.cluster(plan.cluster)}, {words.prediction(plan)}')}",
+        "---",
+        "flowchart LR",
+    ]
+    for index, pool in enumerate((*plan.pools, None)):
+        members = [node for node in plan.nodes if node.pool == (pool.name if pool else None)]
+        if members:
+            lines.append(f"  subgraph p{index}[{_quoted(_pool_label(pool))}]")
+            lines += [f"    {ids[node.name]}[{_quoted(_node_label(node))}]" for node in members]
+            lines.append("  end")
+    marked = []
+    links = 0
+    for channel in drawn_channels(plan):
+        for reader in channel.readers:
+            columns = words.elided([c for c in channel.columns if c in plan.node(reader).reads])
+            lines.append(f"  {ids[channel.writer]} -->|{_quoted(columns)}| {ids[reader]}")
+            marked += [links] if (channel.writer, reader) in red.edges else []
+            links += 1
+    for loop in plan.loops:
+        for reader in loop.readers:
+            lines.append(f"  {ids[loop.writer]} -.->|{_quoted(f'{words.clean(loop.name)}: {words.loop_terms(loop)}')}| {ids[reader]}")
+            marked.append(links)
+            links += 1
+    if marked:
+        lines.append(f"  linkStyle {','.join(map(str, marked))} stroke:{RED},color:{RED}")
+    if red.nodes:
+        lines += [
+            f"  classDef critical stroke:{RED},stroke-width:2px",
+            f"  class {','.join(sorted(ids[name] for name in red.nodes))} critical",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _pool_label(pool: PlannedPool | None) -> str:
+    return words.HOST if pool is None else f"{words.clean(pool.name)}: {words.devices(pool)}, busy {pool.busy:.0%}"
+
+
+def _node_label(node: PlannedNode) -> str:
+    return f"{words.clean(node.name)} {words.firing(node)}"
+
+
+def _quoted(text: str) -> str:
+    """Return a Mermaid string: quotes and all that it could read as markup written as character codes."""
+    plain = "".join(char if char.isalnum() or char in " _-.,:+~()=" else f"#{ord(char)};" for char in text)
+    return f'"{plain}"' if plain.strip() else '" "'
+
+
+def _yaml(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,163 @@
+"""Every text of the picture of a plan, placed so that it has room in any sans-serif font."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from rlgraph.analysis import words
+from rlgraph.analysis.critical import Critical
+from rlgraph.channels.factory import transport_of
+from rlgraph.compiler.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.render.plan_svg.text_width import ROUNDING, fitted, width
+
+Tone: TypeAlias = Literal["ink", "muted", "red", "badge", "red badge"]
+Mark: TypeAlias = Literal["critical", "local", "weights", "turn"]
+
+HEADING, NAME, SMALL = 17.0, 14.0, 12.5  # font sizes in pixels
+PAD = 9.0  # between the edge of a box and its texts
+BADGE = 20.0  # what the turn of a node takes in front of its name
+BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 206.0, 320.0  # the list of columns widens a box up to BOX_LISTED
+LABEL_MOST = 190.0
+FULL = 0.995  # a pool that works all the time
+
+
+@dataclass(frozen=True)
+class TextLine:
+    """A line of text; `x` is its start, middle or end as `anchor` says, `y` its base line."""
+
+    x: float
+    y: float
+    text: str
+    size: float = SMALL
+    tone: Tone = "ink"
+    bold: bool = False
+    anchor: Literal["start", "middle", "end"] = "start"
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Return the leftmost and the rightmost pixel it may take."""
+        wide = width(self.text, self.size, self.bold)
+        left = self.x - {"start": 0.0, "middle": wide / 2, "end": wide}[self.anchor]
+        return left, left + wide
+
+
+@dataclass(frozen=True)
+class LegendItem:
+    """A sign of the picture and what it means."""
+
+    mark: Mark
+    x: float
+    y: float
+    label: TextLine
+
+    @property
+    def right(self) -> float:
+        return self.label.span[1]
+
+
+def header(plan: Plan, x: float) -> list[TextLine]:
+    """Return the name of the graph, and below it the cluster and the predicted step."""
+    name = fitted(words.clean(plan.graph), HEADING, 600.0, bold=True)
+    return [
+        TextLine(x, 26.0, name, HEADING, bold=True),
+        TextLine(x, 48.0, f"{words.cluster(plan.cluster)} · {words.prediction(plan)}", NAME),
+    ]
+
+
+def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x: float) -> list[TextLine]:
+    """Return name, devices and predicted busy share of each lane, which begins at the height given with it."""
+    found = []
+    for y, pool in lanes:
+        lines = _label_lines(pool, plan)
+        room = LABEL_MOST - 2 * PAD
+        found.append(TextLine(x + PAD, y + 23.0, fitted(lines[0], NAME, room, bold=True), NAME, bold=True))
+        found.append(TextLine(x + PAD, y + 42.0, lines[1], SMALL, "muted"))
+        full = pool is not None and pool.busy >= FULL
+        found += [TextLine(x + PAD, y + 60.0, line, SMALL, "red" if full else "muted") for line in lines[2:]]
+    return found
+
+
+def label_width(lanes: Sequence[PlannedPool | None], plan: Plan) -> float:
+    """Return the room that the labels of the lanes take."""
+    widest = max(
+        max(width(line, NAME if i == 0 else SMALL, bold=i == 0) for i, line in enumerate(_label_lines(pool, plan))) for pool in lanes
+    )
+    return min(widest + 2 * PAD, LABEL_MOST)
+
+
+def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
+    if pool is None:
+        return [words.HOST, words.counted(sum(worker.pool is None for worker in plan.workers), "process")]
+    used = any(node.pool == pool.name for node in plan.nodes)
+    return [words.clean(pool.name), words.devices(pool), f"busy {pool.busy:.0%}" if used else "no nodes of its own"]
+
+
+def box_width(node: PlannedNode, turn: tuple[int, int] | None, plan: Plan) -> float:
+    """Return the width at which the texts of a box fit, within limits."""
+    badge = BADGE if turn else 0.0
+    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.firing(node), SMALL)
+    listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
+    return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
+
+
+def box_texts(
+    node: PlannedNode, turn: tuple[int, int] | None, place: tuple[float, float, float, float], plan: Plan, red: Critical
+) -> list[TextLine]:
+    """Return name, predicted seconds and written columns of a node whose box is at `place` (x, y, width, height)."""
+    x, y, wide, high = place
+    second = _second_line(node, plan, wide - 2 * PAD)
+    base = y + high / 2 + (-4.5 if second else 4.5)
+    tone: Tone = "red" if node.name in red.nodes else "muted"
+    found = [TextLine(x + wide - PAD, base, words.firing(node), SMALL, tone, anchor="end")]
+    start = x + PAD
+    if turn:
+        badge: Tone = "red badge" if node.name in red.turns else "badge"
+        found.append(TextLine(start + 7.5, base - 1.5, str(turn[0]), 10.0, badge, bold=True, anchor="middle"))
+        start += BADGE
+    found.append(TextLine(start, base, fitted(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
+    if second:
+        found.append(TextLine(x + PAD, base + 18.0, second, SMALL, "muted"))
+    return found
+
+
+def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
+    """Return the columns a node writes, or the weights it publishes: two of them, or one where two have no room."""
+    published = [loop.name for loop in plan.loops if loop.writer == node.name]
+    names = node.writes or published
+    lead = "" if node.writes or not names else "publishes "
+    lines = [lead + words.elided(names, shown) for shown in (2, 1)]
+    return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fitted(lines[-1], SMALL, room))
+
+
+def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> TextLine:
+    """Return the label of a feedback edge, as near to `middle` as lets it fit in `room` beside the verticals `lower`."""
+    name = fitted(words.clean(loop.name), SMALL, 220.0)
+    wide = width(f"{name}: {words.loop_terms(loop)}", SMALL)
+    least, most = room[0] + wide / 2, room[1] - wide / 2
+    wish = min(max(middle, least), max(most, least))
+    edges = [side for x in lower for side in (x - wide / 2 - 8.0, x + wide / 2 + 8.0)]
+    beyond = max([least, *edges])
+    free = [x for x in [wish, beyond, *(e for e in edges if least <= e <= most)] if all(abs(x - v) >= wide / 2 + 7.9 for v in lower)]
+    return TextLine(min(free, key=lambda x: abs(x - wish)), y, f"{name}: {words.loop_terms(loop)}", SMALL, "red", anchor="middle")
+
+
+def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple[LegendItem, ...]:
+    """Return the signs that this picture uses, in as many lines as the width takes."""
+    pools = [node.pool for node in plan.nodes if node.pool is not None]
+    said: list[tuple[Mark, str, bool]] = [
+        ("critical", "critical cycle: sets the step", bool(red.nodes)),
+        ("local", "within one process", any(transport_of(c.transport).reach == "process" for c in plan.channels)),
+        ("weights", "weights for a later step", bool(plan.loops)),
+        ("turn", "turn in its pool", len(set(pools)) < len(pools)),
+    ]
+    items: list[LegendItem] = []
+    at = x + PAD
+    for mark, meaning, used in said:
+        if not used:
+            continue
+        wide = 32.0 + width(meaning, SMALL)
+        if items and at + wide > right:
+            at, y = x + PAD, y + 20.0
+        items.append(LegendItem(mark, at, y, TextLine(at + 32.0, y, meaning, SMALL, "muted")))
+        at += wide + 26.0
+    return tuple(items)

@@ -1,0 +1,288 @@
+"""Coordinates of the picture of a plan: lanes, boxes, edges and texts, in pixels from the top left. Pure; nothing is drawn here."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rlgraph.analysis.critical import Critical, critical
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.render.plan_svg import labels
+from rlgraph.render.plan_svg.edge_routing import Trunk, out_offset, trunks
+from rlgraph.render.plan_svg.grid import Grid, arrange, drawn_channels
+from rlgraph.render.plan_svg.labels import LegendItem, TextLine
+
+Point: TypeAlias = tuple[float, float]
+
+EDGE = 12.0  # between the picture and its frame
+HEAD = 62.0  # the header
+LANE_GAP = 8.0
+LANE_LEAST = 84.0  # room for three lines of label
+BOX_HEIGHT = 48.0
+ARROW = 9.0
+TRACK = 9.0  # between two lines in a gap
+GAP_OUTER, GAP_INNER = 16.0, 16.0
+LOOP_STEP = 36.0  # between two feedback edges below the lanes: a line and its label
+IN_STEP = 9.0  # least distance between two edges that enter a box
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The band of a pool, or of the host where `pool` is None."""
+
+    pool: PlannedPool | None
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node; `turn` is its place among the nodes of its pool and how many there are, where it shares the pool."""
+
+    node: PlannedNode
+    turn: tuple[int, int] | None
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A channel on its way to one reader. Points of one height are joined by a line, others by a curve; an arrow ends it."""
+
+    channel: PlannedChannel
+    reader: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class LoopLine:
+    """A feedback edge on its way to one reader, as a line of right angles below all lanes; an arrow ends it."""
+
+    loop: PlannedLoop
+    reader: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that the picture of a plan shows, and where."""
+
+    width: float
+    height: float
+    lanes: tuple[Lane, ...]
+    boxes: tuple[Box, ...]
+    edges: tuple[Edge, ...]
+    loops: tuple[LoopLine, ...]
+    texts: tuple[TextLine, ...]
+    legend: tuple[LegendItem, ...]
+    critical: Critical
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where columns begin and end, and the top and the height of each strip and each lane."""
+
+    columns: tuple[tuple[float, float], ...]
+    strips: tuple[tuple[float, float], ...]
+    lanes: tuple[tuple[float, float], ...]
+    left: float
+    right: float
+
+    @property
+    def bottom(self) -> float:
+        return sum(self.lanes[-1])
+
+
+def layout(plan: Plan) -> Layout:
+    """Return the coordinates of a plan's picture: no box, edge or text lies on a box or a text that it does not belong to."""
+    grid = arrange(plan)
+    lines = trunks(plan, grid)
+    red = critical(plan)
+    frame = _frame(plan, grid, lines)
+    boxes = _boxes(plan, grid, frame)
+    edges = _edges(plan, grid, lines, frame, boxes)
+    loops = _loops(plan, grid, frame, boxes)
+    content = [
+        *labels.header(plan, EDGE),
+        *labels.lane_labels([(y, grid.lanes[i]) for i, (y, _) in enumerate(frame.lanes)], plan, EDGE),
+    ]
+    for box in boxes.values():
+        content += labels.box_texts(box.node, box.turn, (box.x, box.y, box.width, box.height), plan, red)
+    foot = frame.bottom + LOOP_STEP * len(plan.loops)
+    written = _loop_labels(plan, loops, frame)
+    legend = labels.legend(plan, red, EDGE, foot + 30, frame.right)
+    content += written
+    right = max([frame.right, *(text.span[1] for text in content), *(item.right for item in legend)])
+    lanes = tuple(Lane(grid.lanes[i], EDGE, y, right - EDGE, height) for i, (y, height) in enumerate(frame.lanes))
+    bottom = max([foot, *(item.y for item in legend)]) + EDGE + 2
+    return Layout(right + EDGE, bottom, lanes, tuple(boxes.values()), edges, loops, tuple(content), legend, red)
+
+
+def _frame(plan: Plan, grid: Grid, lines: Mapping[str, Trunk]) -> _Frame:
+    left = EDGE + labels.label_width(grid.lanes, plan)
+    side = 6.0 * len(plan.loops)
+    crossings = _crossings(plan, grid)
+    columns, x = [], left + 22.0 + side
+    for index in range(grid.columns):
+        members = [node for node in plan.nodes if grid.cells[node.name].column == index]
+        width = max(labels.box_width(node, turn_of(plan, node), plan) for node in members)
+        columns.append((x, width))
+        x += width + min(44.0 + 4.0 * crossings[index], 80.0) + side
+    right = sum(columns[-1]) + 18.0 + side
+    ports = _ports(plan, grid)
+    strips, lanes, y = [], [], HEAD
+    for index in range(len(grid.lanes)):
+        members_of = [i for i, strip in enumerate(grid.strips) if strip.lane == index]
+        heights = [_strip_height(grid, i, lines, ports, i in (members_of[0], members_of[-1])) for i in members_of]
+        spare = max(LANE_LEAST - sum(heights), 0.0) / 2
+        heights[0] += spare
+        heights[-1] += spare
+        top = y
+        for height in heights:
+            strips.append((y, height))
+            y += height
+        lanes.append((top, y - top))
+        y += LANE_GAP
+    return _Frame(tuple(columns), tuple(strips), tuple(lanes), left, right)
+
+
+def _crossings(plan: Plan, grid: Grid) -> list[int]:
+    """How many edges turn in the space right of each column, which sets its width."""
+    found = [0] * grid.columns
+    for channel in drawn_channels(plan):
+        leaves = grid.cells[channel.writer].column
+        for column in {leaves, *(grid.cells[reader].column - 1 for reader in channel.readers)}:
+            found[column] += 1
+    return found
+
+
+def _strip_height(grid: Grid, index: int, lines: Mapping[str, Trunk], ports: Mapping[str, int], outer: bool) -> float:
+    if grid.strips[index].is_row:
+        return max([BOX_HEIGHT, *(_box_height(ports.get(name, 0)) for name, cell in grid.cells.items() if cell.strip == index)])
+    tracks = 1 + max((trunk.track for trunk in lines.values() if trunk.strip == index), default=-1)
+    return max(GAP_OUTER if outer else GAP_INNER, TRACK * (tracks + 1))
+
+
+def _ports(plan: Plan, grid: Grid) -> Counter[str]:
+    """How many edges enter each box at its left side."""
+    ports = Counter(reader for channel in drawn_channels(plan) for reader in channel.readers)
+    ports.update(reader for loop in plan.loops for reader in loop.readers if not grid.is_free_below(grid.cells[reader]))
+    return ports
+
+
+def _box_height(ports: int) -> float:
+    return max(BOX_HEIGHT, IN_STEP * (ports + 1) + 10.0)
+
+
+def turn_of(plan: Plan, node: PlannedNode) -> tuple[int, int] | None:
+    """Return a node's place in the order of its pool and how many take turns there; None where it has the pool to itself."""
+    shared = [other.name for other in plan.nodes if other.pool == node.pool]
+    return None if node.pool is None or len(shared) < 2 else (shared.index(node.name) + 1, len(shared))
+
+
+def _boxes(plan: Plan, grid: Grid, frame: _Frame) -> dict[str, Box]:
+    ports = _ports(plan, grid)
+    boxes = {}
+    for node in plan.nodes:
+        cell = grid.cells[node.name]
+        (x, width), (top, height), own = frame.columns[cell.column], frame.strips[cell.strip], _box_height(ports[node.name])
+        boxes[node.name] = Box(node, turn_of(plan, node), x, top + (height - own) / 2, width, own)
+    return boxes
+
+
+def _edges(plan: Plan, grid: Grid, lines: Mapping[str, Trunk], frame: _Frame, boxes: Mapping[str, Box]) -> tuple[Edge, ...]:
+    """Return an edge for each channel and reader; those that enter a box are in the order of the heights they come from."""
+    starts: list[tuple[PlannedChannel, str, list[Point]]] = []
+    for channel in drawn_channels(plan):
+        box = boxes[channel.writer]
+        for reader in channel.readers:
+            points = [(box.right, box.y + box.height / 2 + out_offset(plan, channel))]
+            column = grid.cells[reader].column
+            if column > grid.cells[channel.writer].column + 1:
+                trunk = lines[channel.name]
+                y = _trunk_y(trunk, frame, lines)
+                points += [(frame.columns[trunk.first][0], y), (sum(frame.columns[column - 1]), y)]
+            starts.append((channel, reader, points))
+    entering: dict[str, list[tuple[float, int]]] = {}
+    for index, (_, reader, points) in enumerate(starts):
+        entering.setdefault(reader, []).append((points[-1][1], index))
+    ports, edges = _ports(plan, grid), []
+    for index, (channel, reader, points) in enumerate(starts):
+        queue = sorted(entering[reader])
+        place = next(i for i, (_, other) in enumerate(queue) if other == index)
+        x, y = boxes[reader].x, _port_y(boxes[reader], place, ports[reader])
+        edges.append(Edge(channel, reader, (*points, (x - ARROW, y), (x, y))))
+    return tuple(edges)
+
+
+def _port_y(box: Box, place: int, count: int) -> float:
+    step = min(12.0, (box.height - 16.0) / max(count - 1, 1))
+    return box.y + box.height / 2 + (place - (count - 1) / 2) * step
+
+
+def _trunk_y(trunk: Trunk, frame: _Frame, lines: Mapping[str, Trunk]) -> float:
+    top, height = frame.strips[trunk.strip]
+    tracks = 1 + max(other.track for other in lines.values() if other.strip == trunk.strip)
+    return top + height / 2 + trunk.offset + (trunk.track - (tracks - 1) / 2) * TRACK
+
+
+def _loops(plan: Plan, grid: Grid, frame: _Frame, boxes: Mapping[str, Box]) -> tuple[LoopLine, ...]:
+    """Return the feedback edges: down from the writer, along below all lanes, up to the reader."""
+    lines = []
+    ports, beside = _ports(plan, grid), Counter[str]()
+    for index, loop in enumerate(plan.loops):
+        y = frame.bottom + LOOP_STEP * index + 18.0
+        for reader in loop.readers:
+            writer, target = boxes[loop.writer], boxes[reader]
+            down = (
+                _below(writer, index, 1) if grid.is_free_below(grid.cells[loop.writer]) else _beside(writer, index, writer.bottom - 6.0, 1)
+            )
+            if grid.is_free_below(grid.cells[reader]):
+                up = _below(target, index, -1)
+            else:
+                beside[reader] += 1
+                up = _beside(target, index, _port_y(target, ports[reader] - beside[reader], ports[reader]), -1)
+            lines.append(LoopLine(loop, reader, (*down, (down[-1][0], y), (up[-1][0], y), *reversed(up))))
+    return tuple(lines)
+
+
+def _below(box: Box, index: int, side: int) -> list[Point]:
+    """Where a feedback edge leaves (`side` 1) or enters (-1) a box that has nothing under it."""
+    spread = 0.18 * box.width + min(14.0, 0.25 * box.width / max(index, 1)) * index
+    return [(box.x + box.width / 2 + side * spread, box.bottom)]
+
+
+def _beside(box: Box, index: int, y: float, side: int) -> list[Point]:
+    """Return the way from a box at height `y` into the space beside its column, right (`side` 1) or left (-1) of it."""
+    if side > 0:
+        return [(box.right, y), (box.right + 12.0 + 6.0 * index, y)]
+    return [(box.x, y), (box.x - ARROW - 8.0 - 6.0 * index, y)]
+
+
+def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[TextLine]:
+    """Return the label of each feedback edge, under its line, where no line of a lower one passes through it."""
+    written: list[TextLine] = []
+    for index, loop in enumerate(plan.loops):
+        own = [line for line in loops if line.loop.name == loop.name]
+        lower = [x for other in plan.loops[index + 1 :] for line in loops if line.loop.name == other.name for x in _falls(line)]
+        ends = [x for line in own for x in _falls(line)]
+        y = frame.bottom + LOOP_STEP * index + 18.0
+        written.append(labels.loop_label(loop, y + 15.0, (min(ends) + max(ends)) / 2, lower, (EDGE, frame.right)))
+    return written
+
+
+def _falls(line: LoopLine) -> list[float]:
+    """Where a feedback edge runs up and down."""
+    return [a[0] for a, b in zip(line.points, line.points[1:], strict=False) if a[0] == b[0]]

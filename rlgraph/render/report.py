@@ -1,0 +1,301 @@
+"""The report of a run: one HTML file with everything in it, that needs no server and no network."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+
+from rlgraph.analysis import words
+from rlgraph.analysis.bubbles import BUSY, SMALL, Row, by_model
+from rlgraph.analysis.findings import findings
+from rlgraph.analysis.run import Compared, Run, compared, waited
+from rlgraph.render import curve
+from rlgraph.render.plan_svg import draw
+from rlgraph.render.text import text
+from rlgraph.render.timeline_html import last_steps, predicted_steps, tracks
+
+SHOWN_STEPS = 6  # of the timeline
+COLUMNS = (7, 4, 2)  # of tiles, on pages of three widths
+POINTS = 240  # of a curve; longer runs are shown as means of as many steps each
+LEAST = 0.005  # of a pool's time: smaller rows are told together
+REWARD = "critic/rewards/mean"
+
+Chart = tuple[str, str, tuple[tuple[str, str], ...]]  # title, what its values are, and (name, metric) of each line
+CHARTS: tuple[Chart, ...] = (
+    ("Reward", "mean reward of a batch", (("reward", REWARD),)),
+    ("Staleness", "versions behind, oldest and mean token", (("oldest", "staleness/max"), ("mean", "staleness/mean"))),
+    ("Response length", "tokens", (("mean", "response_length/mean"), ("longest", "response_length/max"))),
+    ("Loss", "policy loss", (("policy loss", "actor/pg_loss"),)),
+    ("KL", "nats a token", (("policy has moved (ppo_kl)", "actor/ppo_kl"), ("to the reference", "actor/kl_loss"))),
+    ("Engine and trainer", "KL of their log-probs, nats a token", (("k3", "rollout_corr/k3_kl"), ("k1", "rollout_corr/kl"))),
+    ("Clipped", "share of tokens", (("clipped", "actor/pg_clipfrac"),)),
+    ("Entropy", "nats a token", (("entropy", "actor/entropy"),)),
+    ("Gradient", "norm before clipping", (("norm", "actor/grad_norm"),)),
+    ("Value loss", "critic", (("value loss", "critic/vf_loss"),)),
+    ("Seconds of a step", "s", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
+    ("Waiting", "s a step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
+)
+LEGEND = (
+    ("generate", "generate"),
+    ("train", "train"),
+    ("forward", "forward pass"),
+    ("host", "host node"),
+    ("moving", "weights moving"),
+    ("sleep", "engines wake and sleep"),
+    ("carry", "rlgraph's own work"),
+    ("data", "wait for data"),
+    ("weights", "wait for a version"),
+    ("room", "wait for a free slot"),
+    ("turn", "wait for the turn"),
+    ("idle", "no step to work on"),
+)
+
+
+def write(path: str | Path, run: Run) -> None:
+    """Write the report of a run as one HTML file."""
+    Path(path).write_text(page(run), encoding="utf-8")
+
+
+def page(run: Run) -> str:
+    """Return the report as one HTML document, its style and script included."""
+    title = escape(words.clean(run.plan.graph))
+    sections: Sequence[tuple[str, str, Callable[[Run], Iterator[str]]]] = (
+        ("advice", "What to change", _advice),
+        ("graph", "Graph", _graph),
+        ("timeline", "Timeline", _timeline),
+        ("bubbles", "Where the time went", _bubbles),
+        ("curves", "Curves", _curves),
+        ("predicted", "Predicted against measured", _predicted),
+        ("certificate", "Certificate", _certificate),
+        ("settings", "Settings", _settings),
+    )
+    style, script = (files("rlgraph.render").joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    body = [
+        f"<header><h1>{title}</h1><p>{escape(words.cluster(run.plan.cluster))} · {words.counted(len(run.steps), 'step')}</p>",
+        '<button id="theme" type="button">light / dark</button></header>',
+        "<nav>",
+        *(f'<a href="#{key}">{name}</a>' for key, name, _ in sections),
+        "</nav>",
+        _tiled(list(_tiles(run))),
+        *(f'<section id="{key}"><h2>{name}</h2>{"".join(drawn(run))}</section>' for key, name, drawn in sections),
+        "<footer>Drawn by rlgraph. This file holds all that it shows.</footer>",
+    ]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/><link rel="icon" href="data:,"/>'
+        f"\n<style>\n{style}</style></head>\n"
+        f"<body><main>\n{chr(10).join(body)}\n</main>\n<script>\n//<![CDATA[\n{script}//]]>\n</script></body></html>\n"
+    )
+
+
+def _tiled(tiles: Sequence[str]) -> str:
+    """Return the tiles, and for pages where at most so many go beside one another, how rows of equal number become full.
+
+    The first tile takes the room of those that a last row would lack.
+    """
+    layout = []
+    for most in COLUMNS:
+        columns = math.ceil(len(tiles) / math.ceil(len(tiles) / most))
+        layout.append(f"--of-{most}:{columns};--first-of-{most}:{1 + -len(tiles) % columns}")
+    return f'<div class="tiles" style="{";".join(layout)}">{"".join(tiles)}</div>'
+
+
+def _tiles(run: Run) -> Iterator[str]:
+    seconds = sorted(run.values("timing_s/step"))
+    if seconds:
+        least, most = (seconds[round(part * (len(seconds) - 1))] for part in (0.1, 0.9))
+        yield _tile("a step", words.seconds(run.step_s), f"median of {len(seconds)}; {words.seconds(least)} to {words.seconds(most)}")
+    if run.priced is not None:
+        fitted = run.priced.prediction.step_s
+        yield _tile("fitted", words.seconds(fitted), f"to its own nodes {_off(fitted, run.step_s)}")
+    rewards = run.values(REWARD)
+    if rewards:
+        part = max(len(rewards) // 10, 1)
+        yield _tile("reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.counted(part, 'step')}")
+    worst = max((step.get("staleness/max", 0.0) for step in run.steps), default=0.0)
+    yield _tile("staleness", f"{worst:.0f}", f"worst seen; bound {run.plan.certificate.staleness_bound}")
+    for pool in run.plan.pools:
+        if run.bubbles.of_pool(pool.name):
+            busy = run.steady_bubbles.busy(pool.name)
+            yield _tile(f"{escape(words.clean(pool.name))} busy", f"{busy:.0%}", f"{words.devices(pool)}; {pool.busy:.0%} was planned")
+    yield _tile("start-up", words.seconds(-run.start_s), "from the launch to the first tick")
+
+
+def _tile(name: str, value: str, note: str) -> str:
+    return f'<div class="tile"><div>{name}</div><strong>{value}</strong><small>{note}</small></div>'
+
+
+def _off(predicted: float, measured: float) -> str:
+    return f"(measured {(measured - predicted) / predicted:+.1%})" if predicted else ""
+
+
+def _advice(run: Run) -> Iterator[str]:
+    lines = findings(run)
+    yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "<p>Too few steps to learn from.</p>"
+    planned = run.plan.prediction.advice
+    if planned:
+        yield f"<p>Said before the run, from {run.plan.prediction.cost} costs:</p>"
+        yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in planned)}</ul>"
+
+
+def _graph(run: Run) -> Iterator[str]:
+    plan = run.priced or run.plan
+    said = (
+        "measured seconds of each node" if run.priced is not None else f"{plan.prediction.cost} seconds, since too few steps were measured"
+    )
+    yield f'<p>With {said}; the critical cycle is red.</p><div class="drawing">{draw.svg(plan)}</div>'
+
+
+def _timeline(run: Run) -> Iterator[str]:
+    if not run.spans:
+        yield "<p>No span was recorded.</p>"
+        return
+    last = max(span.step for span in run.spans)
+    count = min(SHOWN_STEPS, max(last, 1))
+    measured = last_steps([span for span in run.spans if span.kind != "start"], count)
+    predicted = predicted_steps(run.priced or run.plan, last, count)
+    source = "the measured seconds of its nodes" if run.priced is not None else f"{run.plan.prediction.cost} costs"
+    yield (
+        f"<p>The last {words.counted(count, 'step')}: as the schedule plays with {source}, and as measured. "
+        'Zoom with <button type="button" data-zoom="1.5">+</button> <button type="button" data-zoom="0.667">−</button> '
+        "or Ctrl and the wheel; point at a block to read it.</p>"
+    )
+    yield from tracks([("predicted", predicted), ("measured", measured)], run.plan)
+    key = "".join(f'<span><i class="{name}"></i>{said}</span>' for name, said in LEGEND)
+    yield f'<p class="legend">{key}</p>'
+
+
+def _bubbles(run: Run) -> Iterator[str]:
+    bubbles = run.steady_bubbles
+    yield (
+        f"<p>Every device-second from step {run.first_steady} on ({words.seconds(bubbles.end_s - bubbles.start_s)}): "
+        f"{bubbles.residual:.2%} not explained.</p>"
+    )
+    works = {node.name: node.work for node in run.plan.nodes}
+    for pool in dict.fromkeys(row.pool for row in bubbles.pools):
+        rows = by_model(bubbles.of_pool(pool))
+        total = sum(row.seconds for row in rows)
+        if not total:
+            continue
+        name = words.HOST if pool is None else words.clean(pool)
+        yield f'<h3>{escape(name)}: <span class="muted">busy {bubbles.busy(pool):.1%}</span></h3><div class="stack">'
+        for row in sorted(rows, key=lambda r: (r.use not in BUSY, -r.seconds)):
+            share = row.seconds / total
+            told = escape(f"{row}: {share:.1%}")
+            yield f'<i class="{_use_class(row, works)}" style="width:{100 * share:.4f}%" title="{told}"></i>'
+        yield '</div><table><thead><tr><th class="n">device-seconds</th><th class="n">share</th><th>worker</th>'
+        yield "<th>spent on</th></tr></thead><tbody>"
+        small = [row for row in rows if row.seconds < LEAST * total]
+        for row in rows[: len(rows) - len(small)]:
+            key = f'<i class="key {_use_class(row, works)}"></i>'
+            yield _row(f"{row.seconds:.2f}", f"{row.seconds / total:.1%}", escape(words.clean(row.worker)), f"{key}{escape(str(row))}")
+        if small:
+            rest = sum(row.seconds for row in small)
+            yield _row(f"{rest:.2f}", f"{rest / total:.1%}", "", SMALL)
+        yield f"{_row(f'<b>{total:.2f}</b>', '<b>100.0%</b>', '', '')}</tbody></table>"
+
+
+def _use_class(row: Row, works: dict[str, str]) -> str:
+    return works.get(row.name, "host") if row.use == "node" else row.use
+
+
+def _row(seconds: str, share: str, worker: str, spent: str) -> str:
+    return f'<tr><td class="n">{seconds}</td><td class="n">{share}</td><td>{worker}</td><td>{spent}</td></tr>'
+
+
+def _curves(run: Run) -> Iterator[str]:
+    size = max(-(-len(run.steps) // POINTS), 1)
+    groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
+    if size > 1:
+        yield f"<p>Each point is the mean of {size} steps.</p>"
+    xs = [step[0]["training/global_step"] for step in groups]
+    yield '<div class="charts">'
+    for title, unit, lines in CHARTS:
+        series = {name: [_mean([s[metric] for s in group if metric in s]) for group in groups] for name, metric in lines}
+        series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
+        if series:
+            yield f"<figure>{curve.svg(title, xs, series, unit)}</figure>"
+    yield "</div>"
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
+def _predicted(run: Run) -> Iterator[str]:
+    source = run.plan.prediction.cost
+    yield f"<p>Predicted when the run was launched, from {source} costs{' (they only rank)' if source == 'nominal' else ''}.</p>"
+    if run.priced is not None:
+        yield (
+            f"<p>Fitted to this run's own seconds of each node a step takes <b>{words.seconds(run.priced.prediction.step_s)}</b>; "
+            f"it took <b>{words.seconds(run.step_s)}</b> {_off(run.priced.prediction.step_s, run.step_s)}.</p>"
+        )
+    yield '<table><thead><tr><th>what</th><th class="n">predicted</th><th class="n">measured (median)</th><th class="n">80 % lie in</th>'
+    yield '<th class="n">measured / predicted</th><th class="n">firings</th></tr></thead><tbody>'
+    yield from (_compared(row, source == "nominal") for row in compared(run))
+    yield "</tbody></table>"
+    for what in run.plan.prediction.left_out:
+        yield f"<p>Not predicted: {escape(words.clean(what))}.</p>"
+    for what in run.plan.prediction.assumed:
+        yield f"<p>Assumed: {escape(words.clean(what))}.</p>"
+    waits = [wait for wait in waited(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
+    if waits:
+        yield "<p>Waits of a step, as the schedule plays with the measured seconds of the nodes, and measured. "
+        yield "The plan gives a wait for several inputs to the last of them.</p>"
+        yield '<table><thead><tr><th>who</th><th>waits for</th><th class="n">fitted</th><th class="n">measured</th></tr></thead><tbody>'
+        for wait in waits:
+            yield f"<tr><td>{escape(words.clean(wait.who))}</td><td>{escape(words.WAITS[wait.reason](words.clean(wait.on)))}</td>"
+            yield f'<td class="n">{words.seconds(wait.predicted_s)}</td><td class="n">{words.seconds(wait.measured_s)}</td></tr>'
+        yield "</tbody></table>"
+
+
+def _compared(row: Compared, nominal: bool) -> str:
+    ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s and not nominal else "–"
+    spread = f"{words.seconds(row.least_s)} to {words.seconds(row.most_s)}"
+    cells = (
+        words.seconds(row.predicted_s, "nominal" if nominal else "given"),
+        words.seconds(row.measured_s),
+        spread,
+        ratio,
+        str(row.count),
+    )
+    numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+    return f"<tr><td>{escape(words.clean(row.name))}</td>{numbers}</tr>"
+
+
+def _certificate(run: Run) -> Iterator[str]:
+    proof, plan = run.plan.certificate, run.plan
+    worst = max((step.get("staleness/max", 0.0) for step in run.steps), default=0.0)
+    size = f"at most {words.size(proof.buffered_bytes)}" if proof.buffered_bytes is not None else "not known before the run"
+    slots = run.observed.channel_slots or {}
+    rows = (
+        ("staleness, in versions", *_bounded(proof.staleness_bound, int(worst))),
+        ("deadlock", "none" if proof.deadlock_free else "possible", f"{words.counted(len(run.steps), 'step')} finished", "held"),
+        ("open batches", *_bounded(proof.open_batches, run.observed.open_batches or None)),
+        *((f"slots of '{channel.name}' in use", *_bounded(channel.slots, slots.get(channel.name))) for channel in plan.channels),
+        ("bytes buffered in channels", size, "", "by construction"),
+        ("steps in flight", f"at most {plan.window}", "", "by construction"),
+        ("period, from the costs it was compiled with", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), ""),
+    )
+    yield "<table><thead><tr><th>what</th><th>certified</th><th>seen</th><th></th></tr></thead><tbody>"
+    for row in rows:
+        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+    yield "</tbody></table>"
+
+
+def _bounded(limit: int, seen: int | None) -> tuple[str, str, str]:
+    if seen is None:
+        return f"at most {limit}", "not looked at", ""
+    return f"at most {limit}", f"at most {seen}", "held" if seen <= limit else "BROKEN"
+
+
+def _settings(run: Run) -> Iterator[str]:
+    for name, values in run.settings.items():
+        yield f'<details open=""><summary>{escape(words.clean(name))}</summary><table><tbody>'
+        for key, value in values.items():
+            yield f"<tr><td>{escape(words.clean(key))}</td><td><code>{escape(words.clean(value))}</code></td></tr>"
+        yield "</tbody></table></details>"
+    yield f"<details><summary>the plan, as it was launched</summary><pre>{escape(text(run.plan))}</pre></details>"

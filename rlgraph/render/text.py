@@ -1,0 +1,171 @@
+"""A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows."""
+
+from collections.abc import Sequence
+
+from rlgraph.analysis import words
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.render.tables import aligned, wrapped
+
+WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
+WAITS_MOST = 6
+
+
+def text(plan: Plan) -> str:
+    """Return header, pools, nodes, turns, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
+    predicted = plan.prediction
+    cycle = " -> ".join(map(words.clean, predicted.critical))
+    round_s = words.seconds(predicted.period_s * predicted.critical_tokens, predicted.cost)
+    sections = [
+        [*wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
+        _pools(plan),
+        _nodes(plan),
+        _sleeps(plan),
+        _workers(plan),
+        _models(plan),
+        _channels(plan),
+        *(_loop(loop, plan) for loop in plan.loops),
+        [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
+        _waits(plan),
+        [line for what in predicted.left_out for line in wrapped(f"not predicted: {what}", indent=2)],
+        [line for what in predicted.assumed for line in wrapped(f"assumed: {what}", indent=2)],
+        [line for warning in predicted.warnings for line in wrapped(f"warning: {warning}", indent=2)],
+        [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
+        _memory(plan),
+        _certificate(plan),
+    ]
+    return "\n\n".join("\n".join(line.rstrip() for line in section) for section in sections if section)
+
+
+def _hosts(plan: Plan) -> str:
+    if not plan.cluster.gpus:
+        return ""
+    return f" ({words.counted(plan.hosts, 'host')} of {words.counted(plan.cluster.gpus_per_node, 'GPU')})"
+
+
+def _pools(plan: Plan) -> list[str]:
+    rows = [[p.name, words.devices(p), f"{p.busy:.0%}", _members(plan, p.name) or "no nodes of its own"] for p in plan.pools]
+    if any(node.pool is None for node in plan.nodes):
+        rows.append([words.HOST, "", "", _members(plan, None)])
+    return aligned(["pool", "devices", ">busy", "nodes"], rows)
+
+
+def _members(plan: Plan, pool: str | None) -> str:
+    return ", ".join(words.clean(node.name) for node in plan.nodes if node.pool == pool)
+
+
+def _nodes(plan: Plan) -> list[str]:
+    rows = [
+        [
+            node.name,
+            node.work,
+            words.seconds(node.seconds, node.cost) + (f" / {node.due.every}" if node.due else ""),
+            node.cost + (", any devices" if node.any_devices else ""),
+            words.by_parts(node.rows, node.chunks),
+            ", ".join(map(words.clean, node.writes)),
+        ]
+        for node in plan.nodes
+    ]
+    return aligned(["node", "work", ">time", "is", ">rows", "writes"], rows)
+
+
+def _sleeps(plan: Plan) -> list[str]:
+    """Return what the models take that have their devices in turns, or nothing where each has its own."""
+    rows = [[s.model, words.seconds(s.wake_s, s.cost), words.seconds(s.sleep_s, s.cost), s.cost, words.size(s.bytes)] for s in plan.sleeps]
+    return aligned(["in turns", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
+
+
+def _workers(plan: Plan) -> list[str]:
+    crews: dict[tuple[str | None, str], list[PlannedWorker]] = {}
+    for worker in plan.workers:
+        crews.setdefault((worker.model, worker.model or worker.name), []).append(worker)
+    rows = []
+    for crew in crews.values():
+        first = crew[0]
+        name = first.name if len(crew) == 1 else f"{first.model}[0..{len(crew) - 1}]"
+        gpus = [gpu for worker in crew for gpu in worker.gpus]
+        place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(crew) > 1 else "")
+        if plan.cluster.hosts > 1:
+            place += f", host {_ranges(sorted({worker.host for worker in crew}))}"
+        rows.append([name, str(len(crew)), place, ", ".join(map(words.clean, first.nodes))])
+    return aligned(["worker", ">processes", "on", "fires in this order"], rows)
+
+
+def _models(plan: Plan) -> list[str]:
+    """Return what each model computes in and why."""
+    return aligned(["model", "computes in", "since"], [[m.name, m.dtype, m.why] for m in plan.models]) if plan.models else []
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers with runs shortened: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _channels(plan: Plan) -> list[str]:
+    rows = [[c.name, c.transport, words.by_parts(c.slots, c.parts), _batch_size(c), _route(c)] for c in plan.channels]
+    return aligned(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
+
+
+def _batch_size(channel: PlannedChannel) -> str:
+    if channel.kind == "order":
+        return ""
+    return words.size(None if channel.bytes is None else channel.bytes * channel.parts)
+
+
+def _route(channel: PlannedChannel) -> str:
+    lead = "" if channel.kind == "batch" else f"{words.clean(channel.writer)} -> "
+    carried = "the turn" if channel.kind == "order" else ", ".join(map(words.clean, channel.columns))
+    return f"{lead}{', '.join(map(words.clean, channel.readers))}: {carried}"
+
+
+def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
+    taken = "the newest published version" if loop.freshest else f"version max(0, k - {loop.depth})" if loop.depth else "version k"
+    if loop.due is not None:
+        taken = "the version that step k publishes"
+    cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
+    lines = [
+        f"feedback {words.clean(loop.name)}: {words.clean(loop.writer)} -> {', '.join(map(words.clean, loop.readers))}",
+        f"  {words.loop_terms(loop)}, {words.counted(loop.slots, 'slot')}",
+        f"  the firing of step k uses {taken}; expected staleness {loop.staleness:.2f}",
+        f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
+    ]
+    return [part for line in lines for part in wrapped(line, indent=4)]
+
+
+def _waits(plan: Plan) -> list[str]:
+    """Return who stands still for what, those first that do so longest; what is too short to matter is left out."""
+    predicted = plan.prediction
+    shown = [wait for wait in predicted.waits if wait.seconds > WAIT_LEAST * predicted.step_s][:WAITS_MOST]
+    if not shown:
+        return []
+    said = [
+        f"{words.clean(w.who)} {words.seconds(w.seconds, predicted.cost)} for {words.WAITS[w.reason](words.clean(w.on))}" for w in shown
+    ]
+    return [*wrapped(f"waits a step: {'; '.join(said)}", indent=2)]
+
+
+def _memory(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    for need in plan.memory:
+        parts = ", ".join(f"{what} {words.size(size)}" for what, size in need.parts)
+        limit = f" of {words.size(need.limit)}" if need.limit is not None else ""
+        lines += wrapped(f"memory of {words.clean(need.place)}: {words.size(need.peak_bytes)}{limit} at its peak ({parts})", indent=2)
+    return lines
+
+
+def _certificate(plan: Plan) -> list[str]:
+    proof = plan.certificate
+    claims = [
+        f"staleness at most {proof.staleness_bound}",
+        "no deadlock" if proof.deadlock_free else "a deadlock is possible",
+        f"at most {words.counted(proof.open_batches, 'batch')} open",
+        f"at most {words.size(proof.buffered_bytes)} buffered" if proof.buffered_bytes is not None else "buffered bytes not known",
+        f"at most {words.counted(plan.window, 'step')} in flight",
+        f"a step of {words.seconds(proof.period_s, plan.prediction.cost)}",
+    ]
+    return [*wrapped(f"certificate: {'; '.join(claims)}", indent=2)]

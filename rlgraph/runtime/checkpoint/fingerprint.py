@@ -1,0 +1,30 @@
+"""What makes two graphs the same run: the nodes, what they read and write, the depths. Not learning rates, pools or ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.errors import shown
+from rlgraph.graph.nodes import Graph
+
+
+def identity(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """Return what a checkpoint and the graph that goes on from it must share, as plain values."""
+    nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
+    loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.freshest} for p in plan.loops}
+    return {"name": graph.name, "nodes": nodes, "feedback": loops}
+
+
+def difference(saved: Any, now: Any, where: str = "") -> str:
+    """Return the first place at which two plain values differ, in words, or an empty text."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*saved, *now)):
+            place = f"{where} '{key}'".strip()
+            if key not in saved or key not in now:
+                return f"{place} is {'new' if key in now else 'missing now'}"
+            if found := difference(saved[key], now[key], place):
+                return found
+        return ""
+    if isinstance(saved, Sequence) and isinstance(now, Sequence) and not isinstance(saved, str):
+        return "" if list(saved) == list(now) else f"{where} was {list(saved)} and is {list(now)}"
+    return "" if saved == now else f"{where} was {shown(saved)} and is {shown(now)}"

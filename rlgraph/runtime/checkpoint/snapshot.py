@@ -1,0 +1,201 @@
+"""A worker's part of a checkpoint: copied between two firings, written beside the run, and read back at a start."""
+
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from rlgraph.columns import Column, Columns, concat_rows, share
+from rlgraph.errors import CheckpointError
+from rlgraph.graph.operation import Stateful
+from rlgraph.runtime.measure import averaged
+from rlgraph.runtime.messages import NotSaved, Part, Saved, Written
+from rlgraph.runtime.worker.spec import Resume, Saving
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.worker.executor import Worker
+    from rlgraph.runtime.worker.progress import Progress
+
+PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
+
+
+Told = Callable[[Saved | NotSaved], None]
+
+
+@dataclass
+class Fired:
+    """What a checkpoint may need of a step whose nodes have fired: its metrics, and the columns that lie open."""
+
+    metrics: Mapping[str, float]
+    columns: Mapping[str, Sequence[Columns]]  # by node, the parts of its batch
+
+
+class Snapshots:
+    """Takes the snapshots of one worker; `told` hears of each when it is on the disk, or why it is not."""
+
+    def __init__(self, worker: "Worker", saving: Saving, told: Told) -> None:
+        self.worker, self.saving, self.told = worker, saving, told
+        self._thread: threading.Thread | None = None
+
+    def take(self, step: int, recent: Mapping[int, Fired]) -> float:
+        """Copy all that the checkpoint after `step` steps needs of this worker, and write it beside the run.
+
+        Gives the seconds for which this kept the run waiting, the end of the writing before included.
+        """
+        began = time.monotonic()
+        self.wait()
+        content = contents(self.worker, recent)
+        folder = Path(self.saving.folder) / part_name(self.saving.token, step)
+        write_model = self._copied(folder / str(self.worker.setup.worker.model)) if self.saving.trained else None
+        self._thread = threading.Thread(target=self._write, args=(step, folder, content, write_model), name="write checkpoint")
+        self._thread.start()
+        return time.monotonic() - began
+
+    def wait(self) -> None:
+        """Wait until what is being written is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _copied(self, folder: Path) -> Callable[[], list[Path]]:
+        save: Callable[[Path, float], Callable[[], list[Path]]] = self.worker.context.engine.save
+        return save(folder, self.worker.setup.deadline_s)
+
+    def _write(self, step: int, folder: Path, content: Mapping[str, Any], write_model: Callable[[], list[Path]] | None) -> None:
+        worker = self.worker.setup.worker
+        try:
+            folder.mkdir(exist_ok=True)
+            files = [_save(content, folder / f"{worker.name}.pt")]
+            if write_model is not None:
+                files += write_model()
+            written = tuple(_digest(folder, file) for file in files)
+        except Exception as error:  # noqa: BLE001 (the outer edge of a thread: whatever it is, the driver hears of it)
+            free = shutil.disk_usage(self.saving.folder).free
+            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error} ({free >> 20} MiB are free on that disk)"))
+        else:
+            self.told(Saved(step, Part(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
+
+
+def part_name(token: str, step: int) -> str:
+    """Name the folder in which a checkpoint grows until it is whole; no two attempts share one."""
+    return f".part-{token}-{step:08d}"
+
+
+def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
+    """Collect what a worker holds at its cut, beside the model that it trains."""
+    return {
+        "random": random_states(),
+        "metrics": {step: dict(fired.metrics) for step, fired in recent.items()},
+        "open": {step: {node: list(parts) for node, parts in fired.columns.items()} for step, fired in recent.items()},
+        "states": {name: checked_state(name, stage.state()) for name, stage in worker.stages.items() if isinstance(stage, Stateful)},
+    }
+
+
+def checked_state(node: str, state: Any) -> Any:
+    """Copy the state of a node. Raises CheckpointError for what could not be read back: it is plain values and tensors."""
+    if isinstance(state, Mapping):
+        return {checked_state(node, key): checked_state(node, value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(checked_state(node, value) for value in state)
+    if not isinstance(state, PLAIN):
+        raise CheckpointError(
+            f"state() of node '{node}' holds a {type(state).__name__}; a state is made of None, numbers, text, bytes, tensors, lists, "
+            "tuples and dicts of these"
+        )
+    return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+def _save(content: Mapping[str, Any], file: Path) -> Path:
+    data = io.BytesIO()  # first, so that a disk that is full is the system's error and not that of the archive's writer
+    torch.save(content, data)
+    with file.open("wb") as out:
+        out.write(data.getbuffer())
+        out.flush()
+        os.fsync(out.fileno())
+    return file
+
+
+def _digest(folder: Path, file: Path) -> Written:
+    """Measure a file's size and checksum."""
+    with file.open("rb") as data:
+        return Written(str(file.relative_to(folder)), file.stat().st_size, hashlib.file_digest(data, "sha256").hexdigest())
+
+
+def restore(progress: "Progress", resume: Resume) -> None:
+    """Put a loaded worker where it was at the checkpoint, whatever ranks its nodes had then.
+
+    Raises CheckpointError for a checkpoint that does not hold its nodes, or a state that cannot be shared out anew.
+    """
+    worker, folder = progress.worker, Path(resume.folder)
+    planned = worker.setup.worker
+    parts = sorted((p for p in read_parts(folder) if set(p.nodes) == set(planned.nodes)), key=lambda p: p.rank)
+    if not parts:
+        raise CheckpointError(f"checkpoint '{folder}' holds no part of the nodes {list(planned.nodes)}; it is of another graph")
+    held = [torch.load(folder / part.file, weights_only=True) for part in parts]
+    same = len(parts) == planned.world
+    mine = held[planned.rank] if same else held[0]
+    for name, state in mine["states"].items():
+        if not same:
+            raise CheckpointError(
+                f"node '{name}' has a state on each of {len(parts)} ranks, and now there are {planned.world}; use as many ranks as before"
+            )
+        stage: Any = worker.stages[name]
+        stage.load_state(state)
+    opened = mine["open"] if same else {step: _shared_out(worker, [h["open"][step] for h in held]) for step in mine["open"]}
+    progress.recent = {step: Fired(averaged(rank["metrics"][step] for rank in held), parts) for step, parts in opened.items()}
+    if worker.setup.saving is not None and worker.setup.saving.trained:
+        worker.context.engine.load(folder / str(planned.model))
+    if same:
+        set_random_states(mine["random"])
+
+
+def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]]]) -> dict[str, list[Columns]]:
+    """Take this rank's rows of open batches that another number of ranks wrote; of a model that does not generate rank 0 wrote all."""
+    rank, world = worker.setup.worker.rank, worker.setup.worker.world
+    found: dict[str, list[Columns]] = {}
+    for node in ranks[0]:
+        if worker.setup.task(node).traits.work != "generate":
+            found[node] = list(ranks[0][node])
+            continue
+        whole = [concat_rows(parts) for parts in zip(*(held[node] for held in ranks), strict=True)]
+        found[node] = [{name: _share(column, rank, world) for name, column in part.items()} for part in whole]
+    return found
+
+
+def _share(column: Column, rank: int, world: int) -> Column:
+    own = share(len(column), rank, world)
+    return column[own.start : own.stop]
+
+
+def read_parts(folder: Path) -> list[Part]:
+    """Read what the workers put into a checkpoint, as its manifest says."""
+    return msgspec.convert(json.loads((folder / "manifest.json").read_text())["parts"], list[Part])
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the process's random generators: Python's, numpy's, torch's."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy_state = (str(name), torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss))
+    found = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Go on with the random generators from `random_states`."""
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,216 @@
+"""A folder of checkpoints: find the newest whole one, check it, make a new one whole, drop the oldest.
+
+A checkpoint grows in a folder with a hidden name and gets its own by one rename, when every worker's part, the manifest with the
+sizes and checksums of all files, and the plan are on the disk: half of one is never taken for one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlgraph.analysis.graph_settings import settings
+from rlgraph.compiler.checkpoint_cut import leads
+from rlgraph.compiler.plan import Plan
+from rlgraph.errors import CheckpointError
+from rlgraph.graph.nodes import Graph
+from rlgraph.runtime.checkpoint.fingerprint import difference, identity
+from rlgraph.runtime.checkpoint.snapshot import part_name
+from rlgraph.runtime.messages import NotSaved, Part, Saved
+from rlgraph.runtime.worker.spec import Resume, Start
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a launch says of checkpoints: where, every how many steps, how many are kept, how often a job may start again."""
+
+    folder: Path
+    every: int
+    keep: int
+    restarts: int = 0
+    fresh: bool = False
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of one run. One job at a time writes into a folder.
+
+    Raises CheckpointError for a folder that cannot be written or is another job's, and for a newest checkpoint that is not whole or
+    is of another graph.
+    """
+
+    graph: Graph
+    plan: Plan
+    recovery: Recovery
+    token: str = ""
+    newest: int = 0  # step of the newest whole checkpoint, 0 where there is none
+    set_aside: tuple[int, ...] = ()
+    troubles: list[str] = field(default_factory=list)  # checkpoints that could not be written, in words, not yet told
+    parts: dict[int, dict[str, Part]] = field(default_factory=dict)
+    failed: dict[int, set[str]] = field(default_factory=dict)  # the workers that could not write their part
+    _lock: int = -1
+
+    def open(self) -> None:
+        """Take the folder: lock it, sweep what a killed job left half done, and find the newest checkpoint."""
+        leads(self.plan)  # refused here rather than in the middle of a run
+        try:
+            self._take_folder()
+            if self.recovery.fresh:
+                self._put_away()
+            steps = self._steps()
+            if steps:
+                self.newest = steps[-1]
+                self._check(self._path(self.newest))
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_folder(self) -> None:
+        folder = self.recovery.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"checkpoint folder '{folder}' is in use by another job; one folder belongs to one run") from None
+        except OSError as error:
+            raise CheckpointError(f"checkpoint folder '{folder}' cannot be written ({error}); give one that can") from None
+
+    def close(self) -> None:
+        """Give the folder free."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def start(self, probe: tuple[str, int] | None = None) -> Start:
+        """Return where the next attempt starts, and what it tries; what an earlier one left half done is gone by then."""
+        self.token = secrets.token_hex(4)
+        self.parts.clear()
+        self.failed.clear()
+        for left in self.recovery.folder.glob(".part-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        resume = Resume(str(self._path(self.newest)), self.newest) if self.newest else None
+        return Start(resume, str(self.recovery.folder.absolute()), self.token, self.recovery.every, self.set_aside, probe)
+
+    def hear(self, news: Saved | NotSaved) -> None:
+        """Take note that a worker's part of a checkpoint is on the disk, or could not be written."""
+        if isinstance(news, Saved):
+            self.parts.setdefault(news.step, {})[news.part.worker] = news.part
+        else:
+            self.failed.setdefault(news.step, set()).add(news.worker)
+            self.troubles.append(f"the checkpoint of step {news.step} could not be written by worker '{news.worker}': {news.message}")
+
+    def settled(self, step: int) -> bool:
+        """Return whether every worker has said that its part is on the disk, or could not be written."""
+        return len(self.parts.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
+
+    def commit(self, handed: int) -> list[int]:
+        """Make whole the checkpoints that are complete and hold no step beyond the `handed` that the run's owner has seen."""
+        done = []
+        for step in sorted(step for step in {*self.parts, *self.failed} if step <= handed and self.settled(step)):
+            try:
+                if step not in self.failed:
+                    self._make_whole(step, self.parts[step])
+                    self.newest = step
+                    done.append(step)
+            except OSError as error:
+                self.troubles.append(f"the checkpoint of step {step} could not be made whole: {type(error).__name__}: {error}")
+            finally:
+                self.parts.pop(step, None)
+                self.failed.pop(step, None)
+                shutil.rmtree(self.recovery.folder / part_name(self.token, step), ignore_errors=True)
+        for old in self._steps()[: -self.recovery.keep] if done else ():
+            shutil.rmtree(self._path(old), ignore_errors=True)
+        return done
+
+    def _make_whole(self, step: int, parts: Mapping[str, Part]) -> None:
+        part = self.recovery.folder / part_name(self.token, step)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "weight_version": step,
+            "metrics_lines": step,
+            "graph": identity(self.graph, self.plan),
+            "cursors": self._cursors(step),
+            "set_aside": list(self.set_aside),
+            "every": self.recovery.every,
+            "settings": settings(self.graph, self.plan),
+            "parts": [msgspec.to_builtins(parts[worker.name]) for worker in self.plan.workers],
+        }
+        _write(part / "plan.json", self.plan.to_json())
+        text = json.dumps(manifest, indent=1)
+        _write(part / "manifest.json", text)
+        _write(part / "manifest.sha256", hashlib.sha256(text.encode()).hexdigest())
+        _sync(part)
+        part.rename(self._path(step))
+        _sync(self.recovery.folder)
+
+    def _check(self, folder: Path) -> None:
+        """Raise CheckpointError unless the checkpoint is whole and of this graph."""
+        fix = f"; delete '{folder}' to go on from the one before, or launch with fresh=True"
+        try:
+            text = (folder / "manifest.json").read_text()
+            if hashlib.sha256(text.encode()).hexdigest() != (folder / "manifest.sha256").read_text():
+                raise CheckpointError(f"checkpoint '{folder}': manifest.json is not what was written{fix}")
+            manifest = json.loads(text)
+            for written in (w for part in msgspec.convert(manifest["parts"], list[Part]) for w in part.written):
+                with (folder / written.path).open("rb") as data:
+                    found = hashlib.file_digest(data, "sha256").hexdigest()
+                if found != written.sha256:
+                    raise CheckpointError(f"checkpoint '{folder}': '{written.path}' is not what was written{fix}")
+        except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
+            raise CheckpointError(f"checkpoint '{folder}' is not whole ({error}){fix}") from None
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint '{folder}' has format {manifest['format']}, this version reads {FORMAT}{fix}")
+        found = difference(manifest["graph"], identity(self.graph, self.plan)) or difference(
+            manifest["cursors"], self._cursors(self.newest)
+        )
+        if found:
+            raise CheckpointError(f"checkpoint '{folder}' is of another graph: {found}; give another folder, or launch with fresh=True")
+        self.set_aside = tuple(manifest["set_aside"])
+
+    def _cursors(self, step: int) -> dict[str, Mapping[str, Any]]:
+        """Where each source of data stands after `step` steps."""
+        found = {node.name: node.operation.cursor(step) for node in self.graph.nodes}
+        return {name: cursor for name, cursor in found.items() if cursor is not None}
+
+    def _put_away(self) -> None:
+        """Move the checkpoints of earlier runs aside; nothing is deleted."""
+        steps = self._steps()
+        if steps:
+            names = (self.recovery.folder / f"earlier-{number}" for number in range(1, 10_000))
+            earlier = next(path for path in names if not path.exists())
+            earlier.mkdir()
+            for step in steps:
+                self._path(step).rename(earlier / self._path(step).name)
+
+    def _path(self, step: int) -> Path:
+        return self.recovery.folder / f"step-{step:08d}"
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in self.recovery.folder.glob("step-" + "[0-9]" * 8))
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,105 @@
+"""Who keeps whom waiting: from a worker that waited too long to the one that it waited for, over as many as there are between them.
+
+Worker `score` waits for channel 'rollout', its writer `generator` waits for channel 'prompts', and `prompts` runs its node:
+`prompts` is to blame, whichever of the others is the first to lose patience.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.runtime.messages import Failure
+from rlgraph.runtime.worker.activity import edge_of
+from rlgraph.runtime.worker.heartbeat import Heartbeat
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a worker waits for: a message of a channel or a version of weights from `of`, or room that `of` are to make."""
+
+    end: PlannedChannel | PlannedLoop
+    of: tuple[str, ...]
+    room: bool
+    version: int = 0  # of weights
+
+
+def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
+    """What a worker waits for, None where it works. One that publishes may do either."""
+    activity = state.activity
+    end = edge_of(plan, activity) if activity.waits or activity.kind == "publish" else None
+    if end is None:
+        return None
+    room = activity.kind in ("put", "publish")
+    nodes = end.readers if room else (end.writer,)
+    of = tuple(dict.fromkeys(worker for node in nodes for worker in plan.node(node).workers))
+    return Wait(end, of, room, activity.version)
+
+
+def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
+    """Whether a reader has done with the message whose slot the writer waits for, and did not give the slot back."""
+    if isinstance(wait.end, PlannedChannel):
+        wanted = (writer.step + 1) * wait.end.parts - 1 - wait.end.slots  # or an earlier one, where a batch has parts
+        return (reader.step + reader.activity.idle) * wait.end.parts - wait.end.tokens > wanted
+    if wait.end.due is not None or wait.end.freshest:
+        return False
+    receives = reader.activity.kind == "receive" and reader.activity.edge == wait.end.name
+    loaded = reader.activity.version - 1 if receives else reader.step - 1 - wait.end.depth
+    return loaded >= max(wait.version - wait.end.slots, 1)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The worker that keeps another waiting, and the channel whose slots it does not give back, if that is how."""
+
+    worker: str
+    keeps: str | None = None
+
+
+def culprit(plan: Plan, states: Mapping[str, Heartbeat], waiting: str, held: Mapping[tuple[str, str], int]) -> Culprit | None:
+    """Find whom a waiting worker waits for in the end; None where all that are known wait for one another.
+
+    `held` says how many slots of a channel a worker held between its last two steps.
+    """
+    seen: set[str] = set()
+    at_work: list[str] = []
+    todo = [waiting]
+    while todo:
+        name = todo.pop(0)
+        if name in seen or name not in states:
+            continue
+        seen.add(name)
+        state = states[name]
+        wait = None if state.stopped else wait_of(plan, state)
+        if wait is None:
+            at_work.append(name)
+            continue
+        others = [other for other in wait.of if other != name]
+        for other in others if wait.room else ():
+            known = other in states and not states[other].stopped
+            if known and held.get((other, wait.end.name), 1) and keeps_slots(wait, state, states[other]):
+                return Culprit(other, wait.end.name)
+        if state.activity.kind == "publish" and name != waiting:
+            at_work.append(name)
+            continue
+        todo += others
+    found = max(at_work, key=lambda name: (states[name].stopped, not states[name].activity.idle, states[name].for_s), default=None)
+    return Culprit(found) if found is not None else None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Connections between living processes that ended: `workers` are those that each of them has."""
+
+    workers: tuple[str, ...]
+    channels: tuple[str, ...]
+
+
+def cut(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
+    """Find the worker that has lost its channels, from what it and its peers say of them; two where one connection is all that ended."""
+    names = {pid: name for name, pid in pids.items()}
+    lost = [(failure.worker, names.get(failure.peer), failure.channel) for failure in failures if failure.peer]
+    ends: list[Collection[str]] = [{worker, peer} for worker, peer, _ in lost if peer is not None]
+    if not ends:
+        return None
+    common = [name for name in pids if all(name in end for end in ends)]
+    return Cut(tuple(common), tuple(dict.fromkeys(channel for _, _, channel in lost))) if common else None

@@ -1,0 +1,320 @@
+"""A job: a plan at work on Ray. Gives its steps as they finish, starts again from the last checkpoint, leaves nothing behind."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from rlgraph.analysis.bubbles import Bubbles
+from rlgraph.analysis.findings import findings
+from rlgraph.analysis.graph_settings import settings
+from rlgraph.analysis.invariant_monitor import Observed, Watch
+from rlgraph.analysis.run import Run
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import Sampled, Span
+from rlgraph.costs.calibrate import costs_of
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.trace import Trace
+from rlgraph.errors import CheckpointError, PlanError, RlgraphError
+from rlgraph.graph.nodes import Graph
+from rlgraph.render import report
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.driver.history import Metrics, Spans
+from rlgraph.runtime.driver.poison_prompts import Suspects
+from rlgraph.runtime.driver.restarts import Restarts
+from rlgraph.runtime.driver.session import Attempt
+from rlgraph.runtime.driver.signals import Signals, held
+from rlgraph.runtime.measure import Step, averaged, bits, timings
+from rlgraph.runtime.messages import Report
+from rlgraph.runtime.worker.spec import Start
+from rlgraph.settings import Natural, checked
+
+KEPT_SPANS = 100_000  # some thousand steps
+KEPT_SAMPLED = 2_000
+KEPT_STEPS = 50_000
+HOST_BACK_S = 300.0  # a host that was lost may be started again, or another in its place
+
+
+class Job:
+    """A running plan; a context manager that ends the workers when it is left, whatever the reason.
+
+    With a `recovery` it goes on from the newest checkpoint of the folder, writes further ones, and starts its workers again
+    when one of them fails.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None) -> None:
+        self.plan = plan
+        self._graph, self._dispatch_name, self._deadline_s = graph, dispatch_name, deadline_s
+        self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
+        self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
+        self._restarts = Restarts(recovery.restarts if recovery else 0)
+        self._suspects = Suspects(graph, plan)
+        self._signals = Signals(lambda: not self._attempt.ended and self._attempt.ticked > self._attempt.first)
+        self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
+        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._attempt = self._new_attempt()
+        self._asked = self._finished = 0
+        self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
+        self._published_bytes = 0
+        self._watch = Watch(plan)
+        self._last_s = self._start_s = self._launch_s = 0.0
+
+    def _new_attempt(self, start: Start | None = None, patience_s: float = 0.0) -> Attempt:
+        dispatch_name, deadline_s = self._dispatch_name, self._deadline_s
+        return Attempt(self._graph, self.plan, dispatch_name=dispatch_name, deadline_s=deadline_s, start=start, patience_s=patience_s)
+
+    @property
+    def finished(self) -> int:
+        """How many steps of the run are done: those given so far, and those that the checkpoint held which it went on from."""
+        return self._finished
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The process id of each worker, by its name in the plan."""
+        return self._attempt.pids
+
+    def under_way(self) -> str:
+        """What the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
+        return self._attempt.under_way()
+
+    def __enter__(self) -> "Job":
+        if self._launch_s:
+            raise RlgraphError(
+                "the job is closed; launch the plan again"
+                if self._attempt.ended
+                else "the job is already running: enter it once, and launch the plan again for a second one"
+            )
+        sys.stdout.flush()  # what the program has printed is seen before a start that takes long, where the output is no terminal
+        self._launch_s = time.monotonic()
+        self._signals.install()
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.open()
+                self._finished = self._checkpoints.newest
+                if self._finished:
+                    self._say(f"going on from the checkpoint after {self._finished} steps in '{self._checkpoints.recovery.folder}'")
+                self._attempt = self._new_attempt(self._checkpoints.start())
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._attempt.abandon()
+        self.close()
+        if kind is None and self._signals.asked is not None:
+            Signals.stop(self._signals.asked)
+
+    @checked(PlanError)
+    def steps(self, count: Natural) -> Iterator[Step]:
+        """Run the next `count` steps of the run and give each as it finishes; the steps after it are already at work.
+
+        In a job that went on from a checkpoint, the steps that it holds count but are not given again: the same program run
+        again does what was left to do. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
+
+        Raises NodeError for a node that failed, WorkerDied for a process that ended, ChannelTimeout for a deadline that
+        expired, when the job has been started again as often as `restarts` allows; it is closed by then.
+        Raises CertificateError for a run that exceeds its plan's certificate.
+        """
+        self._asked += count
+        while self._finished < (last := self._last()):
+            self._attempt.check_runs()
+            yield self._next(last)
+            self._settle()
+        if self._signals.asked is not None:
+            self.close()
+            Signals.stop(self._signals.asked)
+
+    def _last(self) -> int:
+        return self._asked if self._signals.asked is None else min(self._asked, self._attempt.ticked)
+
+    def _next(self, last: int) -> Step:
+        """Wait for the first step that was not handed over yet; those that an attempt repeats are not handed over again."""
+        self._start_s = self._start_s or time.monotonic()
+        self._last_s = self._last_s or self._start_s
+        while True:
+            step = self._attempt.reported
+            reports = self._reports(last)
+            self._hear()
+            if step == self._finished and reports is not None:
+                return self._step(step, reports)
+
+    def _reports(self, last: int) -> Sequence[Report] | None:
+        """Wait for what the workers report; None if one of them failed and all were started again."""
+        try:
+            return self._attempt.step(last)
+        except RlgraphError as error:
+            self._start_again(error)
+            return None
+
+    def _start(self) -> None:
+        """Start the workers; one that dies on the way counts as one that dies later."""
+        try:
+            self._attempt.start()
+        except RlgraphError as error:
+            self._start_again(error)
+        else:
+            self._signals.install()
+
+    def _start_again(self, error: Exception) -> None:
+        """Start the workers again from the newest checkpoint. Raises the error where that is not allowed, or not any more."""
+        self._settle()
+        while True:
+            newest = self._checkpoints.newest if self._checkpoints else 0
+            if not self._restarts.allows(error, newest, ready=self._attempt.ready):
+                raise error
+            first = str(error).splitlines()[0]
+            self._say(
+                f"{first}\nstarting again after step {newest}, {self._restarts.used} of {self._restarts.allowed} restarts without progress"
+            )
+            assert self._checkpoints is not None
+            self._look_for_poison(self._checkpoints)
+            self._attempt = self._new_attempt(self._checkpoints.start(self._suspects.probe), HOST_BACK_S)
+            try:
+                self._attempt.start()
+            except RlgraphError as again:
+                error = again
+            else:
+                self._signals.install()
+                return
+
+    def _look_for_poison(self, checkpoints: Checkpoints) -> None:
+        """Set the prompt aside that has killed its worker twice, if one has."""
+        place = self._suspects.saw(self._attempt.did, checkpoints.set_aside)
+        if place is not None:
+            checkpoints.set_aside = (*checkpoints.set_aside, place)
+            self._say(f"{self._suspects.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
+
+    @property
+    def set_aside(self) -> Sequence[int]:
+        """The places in the data order of prompts that are passed over, since each has killed its worker twice."""
+        return self._checkpoints.set_aside if self._checkpoints else ()
+
+    def _step(self, index: int, reports: Sequence[Report]) -> Step:
+        now = time.monotonic()
+        seconds, self._last_s, self._finished = now - self._last_s, now, index + 1
+        spans = [span for report in reports for span in report.spans]
+        self._spans.add(spans)
+        self._sampled += [sampled for report in reports for sampled in report.sampled]
+        self._published_bytes = sum(report.published_bytes for report in reports)
+        for text in dict.fromkeys(text for told in reports for text in told.notices):
+            if text not in self.notices:
+                self.notices = (*self.notices, text)
+                self._say(text)
+        metrics = averaged(report.metrics for report in reports)
+        metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
+        behind = int(metrics.get("staleness/max", 0))
+        self._watch.see(index, spans, behind, {slots.end: slots.peak for report in reports for slots in report.slots})
+        self._metrics.add(metrics)
+        return Step(index, metrics, behind, seconds)
+
+    def _hear(self) -> None:
+        for news in self._attempt.news() if self._checkpoints else ():
+            self._checkpoints.hear(news)  # type: ignore[union-attr]
+
+    def _settle(self) -> None:
+        """Make whole the checkpoints whose steps have all been handed over, and say which could not be written."""
+        if self._checkpoints is None:
+            return
+        self._hear()
+        self._checkpoints.commit(self._finished)
+        for trouble in self._checkpoints.troubles:
+            self._say(f"{trouble}\nthe run goes on; the newest checkpoint is that after step {self._checkpoints.newest}")
+        self._checkpoints.troubles.clear()
+
+    def _save(self) -> None:
+        """Make a last checkpoint of all that was done, where the workers stand at the step handed over last."""
+        checkpoints, attempt = self._checkpoints, self._attempt
+        if checkpoints is None or attempt.ended or attempt.ticked != self._finished or attempt.reported != self._finished:
+            return
+        self._settle()
+        if checkpoints.newest < self._finished:
+            attempt.save(self._finished)
+            while not checkpoints.settled(self._finished):
+                attempt.listen()
+                self._hear()
+            checkpoints.commit(self._finished)
+        if checkpoints.newest < self._finished:
+            raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
+
+    def spans(self) -> Sequence[Span]:
+        """What each worker did so far, in seconds from the first tick."""
+        return self._spans.since(self._start_s)
+
+    def trace(self) -> Trace:
+        """The firings of the run so far: what its costs are read off, and `rlgraph.replay` plays again."""
+        return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
+
+    @property
+    def observed(self) -> Observed:
+        """The most staleness, open batches and slots in use so far, each of which the plan's certificate bounds."""
+        return self._watch.observed
+
+    def run(self) -> Run:
+        """The run so far as values: what bubbles, advice and report are read off, and `Run.save` keeps.
+
+        While steps are still to be given, it ends where the first worker's last report ends. Of a run so long that its first
+        spans are no longer kept, it begins with the first whole step.
+        """
+        spans = self.spans()
+        start_s = self._launch_s - self._start_s if self._start_s else 0.0
+        if self._spans.full:
+            start_s = max(span.end_s for span in spans if span.step == spans[0].step)
+        ends = [max((s.end_s for s in spans if s.worker == worker.name), default=0.0) for worker in self.plan.workers]
+        return Run(
+            plan=self.plan.values,
+            steps=tuple(self._metrics),
+            spans=tuple(spans),
+            start_s=start_s,
+            end_s=min(ends) if self._attempt.in_flight else max(ends),
+            priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
+            settings=settings(self._graph, self.plan),
+            observed=self.observed,
+            notices=self.notices,
+        )
+
+    def bubbles(self) -> Bubbles:
+        """What every device-second was spent on since the launch: rows that add up to 100 %, as data and as a table."""
+        return self.run().bubbles
+
+    def advice(self) -> tuple[str, ...]:
+        """What this run suggests to change, in words, most important first."""
+        return findings(self.run())
+
+    def report(self, path: str | Path) -> None:
+        """Write the report of the run so far: one HTML file that needs no server and no network."""
+        report.write(path, self.run())
+
+    def costs(self) -> Costs:
+        """What each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
+
+        The first step, which warms up, is left out; the lengths of the responses are those of all steps.
+        """
+        return costs_of([self.trace()])
+
+    def close(self) -> None:
+        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.
+
+        Raises CheckpointError where the steps since the newest checkpoint could not be saved.
+        """
+        try:
+            self._save()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        with held("ending the workers"):
+            self._attempt.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        self._signals.restore()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text)

@@ -1,0 +1,54 @@
+"""Prompts that kill their worker: found by firing for one prompt at a time, set aside when that has killed a worker twice."""
+
+from dataclasses import dataclass
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.graph.nodes import Graph
+from rlgraph.nodes.prompts import Prompts
+from rlgraph.runtime.worker.heartbeat import Heartbeat
+
+
+@dataclass
+class Suspects:
+    """What the deaths so far say. `probe` is the (node, step) that the next attempt tries prompt by prompt, before the whole batch."""
+
+    graph: Graph
+    plan: Plan
+    probe: tuple[str, int] | None = None
+    accused: int | None = None  # the place in the data order of the prompt at which the last probe died
+
+    def saw(self, did: Heartbeat | None, set_aside: tuple[int, ...]) -> int | None:
+        """Learn from what a worker did when it failed; return the place of a prompt that has now killed its worker twice."""
+        if did is None:
+            return None
+        activity = did.activity
+        if activity.kind == "probe":
+            place = self._place(did.step, activity.prompt, set_aside)
+            guilty, self.accused = place == self.accused, place
+            if guilty:
+                self.probe = self.accused = None
+            return place if guilty else None
+        self.accused = None
+        self.probe = (activity.node, did.step) if activity.kind == "fire" and self._can_probe(activity.node) else None
+        return None
+
+    def _source(self) -> Prompts | None:
+        sources = [node.operation for node in self.graph.nodes if isinstance(node.operation, Prompts)]
+        return sources[0] if len(sources) == 1 else None
+
+    def _place(self, step: int, prompt: int, set_aside: tuple[int, ...]) -> int:
+        source = self._source()
+        assert source is not None
+        return source.positions(step, set_aside)[prompt]
+
+    def _can_probe(self, node: str) -> bool:
+        """Whether a node may be fired for a part of its batch without a trace: what is trained may not."""
+        planned = next((found for found in self.plan.nodes if found.name == node), None)
+        trained = {found.model for found in self.plan.nodes if found.work == "train"}
+        return planned is not None and bool(planned.reads) and planned.model not in {*trained} - {None} and self._source() is not None
+
+    def describe(self, place: int) -> str:
+        """Describe a prompt in words."""
+        source = self._source()
+        assert source is not None
+        return f"prompt {place} of the data order ({source.item(place)[source.prompt_field]!r:.80})"

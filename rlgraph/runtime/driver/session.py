@@ -1,0 +1,183 @@
+"""One attempt at running a plan on Ray: its workers, from the first one's start to the last one's end."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.transport import lies_in_ray
+from rlgraph.errors import DispatchError, RlgraphError
+from rlgraph.graph.nodes import Graph
+from rlgraph.runtime import messages
+from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch
+from rlgraph.runtime.driver.hosts import Host, Hosts
+from rlgraph.runtime.driver.session_start import muster
+from rlgraph.runtime.driver.signals import held
+from rlgraph.runtime.driver.watchdog import FIRST_S
+from rlgraph.runtime.driver.worker_group import Crew
+from rlgraph.runtime.worker.heartbeat import Heartbeat, under_way
+from rlgraph.runtime.worker.spec import Start, setups
+
+T = TypeVar("T")
+GOODBYE_S = 5.0  # for workers that have nothing left to do
+KILLED_S = 1.0  # for what Ray kills to be gone
+ABANDON_S = 0.25  # for workers of an attempt that failed
+
+
+class Attempt:
+    """The workers of a plan: start them, tick them, hear their reports, end them. A failed attempt is of no further use."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        *,
+        dispatch_name: str,
+        deadline_s: float,
+        start: Start | None = None,
+        patience_s: float = 0.0,  # for a host that was lost to come back
+    ) -> None:
+        self.plan, self.first = plan, start.resume.step if start and start.resume else 0
+        self._start_at, self._patience_s = start, patience_s
+        # Whatever is in flight is finished before a graceful end, so that no more of it is than overlaps.
+        self._window = plan.window - 2 if start else plan.window
+        self._graph, self._deadline_s = graph, deadline_s
+        self._dispatch = ray_dispatch.DISPATCHES[dispatch_name]()
+        self._actors: list[Any] = []
+        self._crew = Crew(plan, deadline_s)
+        self._hosts: Hosts | None = None
+        self.folder = ""
+        self._dispatching = self.ended = self.failed = False
+        self.ticked = self.reported = self.first
+        self.did: Heartbeat | None = None  # what the worker did that failed
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The process id of each worker, by its name in the plan."""
+        return dict(self._crew.pids)
+
+    def under_way(self) -> str:
+        """What the nodes do now and how far they are, in words; nothing before the workers are ready and after they ended."""
+        return under_way(self._crew.states(), self.plan) if self.ready and not self.ended else ""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether steps are at work that have not been reported."""
+        return self.ticked > self.reported
+
+    @property
+    def ready(self) -> bool:
+        """Whether every worker has loaded what it needs."""
+        return self._dispatching
+
+    def check_runs(self) -> None:
+        """Raise RlgraphError unless its workers have been started and have not ended."""
+        if self.ended:
+            raise RlgraphError("the job is closed; launch the plan again")
+        if not self._dispatching:
+            raise RlgraphError("the job has not been started: take its steps inside of `with plan.launch() as job:`")
+
+    def start(self) -> None:
+        """Start the workers and wait until each is ready. Raises what keeps one from it, when the others have ended."""
+        try:
+            self._start()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _start(self) -> None:
+        orphan_cleanup.sweep()
+        self.folder = orphan_cleanup.made()
+        orphan_cleanup.claim(Path(self.folder), (), ())
+        authkey = secrets.token_bytes(32)
+        self._dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
+        found = self._dispatch.hosts(self.plan, self._patience_s)
+        self._hosts = self._made_hosts(found)
+        patience_s = self._deadline_s + FIRST_S
+        crew = setups(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
+        muster(self._dispatch, self._crew, crew, self._actors, self._hosts, [host for host, _ in found])
+        orphan_cleanup.claim(Path(self.folder), self._crew.pids.values(), self._dispatch.folders())
+        self._dispatch.start(self._actors, self.plan.window)
+        self._dispatching = True
+
+    def _made_hosts(self, found: Sequence[tuple[str, str]]) -> Hosts:
+        others = [self._dispatch.keeper(host, self.folder) for host, _ in found[1:]]
+        placed = {worker.name: worker.host for worker in self.plan.workers}
+        return Hosts(self.folder, (Host(self.folder), *others), tuple(address for _, address in found), placed)
+
+    def step(self, last: int) -> Sequence[messages.Report]:
+        """Wait for what the workers report of the next step; those after it, up to `last`, are at work by then.
+
+        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
+        """
+        return self._guarded(lambda: self._step(last))
+
+    def _guarded(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except DispatchError as error:  # Ray may notice a death first, without knowing whose
+            explanation = self._crew.explanation()
+            self.abandon()
+            raise (explanation or error) from error
+        except RlgraphError:
+            self.abandon()
+            raise
+
+    def _step(self, last: int) -> Sequence[messages.Report]:
+        step = self.reported
+        while self.ticked < min(last, step + self._window):
+            self._dispatch.tick(self.ticked)
+            self._crew.tell(messages.Go(self.ticked))
+            self.ticked += 1
+        reports = self._crew.reports(step)
+        if step > self.first:  # every worker has gone on to this step, so Ray has what they returned for the one before
+            self._dispatch.report(step - 1)
+        self.reported = step + 1
+        return reports
+
+    def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
+        """What the workers have said of checkpoints since it was asked last."""
+        news, self._crew.saved = self._crew.saved, []
+        return news
+
+    def save(self, step: int) -> None:
+        """Have every worker complete the checkpoint after `step` steps, all of which are done; its news tell when it has."""
+        self._crew.tell(messages.Save(step))
+
+    def listen(self) -> None:
+        """Wait until a worker says something. Raises as `step` does."""
+        self._guarded(self._crew.listen)
+
+    def abandon(self) -> None:
+        """End the workers of an attempt that failed: soon, and without asking long."""
+        if not self.ended:
+            self.did = self._crew.did()
+        self.failed = True
+        self.close()
+
+    def close(self) -> None:
+        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""
+        if not self.ended:
+            self.ended = True
+            with held("ending the workers"):
+                self._end()
+
+    def _end(self) -> None:
+        self._crew.tell(messages.Shutdown())
+        gone = self._crew.until_gone(ABANDON_S if self.failed else GOODBYE_S)
+        if not gone:
+            for actor in self._actors:
+                self._dispatch.kill(actor)
+            self._crew.kill(KILLED_S)
+        if self._dispatching:
+            self._dispatch.stop()
+        for actor in self._actors:
+            self._dispatch.kill(actor)
+        self._crew.until_ended(GOODBYE_S)
+        if self._hosts is not None:
+            self._hosts.sweep()
+        self._dispatch.end()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)

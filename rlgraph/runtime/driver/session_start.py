@@ -1,0 +1,51 @@
+"""The start of a plan's workers: each in a process, joined to the driver and to one another; every wait has a deadline and a name."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from rlgraph.channels.host.address import bound, close_listener, listen
+from rlgraph.errors import ChannelTimeout
+from rlgraph.runtime import messages
+from rlgraph.runtime.driver.hosts import Hosts
+from rlgraph.runtime.driver.ray_dispatch import Dispatch
+from rlgraph.runtime.driver.worker_group import Crew
+from rlgraph.runtime.worker.spec import WorkerSetup
+
+
+def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors: list[Any], hosts: Hosts, ids: Sequence[str]) -> None:
+    """Start a worker for each setup and return when all are ready; `actors` gets them as they are made, on the hosts of `ids`.
+
+    Raises WorkerDied or NodeError for one that cannot start, ChannelTimeout for one that does not within the deadline.
+    """
+    wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + crew.start_s
+    listener = listen("driver", wanted, backlog=len(setups) + 8)
+    address = bound(listener) if hosts.addresses else wanted
+    try:
+        console, began_s = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+        if not console.is_terminal:  # where no spinner is seen
+            console.print(f"starting workers: {', '.join(setup.worker.name for setup in setups)}", soft_wrap=True)
+        with Status("", console=console) as status:
+
+            def look(missing: list[str]) -> None:
+                status.update(f"starting workers, waiting for {', '.join(missing)}")
+                dispatch.check()
+                unseen = [name for name in missing if name not in crew.pids]
+                if unseen and time.monotonic() > end:
+                    raise ChannelTimeout(
+                        f"workers {unseen} have not started within {crew.start_s:g} s: their processes do not come up, or Ray found no "
+                        "place for them (see `ray status`)"
+                    )
+
+            crew.welcome(listener, setups[0].authkey, hosts)
+            for setup in setups:
+                actors.append(dispatch.create(setup, address, ids[setup.worker.host] if ids else ""))
+            crew.tell(messages.Join(crew.until_open(look)))
+            crew.until_ready(look)
+        if not console.is_terminal:
+            console.print(f"all workers are ready after {time.monotonic() - began_s:.0f} s")
+    finally:
+        close_listener(listener, address)

@@ -1,0 +1,168 @@
+"""Watches the workers while nothing is heard: warns about a slow node, finds the one that is stuck, writes down what all do."""
+
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeAlias
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.schedule import WORK
+from rlgraph.errors import ChannelTimeout
+from rlgraph.runtime.driver.blame import Culprit, culprit
+from rlgraph.runtime.messages import Report
+from rlgraph.runtime.worker.activity import described, event_name
+from rlgraph.runtime.worker.heartbeat import Heartbeat
+from rlgraph.runtime.worker.stacks import of_interest
+
+log = logging.getLogger("rlgraph.watchdog")
+
+LOOK_S = 0.25  # of silence between two looks; a look reads one small file a worker
+SLOW = 5.0  # a firing of so many medians is slow
+SLOW_LEAST_S = 2.0
+REMEMBERED = 50  # firings that a median is taken of
+FIRST_S = 0.75  # a wait of a worker ends by itself so much after the deadline: by then the node that it waits for has been named
+LATE_S = 2.0  # where it does not, it is the driver that ends it
+
+Work: TypeAlias = tuple[str, str, str]  # the kind, node and edge of an event: of all parts of a batch together
+
+
+@dataclass
+class Watchdog:
+    """What a job's driver knows of its workers' pace. `states` and `stacks` ask the hosts."""
+
+    plan: Plan
+    deadline_s: float
+    states: Callable[[], Mapping[str, Heartbeat]]
+    stacks: Callable[[Collection[str]], Mapping[str, str]]
+    used: dict[str, int] = field(default_factory=dict)  # slots that a writer had found taken, by channel, as last reported
+    held: dict[tuple[str, str], int] = field(default_factory=dict)  # slots that a reading worker had not given back then, by channel
+    _seconds: dict[Work, deque[float]] = field(default_factory=dict)
+    _warned: set[tuple[Work, int]] = field(default_factory=set)
+    _stopped: dict[str, float] = field(default_factory=dict)  # since when a process was seen to be
+
+    def __post_init__(self) -> None:
+        self._work: dict[str, Work] = {event.name: (event.kind, event.node, event.edge) for event in self.plan.schedule.events}
+
+    def note(self, report: Report) -> None:
+        """Take in how long the nodes of a worker took, and how full its channels are."""
+        for slots in report.slots:
+            if slots.end.side == "put":
+                self.used[slots.end.name] = slots.used
+            else:
+                self.held[report.worker, slots.end.name] = slots.used
+        for span in report.spans:
+            if span.kind in WORK - {"receive"} and span.name in self._work:
+                self._seconds.setdefault(self._work[span.name], deque(maxlen=REMEMBERED)).append(span.seconds)
+
+    def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:
+        """Warn about slow nodes; `missing` are the workers that the driver has waited for since `since_s`.
+
+        Raises ChannelTimeout for a worker that does one thing for longer than the deadline, or is stopped for as long.
+        """
+        waited_s = time.monotonic() - since_s
+        states = self.states()
+        self._look_for_stopped(states)
+        for worker in missing:
+            state = states.get(worker)
+            if state is None:
+                if waited_s > deadline_s:
+                    raise ChannelTimeout(f"worker '{worker}' has begun nothing within {waited_s:.1f} s{self.account([worker])}")
+                continue
+            self._warn_if_slow(worker, state)
+            for_s = min(state.for_s, waited_s) if state.activity.idle else state.for_s
+            if for_s > deadline_s + (LATE_S if state.activity.waits else 0):
+                raise self.timeout(worker, states)
+
+    def _look_for_stopped(self, states: Mapping[str, Heartbeat]) -> None:
+        now = time.monotonic()
+        for worker, state in states.items():
+            if not state.stopped:
+                self._stopped.pop(worker, None)
+            elif worker not in self._stopped:
+                self._stopped[worker] = now
+                log.warning("worker '%s' is stopped; let it go on with `kill -CONT`, or the job ends after %g s", worker, self.deadline_s)
+            elif now - self._stopped[worker] > self.deadline_s:
+                raise self.timeout(worker, states)
+
+    def _warn_if_slow(self, worker: str, state: Heartbeat) -> None:
+        activity = state.activity
+        work = activity.kind, activity.node, activity.edge
+        if not activity.works or (work, state.step) in self._warned:
+            return
+        usual = median(self._seconds[work]) if self._seconds.get(work) else None
+        limit_s = self.deadline_s / 4 if usual is None else min(max(SLOW * usual, SLOW_LEAST_S), self.deadline_s / 2)
+        if state.for_s > limit_s:
+            self._warned.add((work, state.step))
+            pace = "and has not finished a step before" if usual is None else f"its median is {usual:.2f} s"
+            log.warning(
+                "'%s' in worker '%s' has been at step %d for %.1f s, %s; at %g s the job ends with an error",
+                event_name(activity, self.plan),
+                worker,
+                state.step,
+                state.for_s,
+                pace,
+                self.deadline_s,
+            )
+
+    def timeout(self, worker: str, states: Mapping[str, Heartbeat], told: str = "") -> ChannelTimeout:
+        """Make the error for a worker that waits or works for too long; it begins with whoever keeps it waiting.
+
+        `told` is what a worker has said of it.
+        """
+        found = culprit(self.plan, states, worker, self.held) or Culprit(worker)
+        guilty = states[found.worker]
+        readers = [w for w, s in states.items() if w != found.worker and s.activity.waits]
+        waits = worker if worker in readers else max(readers, key=lambda w: states[w].for_s, default=None)
+        then = f"\n  worker '{waits}' has been {states[waits].told(self.plan)}" if waits else ""
+        concerned = [found.worker, *([waits] if waits and not told else [])]
+        return ChannelTimeout(f"{self._accusation(found, guilty)}{then}{told}{self.account(concerned)}")
+
+    def _accusation(self, found: Culprit, guilty: Heartbeat) -> str:
+        activity, step = described(guilty.activity, self.plan), max(guilty.step, 0)
+        doing = f"{activity}, step {step}, for {guilty.for_s:.1f} s; deadline_s is {self.deadline_s:g}"
+        if found.keeps is not None:
+            return f"worker '{found.worker}' has not given back the slots of channel '{found.keeps}', and has been {doing}"
+        if guilty.stopped:
+            return f"worker '{found.worker}' is stopped: its process gets no time (kill -STOP, Ctrl-Z, a debugger); it has been {doing}"
+        return f"worker '{found.worker}' has been {doing}{': its next tick did not reach it' if guilty.activity.idle else ''}"
+
+    def account(self, concerned: Collection[str]) -> str:
+        """Say what every worker does, how full the channels are and the stacks of those concerned; all of it is in a file too."""
+        table = self.table()
+        everyone = self.stacks([worker.name for worker in self.plan.workers])
+        parts = [f"\n  worker '{name}', Python stacks:\n{_indented(of_interest(everyone[name]))}" for name in concerned if name in everyone]
+        full = "\n\n".join(f"worker '{name}'\n{text}" for name, text in everyone.items())
+        path = _written(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, graph '{self.plan.graph}'\n{table}\n\n{full}\n")
+        return f"\n{table}{''.join(parts)}\n  the stacks of all workers are in {path}"
+
+    def table(self) -> str:
+        """Write a line for each worker, that which does one thing for the longest first, and one for each channel."""
+        states = sorted(self.states().items(), key=lambda item: -item[1].for_s)
+        lines = [f"  worker '{name}' has been {state.told(self.plan)}" for name, state in states]
+        ends = {channel.name: (channel.slots, channel.writer, channel.readers) for channel in self.plan.channels}
+        ends |= {loop.name: (loop.slots, loop.writer, loop.readers) for loop in self.plan.loops}
+        for name, (slots, writer, readers) in ends.items():
+            used = self.used.get(name)
+            fill = f"{used} of {slots} slots in use after the last report" if used is not None else f"{slots} slots, nothing reported yet"
+            lines.append(f"  channel '{name}' ({writer} -> {', '.join(readers)}): {fill}")
+        return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _written(text: str) -> str:
+    """Write a file that only this user can read, and return its path, or why there is none."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="rlgraph-stall-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        return f"no file: {error}"
+    return path

@@ -1,0 +1,267 @@
+"""The driver's side of the workers' connections: who is ready, who has reported, and who is to blame."""
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import AuthenticationError
+
+from rlgraph.channels.host.connection import Link
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied, shown
+from rlgraph.runtime import messages
+from rlgraph.runtime.driver.blame import cut
+from rlgraph.runtime.driver.hosts import Hosts
+from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog
+from rlgraph.runtime.worker.activity import described
+from rlgraph.runtime.worker.heartbeat import Heartbeat
+
+CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
+IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, where a peer may have gone away
+START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
+SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
+HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
+
+
+class Crew:
+    """All workers of a job, as the driver hears them. It sleeps while none speaks, and looks at them when none has for a while."""
+
+    def __init__(self, plan: Plan, deadline_s: float) -> None:
+        self.plan, self.deadline_s = plan, deadline_s
+        self.start_s = max(deadline_s, START_LEAST_S)
+        self.pids: dict[str, int] = {}
+        self.connections: dict[str, Link] = {}
+        self.watchdog = Watchdog(plan, deadline_s, self.states, self.stacks)
+        self._names = {worker.name for worker in plan.workers}
+        self._hosts: Hosts | None = None
+        self._processes: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._opened: dict[str, Mapping[str, str]] = {}
+        self._ready: set[str] = set()
+        self._reports: dict[int, dict[str, messages.Report]] = {}
+        self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
+        self._failures: list[messages.Failure] = []
+        self._dead: dict[str, str] = {}  # why, where the connection tells
+
+    def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts) -> threading.Thread:
+        """Take the workers' connections as they come, on a thread that ends with the last of them, or with the listener."""
+        self._hosts = hosts
+        thread = threading.Thread(target=self._accept, args=(listener, authkey), name="welcome workers", daemon=True)
+        thread.start()
+        return thread
+
+    def _accept(self, listener: socket.socket, authkey: bytes) -> None:
+        while len(self.connections) < len(self.plan.workers):
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # the listener was closed, and with it the attempt to start
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, who is not let in
+                self._enter(Link(sock, authkey, HANDSHAKE_S, server=True))
+
+    def _enter(self, link: Link) -> None:
+        hello = messages.receive(link)
+        if not isinstance(hello, messages.Hello) or hello.worker not in self._names or hello.worker in self.connections:
+            link.close()
+            return
+        if link.local:  # between hosts, Ray's `kill` is all that can be done
+            self._processes.append(os.pidfd_open(link.pid))
+        self.pids[hello.worker] = hello.pid
+        self.connections[hello.worker] = link
+        self._selector.register(link, selectors.EVENT_READ, hello.worker)
+
+    def tell(self, message: messages.Message) -> None:
+        """Send a message to every worker that is still there."""
+        for link in self.connections.values():
+            with contextlib.suppress(OSError):  # it is dead, which the next `_listen` finds out and says
+                messages.send(link, message)
+
+    def until_open(self, on_wait: Callable[[list[str]], None]) -> dict[str, str]:
+        """Wait until every worker listens, and return where; `on_wait` is told again and again who is missing.
+
+        Raises what `on_wait` does, else what went wrong with the first that could not.
+        """
+        since_s = time.monotonic()
+        while missing := [worker.name for worker in self.plan.workers if worker.name not in self._opened]:
+            on_wait(missing)
+            self._listen([name for name in missing if name in self.connections], since_s, self.start_s)
+        return {planned: address for addresses in self._opened.values() for planned, address in addresses.items()}
+
+    def until_ready(self, on_wait: Callable[[list[str]], None]) -> None:
+        """Wait until every worker has loaded its engine; `on_wait` is told again and again who is missing.
+
+        Raises what went wrong with the first that could not.
+        """
+        since_s = time.monotonic()
+        while missing := [worker.name for worker in self.plan.workers if worker.name not in self._ready]:
+            on_wait(missing)
+            self._listen(missing, since_s, self.start_s)
+
+    def reports(self, step: int) -> Sequence[messages.Report]:
+        """Wait for the reports of all workers on `step`, in the plan's order.
+
+        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever explains best what happened.
+        """
+        since_s = time.monotonic()
+        while missing := self._names - self._reports.get(step, {}).keys():
+            self._listen(missing, since_s, self.deadline_s)
+        found = self._reports.pop(step)
+        return [found[worker.name] for worker in self.plan.workers]
+
+    def listen(self) -> None:
+        """Wait until a worker says something. Raises as `reports` does."""
+        since_s = time.monotonic()
+        while not self._listen(self._names, since_s, self.deadline_s):
+            if (silent_s := time.monotonic() - since_s) > 2 * self.deadline_s:
+                raise ChannelTimeout(f"no worker has said anything for {silent_s:.1f} s{self.watchdog.account([])}")
+
+    def until_gone(self, timeout_s: float) -> bool:
+        """Wait until every worker has closed its end; return whether they did in time."""
+        end = time.monotonic() + timeout_s
+        while self.connections and (left := end - time.monotonic()) > 0:
+            self._hear(left)
+        return not self.connections
+
+    def kill(self, patience_s: float) -> None:
+        """End the workers' processes of this host that Ray has not ended in time: one that is stopped does not hear it."""
+        end = time.monotonic() + patience_s
+        for process in self._processes:
+            if not select.select([process], [], [], max(end - time.monotonic(), 0.0))[0]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+
+    def until_ended(self, timeout_s: float) -> None:
+        """Wait until every worker's process of this host has ended, at most `timeout_s` for each, and let go of all of them."""
+        for process in self._processes:
+            select.select([process], [], [], timeout_s)
+            os.close(process)
+        self._processes.clear()
+        for link in self.connections.values():
+            link.close()
+        self.connections.clear()
+        self._selector.close()
+
+    def _listen(self, missing: Collection[str], since_s: float, deadline_s: float) -> bool:
+        """Hear the next word, or look at who is missing; return whether there was one."""
+        heard = self._hear(LOOK_S)
+        if not heard:
+            self.watchdog.look(missing, since_s, deadline_s)
+        if self._failures or self._dead:
+            raise self.explanation() or self._consequence()
+        return heard
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in what the workers say; return whether any spoke within the time."""
+        speaking = self._selector.select(timeout_s)
+        for key, _ in speaking:
+            name = key.data
+            try:
+                self._take(name, messages.receive(self.connections[name]))
+            except (EOFError, OSError) as error:
+                link = self.connections.pop(name)
+                self._selector.unregister(link)
+                link.close()
+                self._dead[name] = "" if isinstance(error, EOFError | ConnectionError) else f"; its connection carried {error}"
+        return bool(speaking)
+
+    def _take(self, name: str, message: messages.Message) -> None:
+        match message:
+            case messages.Opened():
+                self._opened[name] = message.addresses
+            case messages.Ready():
+                self._ready.add(name)
+            case messages.Report():
+                self._reports.setdefault(message.step, {})[name] = message
+                self.watchdog.note(message)
+            case messages.Saved() | messages.NotSaved():
+                self.saved.append(message)
+            case messages.Failure():
+                self._failures.append(message)
+            case _:
+                raise OSError(f"a message that no worker sends: {shown(message)}")
+
+    def did(self) -> Heartbeat | None:
+        """What the worker that failed or died did at that moment, where that is known."""
+        failed, perhaps = ([failure.worker for failure in self._failed(of_peers=peers)] for peers in (False, True))
+        states = self.states() if failed or perhaps or self._dead else {}
+        return next((states.get(name) for name in (*failed, *self._died(), *perhaps)), None)
+
+    def explanation(self) -> RlgraphError | None:
+        """The error of the node that failed, else of the worker that died, listening a moment for either.
+
+        A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
+        """
+        stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
+        end = time.monotonic() + (0 if stalled else SETTLE_S)
+        while not self._cause() and (left := end - time.monotonic()) > 0:
+            self._hear(left)
+        return self._cause() or next(map(self._node_error, self._failed(of_peers=True)), None)
+
+    def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
+        """The failures that nobody else has caused; or those of ranks in a collective, which the end of a peer may have."""
+        several = {worker.name for worker in self.plan.workers if worker.world > 1}
+        own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
+        return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
+
+    def _died(self) -> list[str]:
+        """The workers that are gone and had not failed before."""
+        failed = {failure.worker for failure in self._failures}
+        return [name for name in self._dead if name not in failed]
+
+    def _node_error(self, failure: messages.Failure) -> NodeError:
+        where = f"at step {failure.step}" if failure.step >= 0 else "before the first step"
+        return NodeError(
+            f"node '{failure.node}' failed {where} in worker '{failure.worker}': {failure.error}: {failure.message}\n"
+            f"  {self._channels_of(failure.worker)}\n\n{failure.traceback.rstrip()}"
+        )
+
+    def _cause(self) -> RlgraphError | None:
+        for failure in self._failed(of_peers=False):
+            return self._node_error(failure)
+        died = self._died()
+        states = self.states() if died else {}
+        for name in died:
+            last = states.get(name)
+            unknown = "at work" if name in self._ready else "before its first step"
+            did = f"while {described(last.activity, self.plan)}, step {last.step}" if last else unknown
+            where = self._hosts.place(name) if self._hosts else ""
+            return WorkerDied(
+                f"worker '{name}' (process {self.pids[name]}){where} died {did}; "
+                f"it was killed or it crashed: look at memory{self._dead[name]}\n"
+                f"  {self._channels_of(name)}"
+            )
+        return None
+
+    def _consequence(self) -> RlgraphError:
+        timeouts = [f for f in self._failures if f.error == "ChannelTimeout"]
+        first = (timeouts or self._failures)[0]
+        told = f"node '{first.node}' of worker '{first.worker}', step {first.step}: {first.message}"
+        trace = f"\n  worker '{first.worker}' waited here:\n{first.traceback.rstrip()}"
+        states = self.states()
+        if timeouts and first.worker in states:
+            return self.watchdog.timeout(first.worker, states, f"\n  {told}{trace}")
+        lost = cut(self._failures, self.pids)
+        if lost is not None:
+            whose = " and ".join(f"'{name}' (process {self.pids[name]})" for name in lost.workers)
+            of = "lost its connections" if len(lost.workers) == 1 else "lost the connection between them"
+            told = f"worker{'s' * (len(lost.workers) > 1)} {whose} {of}, of channels {list(lost.channels)}, but did not die\n  {told}"
+        return (ChannelTimeout if timeouts else ChannelBroken)(f"{told}{trace}{self.watchdog.account([])}")
+
+    def _channels_of(self, worker: str) -> str:
+        nodes = next((planned.nodes for planned in self.plan.workers if planned.name == worker), ())
+        ends: list[PlannedChannel | PlannedLoop] = [*self.plan.channels, *self.plan.loops]
+        reads, writes = [e.name for e in ends if set(e.readers) & set(nodes)], [e.name for e in ends if e.writer in nodes]
+        return f"worker '{worker}' runs nodes {list(nodes)}, reads channels {reads} and writes {writes}"
+
+    def states(self) -> Mapping[str, Heartbeat]:
+        """What each worker does now."""
+        return self._hosts.states(self._names) if self._hosts else {}
+
+    def stacks(self, workers: Collection[str]) -> Mapping[str, str]:
+        """The Python stacks of the workers."""
+        return self._hosts.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._hosts else {}

@@ -1,0 +1,373 @@
+"""One worker: its nodes fire in the plan's order; each takes its inputs from channels, runs, and puts its outputs.
+
+Knows neither Ray nor processes: the local executor runs the same workers side by side in one process.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.columns import Column, Columns, repeat_rows, share
+from rlgraph.compiler.events import fire_event, load_event, publish_event
+from rlgraph.compiler.plan import PlannedLoop
+from rlgraph.compiler.schedule import Sampled, Span
+from rlgraph.compiler.time_sharing import Turn
+from rlgraph.engines.api import GenerateEngine
+from rlgraph.errors import ChannelTimeout, GraphError, StalenessError, shown
+from rlgraph.graph.operation import HasState, Stateful
+from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
+from rlgraph.runtime.worker.activity import Activity
+from rlgraph.runtime.worker.metrics_reduce import joined
+from rlgraph.runtime.worker.ports import Inbox, Mailbox
+from rlgraph.runtime.worker.span_recorder import Ledger
+from rlgraph.runtime.worker.spec import Task, WorkerSetup
+
+OnEnter = Callable[[int, Activity], None]
+
+
+@dataclass
+class Loop:
+    """A feedback edge as one worker sees it; it holds the writing end, the reading end, or both."""
+
+    plan: PlannedLoop
+    writer: WeightsWriter | None = None
+    reader: WeightsReader | None = None
+
+
+@dataclass
+class Worker:
+    """The nodes of one worker, ready to fire. `on_enter(step, activity)` is told whatever begins, so that a stall has a name."""
+
+    setup: WorkerSetup
+    mailbox: Mailbox
+    loops: list[Loop]
+    context: Context
+    on_enter: OnEnter = lambda step, activity: None
+    stages: dict[str, Stage] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    sampled: list[Sampled] = field(default_factory=list)
+    parts: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
+    streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
+    kept: dict[str, list[Columns]] = field(default_factory=dict)  # parts of a batch that a checkpoint may need, by node
+    doing: str = "starting"
+    turn: Turn | None = None  # that it has in its pool, where other models have the devices as well
+    awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.setup.worker.name)
+
+    def load(self) -> None:
+        """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
+        if self.setup.model is not None:
+            self.context.engine = self.setup.model.load(self.context)
+        self.stages = {task.name: checked_stage(task.name, task.operation.start(self.context)) for task in self.setup.tasks}
+
+    def step(self, step: int) -> None:
+        """Fire every node, once or for each part of the batch."""
+        for name, part in self.setup.firings:
+            self.fire(self.setup.task(name), step, part)
+
+    def fire(self, task: Task, step: int, part: int = 0) -> None:
+        """Fire one node: its turn in the pool, weights, inputs, the node's own work, outputs, then the weights it publishes."""
+        self.ledger.begin(step)
+        self.turn = self.setup.turn(task.name, part)
+        self._take(task, step, part, "order")  # before an engine wakes: the one before it has given the memory back by then
+        for loop in self.loops:
+            if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
+                self._load_weights(loop, task.name, step)
+        columns = self._take(task, step, part, "batch")
+        writing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
+        publishing = [loop for loop in writing if loop.due is None]
+        if publishing:  # the deepest edge is the rollout's: others lead to nodes that look at the batch on its way
+            self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
+        self.doing = task.name
+        idle = task.due is not None and not task.due(step)
+        if not idle:
+            self._wake(step)
+        if self.setup.probe == (task.name, step) and task.chunks == 1 and not task.traits.looks_ahead:
+            self._probe(task, step, columns)
+        self.on_enter(step, Activity("fire", task.name))
+        self.context.arrivals = self._arrivals(task, step)
+        self.ledger.carry(task.name, step)
+        with nullcontext() if idle else self.ledger.span(fire_event(task.name, part, task.chunks), "fire", step):
+            fired = self._run(task, step, part, columns)
+        if self.turn is not None and self.turn.firings[-1] == (task.name, part):  # before the next of the pool is told
+            self._sleep(self.turn, step)
+        written, metrics = fired if isinstance(fired, tuple) else (fired, {})
+        if task.writes:
+            checked_columns(task.name, task.writes, written, task.count if self.setup.worker.world == 1 else None)
+        self.parts.setdefault(task.name, []).append(checked_metrics(task.name, metrics))
+        if part == task.chunks - 1:
+            self.metrics.update(joined(self.parts.pop(task.name)))
+        if task.traits.work == "generate" and task.due is None:
+            self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
+        self._put(task, step * task.chunks + part, owned(written, columns))
+        del columns
+        for box in self.mailbox.read_by(task.name):
+            messages = task.messages(box.channel, step, part)
+            if len(messages) < box.channel.parts or part == task.chunks - 1:
+                box.done(task.name, messages)
+        self.ledger.carry(task.name, step)
+        for loop in self.loops:
+            if loop.writer is not None and task.name == loop.plan.writer and loop.plan.carries(step):
+                self._publish(loop, loop.writer, step)
+
+    def _publish(self, loop: Loop, writer: WeightsWriter, step: int) -> None:
+        name, version = loop.plan.name, step + 1
+        self.on_enter(step, Activity("publish", loop.plan.writer, name, version))
+        with self.ledger.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
+            writer.publish(version, self.context.engine.weight_shards(), self.setup.deadline_s)
+
+    def _first_user(self, loop: Loop) -> str | None:
+        """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
+        return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
+
+    def _run(self, task: Task, step: int, part: int, columns: Columns) -> Fired:
+        """Run the node's own work; one that gives its batch in parts goes on until the next of them is there."""
+        if task.chunks == 1 or task.follows is not None:
+            return self.stages[task.name](step, columns)
+        if part == 0:
+            self.streams[task.name] = cast("Iterator[Fired]", self.stages[task.name](step, columns))
+        return next(self.streams[task.name])
+
+    def _wake(self, step: int) -> None:
+        """Let an engine that has its devices in turns take their memory, unless it has it."""
+        if self.turn is None or self.awake:
+            return
+        self.ledger.carry(self.doing, step)
+        self.on_enter(step, Activity("wake", self.turn.firings[0][0]))
+        with self.ledger.span(self.turn.wake, "wake", step):
+            self.context.engine.wake()
+        self.awake = True
+
+    def _sleep(self, turn: Turn, step: int) -> None:
+        """Let an engine give the memory of its devices back, if it has it: where nothing was due, it has not."""
+        if not self.awake:
+            return
+        self.on_enter(step, Activity("sleep", turn.firings[-1][0]))
+        with self.ledger.span(turn.sleep, "sleep", step) as moved:
+            moved.append(self.context.engine.sleep() or 0)
+        self.awake = False
+
+    def _probe(self, task: Task, step: int, columns: Columns) -> None:
+        """Fire a node, one that has killed its worker at this step, for one prompt after another, and forget what comes of it."""
+        stage: Any = self.stages[task.name]
+        before = stage.state() if isinstance(stage, Stateful) else None
+        rank, world, count = self.context.rank, self.context.world, self.setup.prompts
+        mine = share(count, rank, world) if task.traits.work == "generate" else range(count)
+        self.context.rank, self.context.world = 0, 1
+        for prompt in mine:
+            self.on_enter(step, Activity("probe", task.name, prompt=prompt))
+            stage(
+                step,
+                {name: column[len(column) * prompt // count : len(column) * (prompt + 1) // count] for name, column in columns.items()},
+            )
+        self.context.rank, self.context.world = rank, world
+        if before is not None:
+            stage.load_state(before)
+
+    def _arrivals(self, task: Task, step: int) -> "Arriving | None":
+        loop = next((loop for loop in self.loops if loop.reader is not None and task.name in loop.plan.readers), None)
+        return Arriving(self, loop, task.name, step) if loop is not None else None
+
+    def _take(self, task: Task, step: int, part: int, kind: Literal["batch", "order"]) -> dict[str, Column]:
+        columns: dict[str, Column] = {}
+        for box in (box for box in self.mailbox.read_by(task.name) if box.channel.kind == kind):
+            wanted = task.messages(box.channel, step, part)
+            if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.setup.begin[box.channel.writer]):
+                continue
+            self.on_enter(step, Activity("take", task.name, box.channel.name))
+            self.doing = task.name
+            if step == self.setup.first and part == 0 and task.name == box.users[0]:
+                self._drop(box)
+            with self.ledger.moving(box.channel.name, "wait", box.blocked_s, (task.name, "carry"), step):
+                batch = box.take(wanted, self.setup.deadline_s)
+            for name in task.columns.get(box.channel.writer, ()) if kind == "batch" else ():
+                columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
+        return columns
+
+    def _drop(self, box: Inbox) -> None:
+        """Drop what this worker had read before the checkpoint that it goes on from, but another reader of the channel had not."""
+        parts, begin = box.channel.parts, [self.setup.begin[reader] for reader in box.channel.readers]
+        for message in range(min(begin) * parts, self.setup.first * parts) if box.channel.kind == "batch" else ():
+            box.take((message,), self.setup.deadline_s)
+            box.done(box.users[-1], (message,))
+
+    def reopen(self, step: int, opened: Mapping[int, Mapping[str, Sequence[Columns]]]) -> None:
+        """Go on from a checkpoint after `step` steps: put what lies open into the channels again, and publish its weights."""
+        for at in sorted(opened):
+            for task in self.setup.tasks:
+                for part, columns in enumerate(opened[at].get(task.name, ())):
+                    self._put(task, at * task.chunks + part, columns, again=True)
+        for loop in self.loops:
+            if loop.writer is not None and loop.plan.due is None:
+                loop.writer.publish(step, self.context.engine.weight_shards(), self.setup.deadline_s)
+            if loop.reader is not None:
+                self.context.version = step - 1
+        self.kept = {}
+
+    def _put(self, task: Task, message: int, columns: Columns, *, again: bool = False) -> None:
+        """Put a batch into the channels of its node, and tell the next of the pool its turn; what is put `again` is no turn."""
+        if self.setup.saving is not None and task.name in self.setup.saving.open:
+            self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
+        step = message // task.chunks
+        for box in self.mailbox.written_by(task.name):
+            read_at = (message + box.channel.tokens) // box.channel.parts
+            if read_at < min(self.setup.begin[reader] for reader in box.channel.readers):
+                continue  # read before the checkpoint that this run goes on from, or nobody's turn
+            if again and box.channel.kind == "order":
+                continue
+            self.on_enter(step, Activity("put", task.name, box.channel.name))
+            with self.ledger.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
+                box.put(message, columns, self.setup.deadline_s)
+
+    def _load_weights(self, loop: Loop, node: str, step: int) -> None:
+        """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""
+        assert loop.reader is not None
+        self.doing = node
+        if loop.plan.due is not None:  # an evaluation of what this step publishes
+            if loop.plan.carries(step):
+                self._load_next(loop, node, step, step + 1)
+            return
+        self.load_up_to(loop, node, step, step - loop.plan.depth)
+        if loop.plan.freshest:
+            self.load_published(loop, node, step)
+
+    def _newest(self, step: int) -> float:
+        """Return the newest version that a rollout may take: one that lies open at a checkpoint has nothing that came after it."""
+        saving = self.setup.saving
+        if saving is None:
+            return float("inf")
+        cut = step // saving.every * saving.every
+        return cut if cut and step < cut + saving.lead else float("inf")
+
+    def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
+        """Load the versions up to `version`, waiting for each."""
+        while self.context.version < version:
+            self._load_next(loop, node, step, self.context.version + 1)
+
+    def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
+        assert loop.reader is not None
+        self.on_enter(step, Activity("receive", node, loop.plan.name, version))
+        with self.ledger.span(loop.plan.name, "wait", step, version=version):
+            weights = loop.reader.receive(version, self.setup.deadline_s)
+        self._swap(loop, node, step, version, weights)
+
+    def load_published(self, loop: Loop, node: str, step: int) -> None:
+        """Load every version that is there, without waiting for one."""
+        assert loop.reader is not None
+        while self.context.version < self._newest(step):
+            try:
+                weights = loop.reader.receive(self.context.version + 1, 0.0)
+            except ChannelTimeout:
+                break
+            self._swap(loop, node, step, self.context.version + 1, weights)
+
+    def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        assert loop.reader is not None
+        engine = self.context.engine
+        self._wake(step)
+        self.on_enter(step, Activity("load", node, loop.plan.name, version))
+        with self.ledger.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
+            if isinstance(engine, GenerateEngine):
+                engine.load_weights(weights, version=version, running=self.setup.task(node).traits.running)
+            else:  # a user's own
+                engine.load_weights(weights)
+        loop.reader.done()
+        self.context.version = version
+
+    def report(self) -> tuple[dict[str, float], list[Span]]:
+        """Return metrics and spans since the last report."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics, self.ledger.taken()
+
+    def taken_sampled(self) -> list[Sampled]:
+        """How much was sampled since the last report."""
+        found, self.sampled = self.sampled, []
+        return found
+
+    def published_bytes(self) -> int:
+        """Return the bytes of one version, as far as this worker publishes it."""
+        ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]
+        return sum(end.bytes // max(end.messages, 1) for end in ends)
+
+    def close(self) -> None:
+        self.mailbox.close()
+        if self.context.engine is not None:
+            self.context.engine.close()
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """New versions of a loop for one firing of a node; see `rlgraph.nodes.base.Arrivals`."""
+
+    worker: Worker
+    loop: Loop
+    node: str
+    step: int
+
+    def poll(self) -> None:
+        with self._meanwhile():
+            self.worker.load_published(self.loop, self.node, self.step)
+
+    def wait(self, version: int) -> None:
+        with self._meanwhile():
+            self.worker.load_up_to(self.loop, self.node, self.step, version)
+
+    @contextmanager
+    def _meanwhile(self) -> Iterator[None]:
+        """Say that the node runs again once new weights are there, so that what it does next is not counted as loading."""
+        before = self.worker.context.version
+        yield
+        if self.worker.context.version > before:
+            self.worker.on_enter(self.step, Activity("fire", self.node))
+
+
+def checked_stage(node: str, stage: Any) -> Stage:
+    """What an operation's `start` gave. Raises GraphError for what cannot be called, or whose state could be saved and not loaded."""
+    if not callable(stage):
+        raise GraphError(
+            f"node '{node}': start(context) gave {shown(stage)}; it gives a function of (step, columns), which is called at each firing"
+        )
+    if isinstance(stage, HasState) and not isinstance(stage, Stateful):
+        raise GraphError(f"node '{node}' has a state() for checkpoints and no load_state(state) to go on from it; add the other one")
+    found: Stage = stage
+    return found
+
+
+def owned(written: Columns, read: Columns) -> Columns:
+    """Return the columns with a copy of each that is a view of one read, whose slot is given back when the firing ends."""
+    slots = {column.untyped_storage().data_ptr() for column in read.values() if isinstance(column, torch.Tensor)}
+    return {
+        name: column.clone() if isinstance(column, torch.Tensor) and column.untyped_storage().data_ptr() in slots else column
+        for name, column in written.items()
+    }
+
+
+def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
+    """Return the tokens of what a node has sampled; nothing where it writes no masks."""
+    responses, prompts = columns.get("response_mask"), columns.get("prompt_mask")
+    lengths = responses.sum(-1).tolist() if isinstance(responses, torch.Tensor) and len(responses) else []
+    prompt_tokens = int(prompts.sum()) if isinstance(prompts, torch.Tensor) else 0
+    return Sampled(node, step, worker, prompt_tokens, tuple(lengths))
+
+
+def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
+    """How many versions the batch is behind, by token. Raises StalenessError where the oldest exceeds the bound."""
+    mask, versions = columns["response_mask"], columns["weight_version"]
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(versions, torch.Tensor)
+    behind = step - versions[mask]
+    if behind.numel() == 0:
+        return {"staleness/max": 0.0, "staleness/mean": 0.0}
+    oldest = int(behind.max())
+    if oldest > loop.depth:
+        raise StalenessError(
+            f"node '{loop.writer}' got a batch at step {step} whose oldest token is {oldest} versions behind, but '{loop.name}' has "
+            f"depth {loop.depth}: the plan's token count was broken, which is a defect of rlgraph; please report it with the plan"
+        )
+    return {"staleness/max": float(oldest), "staleness/mean": float(behind.float().mean())}

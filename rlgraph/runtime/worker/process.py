@@ -1,0 +1,202 @@
+"""A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
+
+import contextlib
+import gc
+import os
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlgraph import notices
+from rlgraph.channels.api import Reader, Writer
+from rlgraph.channels.factory import open_reader, open_writer
+from rlgraph.channels.host.address import bound, dial, listen
+from rlgraph.channels.host.connection import Link
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.compiler.plan import PlannedLoop
+from rlgraph.compiler.schedule import Span
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
+from rlgraph.nodes.base import Context
+from rlgraph.runtime import messages
+from rlgraph.runtime.worker.activity import IDLE, Activity
+from rlgraph.runtime.worker.executor import Loop, Worker
+from rlgraph.runtime.worker.heartbeat import StatusWriter, status_path
+from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
+from rlgraph.runtime.worker.progress import Progress
+from rlgraph.runtime.worker.spec import Post, WorkerSetup
+from rlgraph.runtime.worker.stacks import offer_stacks
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Keep Python's garbage collector out of imports and loading, a fifth of which it would take; what is there then, it leaves aside."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+class Process:
+    """The body of an actor: `prepare` once, then `step` again and again."""
+
+    def __init__(self, setup: WorkerSetup, driver: str) -> None:
+        notices.here.carried = True
+        self.setup = setup
+        self.name = setup.worker.name
+        offer_stacks(setup.folder, self.name)
+        self.status = StatusWriter(status_path(setup.folder, self.name))
+        self.control = Link(dial(f"worker '{self.name}'", driver, setup.deadline_s), setup.authkey, setup.deadline_s, server=False)
+        messages.send(self.control, messages.Hello(self.name, os.getpid()))
+        self.mailbox = Mailbox()
+        self.meeting = -1
+        self.addresses: dict[str, str] = {}
+        self.here: dict[str, Any] = {}  # what channel ends of this process share
+        self.progress: Progress | None = None
+        self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
+        self.stopped = self.failed = False
+
+    def prepare(self) -> None:
+        """Listen where this worker writes, and tell the driver where; once it knows of all, connect, load the engine, and tell."""
+        try:
+            self._open()
+            messages.send(self.control, messages.Opened(self.name, self.addresses))
+            joined = messages.receive(self.control)
+            if isinstance(joined, messages.Join):
+                self.addresses = joined.addresses
+                self._start()
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
+            self._fail(-1, "start", error)
+            return
+        self.status.enter(-1, IDLE)
+        messages.send(self.control, messages.Ready(self.name))
+
+    def _open(self) -> None:
+        self.status.enter(-1, Activity("open"))
+        for channel, posts in self.setup.channels:
+            self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
+        worker = self.setup.worker
+        if self.setup.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
+            meeting = listen(f"ranks of {worker.model}", f"{self.setup.listen_at}:0", worker.world)
+            self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(meeting)}"
+            self.meeting = meeting.detach()  # the engine's to close: from here on nobody else can take the port
+        self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
+
+    def _listen(self, post: Post) -> Writer:
+        site = post.site(post.address, self.here, authkey=self.setup.authkey, host=self.setup.listen_at)
+        writer = open_writer(post.transport, site)
+        self.addresses[post.address] = writer.address
+        return writer
+
+    def _connect(self, post: Post) -> Reader:
+        site = post.site(self.addresses[post.address], self.here, authkey=self.setup.authkey, timeout_s=self.setup.deadline_s)
+        return open_reader(post.transport, site)
+
+    def _start(self) -> None:
+        import torch
+
+        self.status.enter(-1, Activity("connect"))
+        torch.set_num_threads(self.setup.worker.threads)
+        for channel, posts in self.setup.channels:
+            users = tuple(task.name for task in self.setup.tasks if task.name in channel.readers)
+            if users:
+                self.mailbox.inboxes.append(Inbox(channel, [self._connect(post) for post in posts], users))
+        loops = [self._loop(*loop) for loop in self.setup.loops]
+        worker = self.setup.worker
+        rendezvous = self.addresses.get(f"ranks of {worker.model}", f"file://{self.setup.folder}/{worker.model}.group")
+        device = "cuda" if worker.gpus else "cpu"
+        context = Context(
+            rank=worker.rank,
+            world=worker.world,
+            threads=worker.threads,
+            rendezvous=rendezvous,
+            meeting=self.meeting,
+            device=device,
+            shared=self.setup.shared,
+            copies=self.setup.copies,
+            set_aside=self.setup.set_aside,
+            sequences=self.setup.sequences,
+            counted=self.status.count,
+        )
+        self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
+        self.status.enter(-1, Activity("load_engine"))
+        with no_collector():
+            self.progress.load()
+
+    def _loop(self, plan: PlannedLoop, posts: tuple[Post, ...], dtype: str) -> Loop:
+        import torch
+
+        loop = Loop(plan)
+        if plan.name in self.weights:
+            loop.writer = WeightsWriter(self.weights[plan.name], getattr(torch, dtype), plan.bucket_bytes, plan.checksum)
+        if any(task.name in plan.readers for task in self.setup.tasks):
+            loop.reader = WeightsReader(
+                [self._connect(post) for post in posts], plan.buffers, self.setup.resume.step if self.setup.resume else 1
+            )
+        return loop
+
+    def step(self, step: int) -> int:
+        """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
+        if self.stopped or self.progress is None or step < 0:
+            return step
+        if not self.failed:  # else its state stays that in which it failed, for the driver to see
+            self._fire(step, self.progress)
+        self._sleep(step)
+        return step
+
+    def _fire(self, step: int, progress: Progress) -> None:
+        try:
+            metrics, spans = progress.step(step)
+            self.status.enter(step, IDLE)
+            self._report(step, metrics, spans)
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
+            self._fail(step, progress.worker.doing, error)
+
+    def _report(self, step: int, metrics: Mapping[str, float], spans: list[Span]) -> None:
+        assert self.progress is not None
+        ends, worker = self.mailbox.statistics(), self.progress.worker
+        slots = [messages.Slots(end, seen.used, seen.peak_used) for end, seen in ends.items()]
+        sampled, published = worker.taken_sampled(), worker.published_bytes()
+        self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.taken()))
+
+    def _save(self, step: int) -> None:
+        assert self.progress is not None
+        try:
+            self.progress.save(step)
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
+            self._fail(step, self.progress.worker.doing, error)
+
+    def _tell(self, message: messages.Message) -> None:
+        with self._speaking:
+            messages.send(self.control, message)
+
+    def _fail(self, step: int, node: str, error: Exception) -> None:
+        """Tell the peers first, so that none waits for what will not come, then the driver."""
+        self.failed = True
+        reason = f"stopped, since node '{node}' of worker '{self.name}' failed with {type(error).__name__}"
+        told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
+        if not told:
+            self.mailbox.fail(reason)
+        name, trace = type(error).__name__, traceback.format_exc()
+        channel, peer = (error.channel, error.peer) if isinstance(error, ChannelError) else ("", 0)
+        with contextlib.suppress(OSError):  # the driver is gone, which the wait for its next word finds out
+            self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer))
+
+    def _sleep(self, step: int) -> None:
+        """Wait for the driver's word that a further tick has been sent: polling for the tick itself would cost a core."""
+        while not self.stopped:
+            try:
+                message = messages.receive(self.control)
+            except (EOFError, OSError):
+                os._exit(1)  # the driver is gone, and with it anyone to tell
+            if isinstance(message, messages.Go) and message.step > step:
+                return
+            if isinstance(message, messages.Save):
+                self._save(message.step)
+            if isinstance(message, messages.Shutdown):
+                self.stopped = True
+                if self.progress is not None:
+                    self.progress.close()
+                self.control.close()

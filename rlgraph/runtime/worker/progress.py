@@ -1,0 +1,81 @@
+"""How far a worker has fired: ahead of the ticks where a checkpoint needs it, and from a checkpoint's cut after a resume."""
+
+from collections.abc import Mapping
+
+from rlgraph.compiler.schedule import Span
+from rlgraph.runtime.checkpoint.snapshot import Fired, Snapshots, Told, restore
+from rlgraph.runtime.worker.executor import Worker
+
+Reported = tuple[Mapping[str, float], list[Span]]
+
+
+class Progress:
+    """A worker and the steps that it has fired. `told` hears of the checkpoints that it has written."""
+
+    def __init__(self, worker: Worker, told: Told) -> None:
+        self.worker = worker
+        self.recent: dict[int, Fired] = {}  # the last steps, as many as this worker is ahead at a cut
+        self.reports: dict[int, Reported] = {}  # of steps whose tick has not come yet
+        self.fired = worker.setup.first
+        self.saving = worker.setup.saving
+        self.saved = 0
+        self._snapshots = Snapshots(worker, self.saving, told) if self.saving else None
+
+    @property
+    def lead(self) -> int:
+        """How many firings this worker is ahead of the trained weights at a checkpoint."""
+        return self.saving.lead if self.saving else 0
+
+    def load(self) -> None:
+        """Load the worker, and where it resumes, put it where it was."""
+        self.worker.load()
+        resume = self.worker.setup.resume
+        if resume is not None:
+            restore(self, resume)
+            self.saved = resume.step
+            self.reports = {step: (fired.metrics, []) for step, fired in self.recent.items()}
+            self.worker.reopen(resume.step, {step: fired.columns for step, fired in self.recent.items()})
+
+    def step(self, step: int) -> Reported:
+        """Fire the nodes for `step` unless they have, and those ahead that others wait for; return what there is to report of it."""
+        self._fire_until(step + 1 + self.worker.setup.ahead)
+        return self.reports.pop(step)
+
+    def save(self, step: int) -> None:
+        """Complete the checkpoint after `step` steps: fire ahead what it needs, and write it unless that was done."""
+        self._fire_until(step + self.lead)
+        if step > self.saved:
+            self._take(step)
+
+    def _fire_until(self, fired: int) -> None:
+        while self.fired < fired:
+            self.worker.step(self.fired)
+            self.finish(self.fired)
+
+    def finish(self, step: int) -> None:
+        """Take note that all nodes have fired for `step`; take the snapshot that is due then."""
+        self.fired = step + 1
+        metrics, spans = self.worker.report()
+        if self.saving is not None:
+            self.recent[step] = Fired(metrics, self.worker.kept)
+            self.worker.kept = {}
+            due = self.fired - self.lead
+            self.recent = {at: fired for at, fired in self.recent.items() if at >= due}
+            if due > self.saved and due % self.saving.every == 0:
+                metrics = {**metrics, "timing_s/save_checkpoint": self._take(due)}
+        self.reports[step] = (metrics, spans)
+
+    def _take(self, step: int) -> float:
+        assert self._snapshots is not None
+        self.saved = step
+        return self._snapshots.take(step, self.recent)
+
+    def wait(self) -> None:
+        """Wait until what is being written is on the disk."""
+        if self._snapshots is not None:
+            self._snapshots.wait()
+
+    def close(self) -> None:
+        """End the worker, once what it was writing is on the disk."""
+        self.wait()
+        self.worker.close()

@@ -1,0 +1,89 @@
+"""What a worker's time goes into: one span after another, so that no moment of a step is without a name."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlgraph.compiler.schedule import Span, SpanKind
+
+ABSORBED_S = 20e-6  # a shorter gap belongs to the span after it: a span of its own would cost about as much
+
+
+class Ledger:
+    """A worker's spans. Time in `span` is what the caller says it is; what lies between two of them is rlgraph's own work.
+
+    A span inside of another, as when weights are loaded while a node decodes, lies within it.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self._spans: list[Span] = []
+        self._until_s = time.monotonic()  # everything before is accounted for
+        self._started = False
+        self._open = 0
+
+    def begin(self, step: int) -> None:
+        """Account for the time since the last firing: the worker had nothing to do, at first because the job was starting."""
+        self._close("between steps" if self._started else "start-up", "idle" if self._started else "start", step)
+        self._started = True
+
+    def carry(self, node: str, step: int) -> None:
+        """Account for the time since the last span as work around a node: checks, copies, slots given back."""
+        self._close(node, "carry", step)
+
+    @contextmanager
+    def span(self, name: str, kind: SpanKind, step: int, version: int | None = None) -> Iterator[list[int]]:
+        """Time a block; one that raises is kept as well. What it adds to the list that it is given are bytes that it moved."""
+        start_s, moved = self._enter(), list[int]()
+        try:
+            yield moved
+        finally:
+            self._leave()
+            self._add(name, kind, step, start_s, time.monotonic(), version, sum(moved) or None)
+
+    @contextmanager
+    def moving(
+        self,
+        name: str,
+        blocked: SpanKind,
+        blocked_s: Callable[[], float],
+        then: tuple[str, SpanKind],
+        step: int,
+        version: int | None = None,
+    ) -> Iterator[None]:
+        """Time a block that waits on channel `name`, as long as `blocked_s` grows, and moves data, which is `then`."""
+        start_s, before_s = self._enter(), blocked_s()
+        try:
+            yield
+        finally:
+            self._leave()
+            now = time.monotonic()
+            moved_s = min(start_s + max(blocked_s() - before_s, 0.0), now)
+            self._add(name, blocked, step, start_s, moved_s, version)
+            self._add(*then, step, moved_s, now, version)
+
+    def _enter(self) -> float:
+        """Return when a span that begins now starts: where the one before it ended, or now if it lies within another."""
+        self._open += 1
+        return self._until_s if self._open == 1 else time.monotonic()
+
+    def _leave(self) -> None:
+        self._open -= 1
+
+    def _close(self, name: str, kind: SpanKind, step: int) -> None:
+        now = time.monotonic()
+        if now - self._until_s > ABSORBED_S:
+            self._add(name, kind, step, self._until_s, now)
+
+    def _add(
+        self, name: str, kind: SpanKind, step: int, start_s: float, end_s: float, version: int | None = None, size: int | None = None
+    ) -> None:
+        if end_s > start_s:
+            self._spans.append(Span(name, kind, step, self.worker, start_s, end_s, version, size))
+        if not self._open:
+            self._until_s = end_s
+
+    def taken(self) -> list[Span]:
+        """Return the spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans

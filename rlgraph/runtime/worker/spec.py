@@ -1,0 +1,254 @@
+"""What a worker needs to know: its part of the plan, as values that can be sent to another process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlgraph.channels.factory import Site, first_choice, transport_of
+from rlgraph.columns import Column
+from rlgraph.compiler.checkpoint_cut import leads, open_nodes
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.compiler.time_sharing import Turn, turns_of
+from rlgraph.graph.nodes import Due, Graph, Model, Node
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Task:
+    """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often.
+
+    `chunks` is how many parts of a batch it fires for in a step. It gives them itself, or `follows` those of the rollout of that
+    name; then it takes of a whole batch the rows that belong to its part.
+    """
+
+    name: str
+    operation: Operation
+    writes: tuple[str, ...]
+    columns: Mapping[str, tuple[str, ...]]
+    repeat: Mapping[str, int]
+    chunks: int = 1
+    follows: str | None = None
+    due: Due | None = None
+    count: int | None = None  # rows that a firing gives; None where it gives those of its rank, or at some steps none
+
+    @property
+    def traits(self) -> NodeTraits:
+        """What is known of its operation."""
+        return self.operation.traits
+
+    def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
+        """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
+        first = step * channel.parts - channel.tokens
+        if self.follows is not None and self.follows == channel.stream:
+            return range(first + part, first + part + 1)
+        return range(first, first + channel.parts)
+
+    def rows(self, column: Column, channel: PlannedChannel, part: int) -> Column:
+        """Return the rows of a column that belong to a part: all of them, unless a whole batch was taken."""
+        if self.follows is None or self.follows == channel.stream:
+            return column
+        size = len(column) // self.chunks
+        return column[part * size : (part + 1) * size]
+
+
+@dataclass(frozen=True)
+class Post:
+    """One writing rank of a channel or a loop: where it listens, and how many workers listen to it."""
+
+    name: str
+    address: str
+    slots: int
+    readers: int
+    writer: str
+    read_by: tuple[str, ...]
+    transport: str
+
+    def site(self, address: str, here: dict[str, Any], *, authkey: bytes = b"", host: str = "", timeout_s: float = 0.0) -> Site:
+        """Where this worker makes its end: `address` is the post's own, or where its writer was found to listen."""
+        return Site(self.name, self.slots, self.readers, address, authkey, host, timeout_s, here)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from."""
+
+    folder: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a worker does for checkpoints: it is `lead` firings ahead of the trained weights at each.
+
+    `token` is the attempt's own. `trained` says that its model's state is saved, `open` whose batches lie open then.
+    """
+
+    folder: str
+    token: str
+    every: int
+    lead: int
+    trained: bool
+    open: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt starts, and which checkpoints it writes: every `every` steps into `folder`, under a token of its own."""
+
+    resume: Resume | None = None
+    folder: str = ""
+    token: str = ""
+    every: int = 0
+    set_aside: tuple[int, ...] = ()
+    probe: tuple[str, int] | None = None  # a node and step that killed its worker, to be tried prompt by prompt
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that one worker is started with."""
+
+    worker: PlannedWorker
+    tasks: tuple[Task, ...]
+    firings: tuple[tuple[str, int], ...]  # (task, part) of one step, in order
+    model: Model | None
+    channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
+    loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
+    folder: str
+    authkey: bytes = field(repr=False)  # no log and no error may show it
+    deadline_s: float
+    listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
+    local_gpus: tuple[int, ...]  # as they are counted on its host
+    copies: int = 1  # versions of its model's weights that it holds at once
+    turns: tuple[Turn, ...] = ()  # of its model, where workers of other models have its GPUs as well
+    saving: Saving | None = None
+    resume: Resume | None = None
+    begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
+    set_aside: tuple[int, ...] = ()
+    probe: tuple[str, int] | None = None
+    prompts: int = 0  # of a step
+    ahead: int = 0  # steps that it fires beyond the one it is to finish: others wait for them to finish theirs
+    sequences: int = 0  # responses that its engine decodes at once, at most
+
+    @property
+    def first(self) -> int:
+        """The step that this worker fires first."""
+        return self.begin[self.worker.nodes[0]]
+
+    @property
+    def shared(self) -> bool:
+        """Whether workers of other models have its GPUs in turns."""
+        return bool(self.turns)
+
+    def turn(self, node: str, part: int) -> Turn | None:
+        """Return the turn in which a node fires, if its model has its devices in turns with others."""
+        return next((turn for turn in self.turns if (node, part) in turn.firings), None)
+
+    def task(self, name: str) -> Task:
+        return next(task for task in self.tasks if task.name == name)
+
+
+def setups(
+    graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None, addresses: Sequence[str] = ()
+) -> tuple[WorkerSetup, ...]:
+    """Return what each worker of the plan is started with; `addresses` are those of its hosts, where there are several."""
+    start = start or Start()
+    lead = leads(plan) if start.folder else {}
+    begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
+    ahead = plan.steps_ahead()
+    channels = tuple(
+        (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", c.transport)) for i, c in enumerate(plan.channels)
+    )
+    loops = tuple(
+        (p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", p.transport, shards=True))
+        for i, p in enumerate(plan.loops)
+    )
+    return tuple(
+        WorkerSetup(
+            worker=worker,
+            tasks=tuple(_task(graph, name) for name in worker.nodes),
+            firings=tuple((e.node, e.part) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
+            model=_model(graph, plan, worker),
+            channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
+            loops=tuple((p, posts, _dtype(plan, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
+            folder=folder,
+            authkey=authkey,
+            deadline_s=deadline_s,
+            listen_at=addresses[worker.host] if addresses else "",
+            local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
+            turns=turns_of(plan.schedule.events, worker.nodes),
+            copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
+            saving=_saving(plan, start, lead, worker) if start.folder else None,
+            resume=start.resume,
+            begin=begin,
+            set_aside=start.set_aside,
+            probe=start.probe if start.probe and start.probe[0] in worker.nodes else None,
+            prompts=next((node.rows for node in graph.nodes if isinstance(node.operation, Prompts)), 0),
+            ahead=ahead[worker.name],
+            sequences=sum(_sequences(graph.node(name), worker.world) for name in worker.nodes),
+        )
+        for worker in plan.workers
+    )
+
+
+def _sequences(node: Node, world: int) -> int:
+    """Return how many responses of a rollout one of `world` engines decodes at once, at most."""
+    if node.traits.work != "generate":
+        return 0
+    group = node.traits.group_size or 1
+    prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each part is dealt to the engines
+    return prompts * group * (1 + node.traits.ahead)
+
+
+def _copies(loop: PlannedLoop) -> int:
+    """Return how many versions a reader of the loop has room for: in its buffers, and where NCCL brings them."""
+    return loop.buffers + (loop.slots if transport_of(loop.transport).reader_keeps == "gpu" else 0)
+
+
+def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWorker) -> Saving:
+    trained = any(plan.node(name).work == "train" for name in worker.nodes)
+    return Saving(start.folder, start.token, start.every, lead[worker.name], trained, open_nodes(plan, lead, worker))
+
+
+def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
+    """Return the worker's model with the dtype that the plan has chosen for it, where it has one."""
+    model, dtype = graph.node(worker.nodes[0]).model, plan.dtype(worker.model)
+    return model if model is None or dtype is None or dtype == model.traits.dtype else model.with_dtype(dtype)
+
+
+def _dtype(plan: Plan, loop: PlannedLoop) -> str:
+    return plan.dtype(plan.node(loop.readers[0]).model) or "float32"
+
+
+def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> bool:
+    return any(name in worker.nodes for name in (writer, *readers))
+
+
+def _task(graph: Graph, name: str) -> Task:
+    node = graph.node(name)
+    columns: dict[str, tuple[str, ...]] = {}
+    for column in node.reads:
+        source = node.source_of(column).name
+        columns[source] = (*columns.get(source, ()), column)
+    widest = max((o.node.rows for o in node.inputs), default=0)
+    repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
+    count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
+    follows = node.follows.name if node.follows else None
+    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
+
+
+def _posts(
+    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: str, *, shards: bool = False
+) -> tuple[Post, ...]:
+    """Return the writing ends. Of weights (`shards`), each rank holds its own part."""
+    listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
+    ranks = plan.node(writer).workers if shards else writers_of(plan, writer)
+    if transport_of(transport).reach == "process" and listening != ranks:
+        transport = first_choice("host")  # ranks of one model are processes of their own
+    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, transport) for rank, worker in enumerate(ranks))
+
+
+def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
+    """The workers that write a node's batch: ranks of a generator their own rows each, of a trained model rank 0 all of them."""
+    found = plan.node(node)
+    return found.workers if found.work == "generate" else found.workers[:1]

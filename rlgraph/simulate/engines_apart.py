@@ -1,0 +1,65 @@
+"""The engines of a generator apart: one that is done goes on to the next step while another still decodes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rlgraph.compiler.schedule import Dependency
+from rlgraph.costs.lengths import Array
+
+Wait: TypeAlias = tuple[Dependency, Sequence[Any], int]  # its times, one or `[engines]` a step, and of how many steps before
+Waited: TypeAlias = list[tuple[Dependency, float]]  # for what, and how long
+NOTHING = -1  # was waited for
+
+
+@dataclass
+class Engines:
+    """One event of a node whose engines have it each for itself; `seconds` `[engines]` of each step, as all times here."""
+
+    seconds: Sequence[Array]
+    starts: list[Array] = field(default_factory=list)
+    worked: list[Array] = field(default_factory=list)
+    ends: list[Array] = field(default_factory=list)
+    puts: dict[int, list[Array]] = field(default_factory=dict)
+    causes: list[Array] = field(default_factory=list)  # the number of what each start waited for last
+    held: list[Waited] = field(default_factory=list)
+    waits: dict[int, Sequence[Wait]] = field(default_factory=dict)  # of the start (0) and of each put
+    others: Mapping[str, Sequence[float]] = field(default_factory=dict)  # when each event of the schedule ended, by step
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds[0])
+
+    def fire(self, step: int) -> None:
+        """Play the event of one step, all that it waits for having been played."""
+        at, cause = self._latest(0, step, np.zeros(self.count))
+        self.starts.append(at)
+        self.causes.append(cause)
+        at = at + self.seconds[step]
+        self.worked.append(at)
+        held: Waited = []
+        for put, done in self.puts.items():
+            before = at
+            at, cause = self._latest(put, step, before)
+            held += self._waited(put, cause, at - before)
+            done.append(at)
+        self.held.append(held)
+        self.ends.append(at)
+
+    def late(self, step: int, seconds: Array) -> Waited:
+        """Return what the starts of a step waited for last, with the sum of their `seconds` `[engines]`."""
+        return self._waited(0, self.causes[step], seconds)
+
+    def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
+        """Return when all that a put waits for has come to each engine, not before `at`, and the number of the last if it came later."""
+        cause = np.full(self.count, NOTHING)
+        for number, (_, done, tokens) in enumerate(self.waits.get(put, ())):
+            if step >= tokens and (later := done[step - tokens] > at).any():
+                at, cause = np.where(later, done[step - tokens], at), np.where(later, number, cause)
+        return at, cause
+
+    def _waited(self, put: int, causes: Array, seconds: Array) -> Waited:
+        numbers = set(causes.tolist()) - {NOTHING}
+        return [(self.waits[put][number][0], float(seconds[causes == number].sum())) for number in sorted(numbers)]

@@ -1,0 +1,127 @@
+"""What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlgraph.compiler.events import load_event, publish_event, readers
+from rlgraph.compiler.plan import PlannedWait
+from rlgraph.compiler.schedule import Dependency, Event, Reason, Schedule
+from rlgraph.costs.costs import Costs
+from rlgraph.costs.functions import Setting
+from rlgraph.costs.lengths import Array
+from rlgraph.graph.nodes import Feedback, Graph
+from rlgraph.simulate import continuous
+from rlgraph.simulate.engines_apart import Engines
+from rlgraph.simulate.play import WARM_UP_STEPS, Played, play
+
+Settings = Mapping[str, Setting]  # of each node, by name
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A schedule, played over `steps` steps of which those before `warm_up` fill the pipeline."""
+
+    schedule: Schedule
+    played: Played
+    steps: int
+    warm_up: int
+
+    @property
+    def step_s(self) -> float:
+        ends = self.played.step_ends()
+        return (ends[-1] - ends[self.warm_up - 1]) / (self.steps - self.warm_up)
+
+    @property
+    def first_step_s(self) -> float:
+        return self.played.step_ends()[0]
+
+    def waits(self) -> tuple[PlannedWait, ...]:
+        """Return how long each pool, and each worker on the host, stands still for what; the longest first."""
+        total: dict[tuple[str, str, Reason], float] = {}
+        events = {event.name: event for event in self.schedule.events}
+        counted = range(self.warm_up, self.steps)
+        for before, after, back in self._turns():
+            who = events[after].pool or events[after].worker
+            for cause, seconds in self._idle(before, after, back, events[before].node == events[after].node, counted):
+                if cause.reason not in ("order", "self"):
+                    key = (who, cause.via, cause.reason)
+                    total[key] = total.get(key, 0.0) + seconds / len(counted)
+        found = [PlannedWait(who, on, reason, idle) for (who, on, reason), idle in total.items() if idle > 0]
+        return tuple(sorted(found, key=lambda wait: -wait.seconds))
+
+    def _turns(self) -> Iterator[tuple[str, str, int]]:
+        """Yield each event, after the one before it in the same pool or worker of the host, and how many steps before that was."""
+        chains: dict[str, list[str]] = {}
+        lag = {event.name: event.lag for event in self.schedule.events}
+        for event in (e for e in self.schedule.events if e.kind != "receive"):
+            chains.setdefault(event.pool or event.worker, []).append(event.name)
+        for chain in chains.values():
+            for index, name in enumerate(chain):
+                yield chain[index - 1], name, int(index == 0) + lag[chain[index - 1]] - lag[name]
+
+    def _idle(self, before: str, after: str, back: int, own: bool, steps: Iterable[int]) -> Iterator[tuple[Dependency, float]]:
+        """Yield what an event waited for, and how long it stood still meanwhile; the mean of its engines."""
+        played = self.played
+        done, each = played.ends[before], played.engines.get(after)
+        for step in steps:
+            if each is None:
+                if step - back >= self.steps:  # the one before it was not played so far
+                    continue
+                starting = played.causes[after][step], max(played.starts[after][step] - done[step - back], 0.0)
+                ending = played.held[after][step], played.ends[after][step] - played.worked[after][step]
+                yield from ((cause, seconds) for cause, seconds in (starting, ending) if cause is not None)
+                continue
+            free = played.engines[before].ends[step - back] if own else done[step - back]
+            waited = each.late(step, np.maximum(each.starts[step] - free, 0.0)) + each.held[step]
+            yield from ((cause, seconds / each.count) for cause, seconds in waited)
+
+    def staleness(self, graph: Graph, feedback: Feedback) -> float:
+        """Return the mean gap between the version a rollout takes and the one it is trained at."""
+        if not feedback.freshest:
+            return float(feedback.depth)
+        published = sorted(self.played.ends[publish_event(feedback.name)])
+        load = load_event(feedback.name, readers(graph, feedback)[0].name)
+        each = self.played.engines.get(load)
+        starts = [float(at[0]) for at in each.starts] if each is not None else self.played.starts[load]
+        gaps = [step - min(sum(end <= starts[step] for end in published), step) for step in range(self.warm_up, self.steps)]
+        return sum(gaps) / len(gaps)
+
+
+def outlook(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Outlook:
+    """Return the schedule played with the lengths and spreads of the costs, or with plain seconds where there are none."""
+    nodes = graph.nodes
+    varying = [node.name for node in nodes if costs.varies(node.name)]
+    if not varying:
+        return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
+    rows = max(node.rows for node in nodes)
+    together = [node for node in nodes if continuous.is_played(graph, node, costs)]
+    steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
+    relative: dict[str, Array] = {}  # of each firing `[steps, engines]`, to the mean one of the last engine
+    parts: dict[str, Array] = {}
+    for node in (node for node in nodes if node.name in varying):
+        law = costs.law(node.name)
+        drawn = law.each(settings[node.name], costs.lengths, steps, rows)
+        relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
+        shares = law.parts(settings[node.name], costs.lengths, steps, rows, node.chunks)
+        parts[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
+
+    def times(event: Event) -> Array:
+        engines = relative[event.node].shape[1]
+        if event.kind != "fire":
+            return np.full((steps, engines), event.seconds)
+        found: Array = event.seconds * relative[event.node] * parts[event.node][:, event.part, None]
+        return found
+
+    drawn_times = {event.name: times(event) for event in schedule.events if event.node in relative}
+    apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn_times.items() if each.shape[1] > 1}
+    for node in together:
+        apart |= continuous.played(node, settings[node.name], costs, schedule, steps, rows)
+    alone = {name: each[:, 0].tolist() for name, each in drawn_times.items() if name not in apart}
+
+    def seconds(event: Event, step: int) -> float:
+        return alone[event.name][step] if event.name in alone else event.seconds
+
+    played = steps - schedule.most_lag  # what fires rounds ahead of others has drawn as many more
+    return Outlook(schedule, play(schedule, played, seconds, apart), played, played // 8)

@@ -1,0 +1,225 @@
+"""Shapes from config.json, memory and times that follow from them, and plans that cannot fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rlgraph as rg
+from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.errors import PlanError
+
+GIB = 1 << 30
+QWEN3_8B = {
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def folder(path: Path, config: dict[str, object]) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def loop(
+    model: str,
+    *,
+    tensor_parallel: int = 1,
+    micro_batch_tokens: int = 16384,
+    shared: bool = False,
+    buffers: int = 1,
+    depth: int = 1,
+    pools: tuple[rg.Pool, rg.Pool] | None = None,
+) -> rg.Graph:
+    together = rg.Pool("shared")
+    rollout_pool, train_pool = (together, together) if shared else pools or (rg.Pool("rollout"), rg.Pool("train"))
+    generator = rg.Generator(model, pool=rollout_pool, tensor_parallel=tensor_parallel, max_context=4096)
+    policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True)
+    weights = rg.feedback("weights", depth=0 if shared else depth, buffers=buffers)
+    prompts = rg.prompts([{"prompt": "1"}], count=16)
+    rollout = generator.rollout(prompts, weights, group_size=8)
+    rewards = rg.reward(no_reward, rollout)
+    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("grpo", step.metrics)
+
+
+def no_reward(responses: list[str]) -> list[float]:
+    return [0.0 for _ in responses]
+
+
+def parts(plan: rg.Plan, place: str) -> dict[str, int]:
+    return dict(next(need.parts for need in plan.memory if need.place == place))
+
+
+@pytest.mark.parametrize(("config", "billions", "active"), [(QWEN3_8B, 8.19, 7.57), (QWEN3_30B_A3B, 30.5, 3.0)])
+def test_a_config_gives_the_published_number_of_parameters(config: dict[str, object], billions: float, active: float) -> None:
+    shape = ModelShape.from_config(config)
+    assert shape is not None
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.03)
+
+
+def test_a_config_of_another_kind_gives_no_shape_and_no_estimate(tmp_path: Path) -> None:
+    assert ModelShape.from_config({"model_type": "speech", "hidden_size": 8}) is None
+    plan = rg.compile(loop(folder(tmp_path / "m", {"hidden_size": 8})), rg.Cluster(gpus=2, gpu="H100"))
+    assert plan.memory == ()
+    assert plan.prediction.cost == "nominal"
+
+
+def test_training_states_are_sharded_and_an_engine_holds_its_weights(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    plan = rg.compile(loop(model, tensor_parallel=2), rg.Cluster(gpus=8))
+    count = ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    train, rollout = parts(plan, "a GPU of 'train'"), parts(plan, "a GPU of 'rollout'")
+    assert (train["weights"], train["optimizer"], train["gradients"]) == (4 * count // 4, 8 * count // 4, 4 * count // 4)
+    assert rollout["engine's weights"] == count  # 2 bytes each on 2 GPUs
+    assert rollout["keys and values"] == pytest.approx(64 * 4096 * 147456 / 2)
+    assert train["weights in staging"] == 2 * 2 * count // 4  # of depth 1 two versions, 2 bytes each
+    assert "host" not in {need.place for need in plan.memory}
+
+
+def test_a_second_buffer_is_a_second_copy_of_the_weights(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    one, two = (parts(rg.compile(loop(model, buffers=n), rg.Cluster(gpus=8)), "a GPU of 'rollout'")["engine's weights"] for n in (1, 2))
+    assert two == 2 * one
+
+
+def test_a_second_buffer_of_an_engine_over_gpus_lies_on_the_first_of_them(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    plan = rg.compile(loop(model, tensor_parallel=2, buffers=2), rg.Cluster(gpus=8))
+    assert parts(plan, "a GPU of 'rollout'")["engine's weights"] == 3 * ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("depth", "buffers", "copies"), [(0, 1, 2), (1, 1, 3), (1, 2, 3), (2, 2, 4)])
+def test_weights_from_another_host_are_carried_into_memory_of_the_generator(tmp_path: Path, depth: int, buffers: int, copies: int) -> None:
+    model, cluster = folder(tmp_path / "m", QWEN3_8B), rg.Cluster(gpus=16, cpus=64)
+    apart = loop(model, depth=depth, buffers=buffers, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=8)))
+    near = loop(model, depth=depth, buffers=buffers, pools=(rg.Pool("rollout", gpus=4), rg.Pool("train", gpus=4)))
+    plan, one_host = rg.compile(apart, cluster), rg.compile(near, cluster)
+    assert [p.loops[0].transport for p in (plan, one_host)] == ["nccl", "peer"]
+    count = ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    there, here = (parts(p, "a GPU of 'rollout'") for p in (plan, one_host))
+    assert there["weights carried by NCCL"] == plan.loops[0].slots * 2 * count
+    assert there["weights carried by NCCL"] + there["engine's weights"] == copies * 2 * count
+    assert "weights carried by NCCL" not in here
+    assert parts(plan, "a GPU of 'train'")["weights in staging"] == plan.loops[0].slots * 2 * count // 8
+
+
+def test_a_generator_without_room_for_weights_of_another_host_is_refused_with_what_they_take(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    graph = loop(model, depth=3, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=8)))
+    with pytest.raises(
+        PlanError, match=r"at least 76\.\d GiB on a GPU of 'rollout', which has 76\.0 GiB: .*weights carried by NCCL 61\.0 GiB"
+    ):
+        rg.compile(graph, rg.Cluster(gpus=16, cpus=64, gpu_memory_bytes=76 * GIB))
+    rg.compile(graph, rg.Cluster(gpus=16, cpus=64, gpu_memory_bytes=79 * GIB))
+
+
+def test_models_of_one_pool_take_turns_with_what_only_their_own_nodes_need(tmp_path: Path) -> None:
+    plan = rg.compile(loop(folder(tmp_path / "m", QWEN3_8B), shared=True), rg.Cluster(gpus=8))
+    shared = parts(plan, "a GPU of 'shared'")
+    assert ("keys and values" in shared) != ("activations" in shared)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "message"),
+    [
+        (2, {}, r"needs at least .* GiB on a GPU of 'train', which has 80.0 GiB: optimizer 61.0 GiB.*give that pool more devices"),
+        (6, {"micro_batch_tokens": 4_000_000}, r"activations .* GiB.*lower micro_batch_tokens"),
+    ],
+)
+def test_a_plan_that_cannot_fit_is_refused_with_the_largest_part_and_a_way_out(
+    tmp_path: Path, gpus: int, options: dict[str, int], message: str
+) -> None:
+    graph = loop(folder(tmp_path / "m", QWEN3_8B), **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=message):
+        rg.compile(graph, rg.Cluster(gpus=gpus, gpu_memory_bytes=80 * GIB))
+
+
+def test_on_a_host_everything_is_in_its_memory(tmp_path: Path) -> None:
+    graph = loop(folder(tmp_path / "m", QWEN3_8B))
+    with pytest.raises(PlanError, match=r"on host, which has 24.0 GiB"):
+        rg.compile(graph, rg.Cluster(cpus=2, host_memory_bytes=24 * GIB))
+
+
+def test_activations_are_at_most_those_of_the_whole_batch(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    small, large = (parts(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "a GPU of 'train'") for n in (8192, 1 << 30))
+    assert small["activations"] == large["activations"] == 2 * 4096 * 4096 * 36 * 2  # two responses of 4096 tokens each
+
+
+def test_tune_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+
+    def build(tensor_parallel: int) -> rg.Graph:
+        return loop(model, tensor_parallel=tensor_parallel, buffers=2)
+
+    found = rg.tune(build, rg.Cluster(gpus=40, gpus_per_node=40, gpu_memory_bytes=31 * GIB), tensor_parallel=(1, 4))
+    assert {tuned.settings["tensor_parallel"] for tuned in found} == {4}
+    assert any("raise tensor_parallel" in reason for reason in found.left_out)
+
+
+def test_without_costs_times_come_from_the_roofline_of_a_known_gpu(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    times = {}
+    for gpu in ("NVIDIA H100 80GB HBM3", "A100"):
+        plan = rg.compile(loop(model), rg.Cluster(gpus=8, gpu=gpu))
+        assert plan.prediction.cost == "roofline"
+        times[gpu] = {node.name: node.seconds for node in plan.nodes}
+    h100, a100 = times.values()
+    assert 3.35 / 2.039 < a100["update"] / h100["update"] < 989 / 312  # logits go by memory traffic, the rest by operations
+    operations_s = 6 * 7.57e9 * 128 * rg.Sampling().max_tokens * 0.2945 / (989e12 * 0.4) / 4
+    assert operations_s < h100["update"] < 1.5 * operations_s
+    assert "nothing was measured" in str(plan)
+
+
+def test_each_gpu_holds_the_whole_float32_weights_while_they_load_and_a_plan_without_room_for_them_is_refused(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    graph = loop(model, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=16)), micro_batch_tokens=2048)
+    roomy = rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=40 * GIB))
+    assert parts(roomy, "a GPU of 'train' while models load") == {"whole weights of policy": 4 * count}
+    later = next(need for need in roomy.memory if need.place == "a GPU of 'train'")
+    assert later.least_bytes < 28 * GIB < 4 * count
+    with pytest.raises(PlanError, match=r"at least 30\.\d GiB on a GPU of 'train' while models load.* in float32, before"):
+        rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=28 * GIB))
+
+
+def test_the_ranks_of_a_host_read_a_whole_model_each(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    graph = loop(model, pools=(rg.Pool("rollout", gpus=2), rg.Pool("train", gpus=6)))
+    assert parts(rg.compile(graph, rg.Cluster(gpus=8)), "host while models load") == {"whole weights of policy": 6 * 4 * count}
+    with pytest.raises(PlanError, match=r"on host while models load, which has 100\.0 GiB: whole weights of policy 183\.\d GiB"):
+        rg.compile(graph, rg.Cluster(gpus=8, host_memory_bytes=100 * GIB))
+
+
+def test_models_that_share_a_gpu_load_beside_one_another(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    plan = rg.compile(loop(model, shared=True, micro_batch_tokens=2048), rg.Cluster(gpus=16))
+    assert parts(plan, "a GPU of 'shared' while models load") == {
+        "whole weights of generator": 2 * count,
+        "whole weights of policy": 4 * count,
+    }
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_a_memory_size_that_cannot_be_is_refused(wrong: object) -> None:
+    with pytest.raises(PlanError, match="whole number of bytes above 0"):
+        rg.Cluster(gpus=1, gpu_memory_bytes=wrong)  # type: ignore[arg-type]

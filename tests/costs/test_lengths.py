@@ -1,0 +1,43 @@
+"""How many responses an engine is made for: as many as the graph gives it at once, and no more than it can take."""
+
+import pytest
+
+import rlgraph as rg
+from rlgraph.engines.vllm.engine_arguments import most_sequences
+from rlgraph.runtime.worker.spec import setups
+
+
+def brief(responses: list[str]) -> list[float]:
+    return [1.0] * len(responses)
+
+
+def graph(*, prompts: int = 6, group: int = 4, chunks: int = 1, continuous: bool = False) -> rg.Graph:
+    generator = rg.Generator("m", pool=rg.Pool("rollout", gpus=2))
+    policy = rg.Policy("m", pool=rg.Pool("train", gpus=1))
+    weights = rg.feedback("weights", depth=1)
+    source = rg.prompts([{"prompt": "1 + 1 ="}], count=prompts)
+    rollout = generator.rollout(source, weights, group_size=group, chunks=chunks, continuous=continuous)
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(brief, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("sequences", step.metrics)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (graph(), 12),
+        (graph(prompts=7), 16),  # 4 and 3 prompts: the larger share
+        (graph(prompts=6, chunks=2), 16),  # of each part of 3 prompts, 2
+        (graph(continuous=True), 24),
+    ],
+)
+def test_an_engine_is_made_for_what_the_graph_gives_it_at_once(made: rg.Graph, expected: int) -> None:
+    each = setups(made, rg.compile(made, rg.Cluster(gpus=3)), "", b"", 1.0)
+    assert {setup.sequences for setup in each if isinstance(setup.model, rg.Generator)} == {expected}
+    assert {setup.sequences for setup in each if not isinstance(setup.model, rg.Generator)} == {0}
+
+
+def test_no_engine_decodes_more_than_fits_at_once() -> None:
+    assert [most_sequences(on_cpu, 5000) for on_cpu in (True, False)] == [256, 1024]
+    assert [most_sequences(on_cpu) for on_cpu in (True, False)] == [256, 1024]
+    assert most_sequences(False, 12) == 12

@@ -1,0 +1,140 @@
+"""A batch is cut into passes as the trainer does it, and what the host takes for each pass is found in a run and predicted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import law, run_of
+from simulated import PROMPT_TOKENS, Loop
+from tiny import batch_of
+
+import rlgraph as rg
+from rlgraph.costs.calibrate import costs_of
+from rlgraph.costs.functions import NodeCost, Setting
+from rlgraph.costs.lengths import Lengths
+from rlgraph.costs.microbatch_count import Passes
+from rlgraph.costs.trace import Trace
+from rlgraph.engines.forward.packing import plan_micro_batches
+from rlgraph.nodes.training.mini_batches import Walks
+
+LIMIT, TOKEN_S, ALONE_S, SHARDED_S = 500, 1e-4, 0.02, 0.03
+
+
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=24), st.integers(10, 200), st.integers(1, 5), st.integers(1, 3))
+def test_passes_are_those_of_the_trainer(lengths: list[int], limit: int, ranks: int, parts: int) -> None:
+    lengths = (lengths * parts)[: len(lengths) // parts * parts * parts] or [1] * parts
+    batch = batch_of([*lengths, 40], group=1)
+    batch["prompt_mask"] = torch.ones_like(batch["prompt_mask"])
+    trained: list[int] = []
+    for part in Walks(mini_batches=parts).parts({name: column[:-1] for name, column in batch.items()}):
+        plans = plan_micro_batches(part, ranks, limit, flat=True)
+        trained += [max(sum(s.tokens for s in plan[index]) for plan in plans) for index in range(len(plans[0]))]
+    passes = Passes(limit, parts).of_a_rank(np.array([lengths, lengths], dtype=float), batch["prompts"].shape[1], ranks)
+    assert (passes[0] == passes[1]).all()
+    assert passes[0][passes[0] > 0].tolist() == trained
+
+
+def test_steps_of_fewer_passes_have_none_in_the_place_of_more() -> None:
+    found = Passes(10).of_a_rank(np.array([[5.0, 5.0, 5.0], [2.0, 2.0, 2.0], [50.0, 1.0, 1.0]]), 1.0, 1)
+    assert found.tolist() == [[10, 5], [6, 0], [50, 2]]
+
+
+def test_each_mini_batch_is_cut_by_itself() -> None:
+    assert Passes(10, parts=2).of_a_rank(np.array([[4.0, 4.0, 4.0, 4.0]]), 1.0, 1).tolist() == [[8, 8]]
+
+
+def seconds(cost: NodeCost, setting: Setting, tokens: float) -> float:
+    return rg.Costs({"node": cost}, lengths=Lengths((0.0, 1.0), (tokens, tokens))).mean("node", setting)
+
+
+def test_a_pass_takes_as_long_as_its_tokens_but_no_less_than_its_launch() -> None:
+    cost = NodeCost(serial_s=1.0, token_s=0.1, pass_s=2.0, sharded_pass_s=3.0)
+    assert seconds(cost, Setting(rows=5, passes=Passes(40)), 10) == pytest.approx(1.0 + 4.0 + 2.0)
+    assert seconds(cost, Setting(2, 2, 10, Passes(40)), 10) == pytest.approx(1.0 + 4.0 + 3.0), "each rank has half of the rows"
+    assert seconds(cost, Setting(2, 1, 5, Passes(40)), 10) == pytest.approx(1.0 + 2.0 + 2.0), "one rank with two devices"
+    assert seconds(cost, Setting(rows=5), 10) == pytest.approx(1.0 + 5.0), "where passes are not known tokens count"
+
+
+def trained(passes: Passes, ranks: int, least_s: float) -> Callable[[str, list[int]], float]:
+    """Return the law of an update whose passes take that long at least."""
+
+    def taken(event: str, lengths: list[int]) -> float:
+        if event != "update":
+            return 0.01
+        each = passes.of_a_rank(np.array([lengths], dtype=float), PROMPT_TOKENS, ranks)
+        return float(np.maximum(each[each > 0] * TOKEN_S, least_s).sum())
+
+    return taken
+
+
+def run_on_gpus(loop: Loop, tokens: tuple[float, float], least_s: float) -> Trace:
+    """Return the record of a run on GPUs."""
+    run = run_of(loop, trained(Passes(LIMIT), loop.trainers, least_s), lengths=Lengths((0.0, 1.0), tokens))
+    return Trace(*run)
+
+
+ALONE = [run_on_gpus(Loop(depth=1, micro_batch_tokens=LIMIT), tokens, ALONE_S) for tokens in ((20, 90), (60, 200))]
+SHARDED = run_on_gpus(Loop(depth=1, trainers=2, micro_batch_tokens=LIMIT), (20, 90), SHARDED_S)
+
+
+def test_what_the_host_takes_for_a_pass_is_found() -> None:
+    update = law(costs_of(ALONE), "update")
+    assert update.token_s == pytest.approx(TOKEN_S, rel=0.01)
+    assert update.pass_s == pytest.approx(ALONE_S, rel=0.03)
+    assert (update.serial_s, update.sharded_pass_s) == (pytest.approx(0.0, abs=1e-6), 0.0)
+
+
+def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes() -> None:
+    both, alone = costs_of([*ALONE, SHARDED]), costs_of(ALONE)
+    assert law(both, "update").sharded_pass_s == pytest.approx(SHARDED_S, rel=0.02)
+    assert replace(law(both, "update"), sharded_pass_s=0.0) == law(alone, "update")
+    assert replace(both, nodes=alone.nodes) == alone
+    assert costs_of([SHARDED, *ALONE]).on != alone.on, "the devices are those of the first"
+
+
+def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_over_sooner() -> None:
+    """One rank begins early, and waits within its firing; the wait is known already as what kept the other."""
+    loop = Loop(depth=1, trainers=2, micro_batch_tokens=LIMIT)
+    both = Trace(*run_of(loop, trained(Passes(LIMIT), 2, SHARDED_S), late_s=0.02, lengths=Lengths((0.0, 1.0), (20, 90))))
+    early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in both.spans if span.name == "update"]
+    skewed = replace(both, spans=[*both.spans, *early])
+    assert costs_of([skewed]) == costs_of([both])
+    assert law(costs_of([*ALONE, skewed]), "update") == law(costs_of([*ALONE, both]), "update")
+
+
+def decoding(loop: Loop) -> Trace:
+    """Return the record of a run in which all responses are equally long, and an engine takes a time for each of their tokens."""
+    same = Lengths((0.0, 1.0), (50.0, 50.0))
+    return Trace(*run_of(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
+
+
+def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:
+    one, turns = decoding(Loop(depth=1)), decoding(Loop(depth=0, shared=True, rows=32))
+    found = law(costs_of([one, turns]), "rollout").decode
+    assert found is not None
+    told = [found.seconds(np.full((1, rows), 50.0), PROMPT_TOKENS, 1)[0, 0] for rows in (16, 32)]
+    assert told == [pytest.approx(0.1 + 1e-3 * 16), pytest.approx(0.1 + 1e-3 * 32)]
+    wide = decoding(Loop(depth=1, generators=2, rows=32))
+    wide = replace(wide, plan=replace(wide.plan, pools=tuple(replace(pool, cpus=4) for pool in wide.plan.pools)))
+    both, alone = costs_of([one, wide]), costs_of([one])
+    assert [law(both, node) for node in ("rollout", "update")] == [law(alone, node) for node in ("rollout", "update")]
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_an_update_on_other_devices_is_foretold_by_its_passes(rows: int) -> None:
+    loop = Loop(depth=1, rows=rows, trainers=2, micro_batch_tokens=LIMIT)
+    costs = costs_of([*ALONE, SHARDED])
+    assert costs.lengths is not None
+    truth = trained(Passes(LIMIT), 2, SHARDED_S)
+    drawn = costs.lengths.batches(400, rows).astype(int).tolist()
+    told = rg.compile(loop.graph(), rg.Cluster(gpus=3), costs).node("update").seconds
+    assert told == pytest.approx(np.mean([truth("update", lengths) for lengths in drawn]), rel=0.03)
+
+
+def test_where_launching_takes_nothing_next_to_nothing_is_found() -> None:
+    run = run_on_gpus(Loop(depth=1, micro_batch_tokens=LIMIT), (20, 90), 1e-6)
+    assert law(costs_of([run]), "update").pass_s < 0.1 * TOKEN_S * LIMIT
