@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlgraph.analysis.run import Run
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import DEADLINE_S, Plan
@@ -18,7 +19,8 @@ from rlgraph.errors import PlanError, PlanWarning
 from rlgraph.graph.no_signal import teaches_nothing
 from rlgraph.graph.nodes import Graph
 from rlgraph.record import record
-from rlgraph.render.chrome_trace import write
+from rlgraph.render import chrome_trace
+from rlgraph.render import report as report_page
 from rlgraph.render.mermaid import mermaid
 from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.text import text
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
 
-__all__ = ["compile", "draw", "launch", "profile", "ray_dag", "record", "replay", "run_here", "svg", "text", "timeline", "tune"]
+__all__ = ["compile", "draw", "launch", "profile", "ray_dag", "record", "replay", "report", "run_here", "svg", "text", "timeline", "tune"]
 
 
 @checked(PlanError)
@@ -71,7 +73,13 @@ def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
 
     spans = [span for span in simulate(plan.schedule, steps, seconds) if span.name not in due or due[span.name](span.step)]
     ranks = [replace(span, worker=name) for span in spans for name, fired in nodes.items() if fired == nodes[span.worker]]
-    write(path, ranks, plan)
+    chrome_trace.write(path, ranks, plan)
+
+
+@checked(PlanError)
+def report(run: Run, path: str | Path) -> None:
+    """Write the report of a run as one HTML file that needs no server and no network: what `Job.report` does."""
+    report_page.write(path, run)
 
 
 @checked(PlanError)

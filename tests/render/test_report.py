@@ -54,6 +54,11 @@ def test_a_report_is_well_formed_and_has_every_section(root: ElementTree.Element
     assert all(len(shown(section(root, key))) > 40 for key in SECTIONS)
 
 
+def test_the_facade_of_a_plan_writes_the_report(run: Run, tmp_path: Path) -> None:
+    run.plan.facade.report(run, tmp_path / "run.html")
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page(run)
+
+
 def test_a_report_needs_nothing_beside_it(run: Run) -> None:
     text = page(run)
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)

@@ -22,7 +22,6 @@ from rlgraph.costs.costs import Costs
 from rlgraph.costs.trace import Trace
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
-from rlgraph.render import report
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.poison_prompts import Suspects
@@ -290,7 +289,7 @@ class Job:
 
     def report(self, path: str | Path) -> None:
         """Write the report of the run so far: one HTML file that needs no server and no network."""
-        report.write(path, self.run())
+        self.plan.facade.report(self.run(), path)
 
     def costs(self) -> Costs:
         """What each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
