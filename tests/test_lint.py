@@ -1,0 +1,140 @@
+"""The rules of the house that no linter has: who may import what, sizes, and what belongs to others. Each is seen to fail once."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rlgraph"
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+MODULE_LINES, FUNCTION_LINES = 400, 60
+LONGER = {"vllm/engine.py:__init__", "rollout/rollout.py:rollout"}  # what may still be; take a name away once it is short
+DISTRIBUTED = ("engines/fsdp/", "channels/remote/gloo.py")  # who may import torch.distributed
+# The private names of other libraries that a module outside of engines/ needs, and what for. None of them is rlgraph's own.
+PRIVATE = {
+    "channels/api.py": {"_version"},  # of a tensor: whether it was changed in place
+    "channels/host/cuda_ipc.py": {"_share_cuda_", "_new_shared_cuda"},  # PyTorch has no public handles of memory on a GPU
+    "channels/host/ray_channel.py": {"_writer_ref", "_private"},  # Ray's Compiled Graph channels are experimental
+    "channels/host/ray_devices.py": {"_writer_ref", "_TorchTensorAcceleratorChannel"},
+    "channels/host/serialization.py": {"_foreach_copy_"},
+    "channels/weights/shards.py": {"_foreach_copy_"},
+    "nodes/walls/child.py": {"_exit"},  # os._exit: a forked child runs no handlers of its parent
+    "runtime/worker/process.py": {"_exit"},
+    "runtime/driver/ray_dispatch.py": {"_private", "_global_node"},  # where Ray keeps its session
+    "simulate/play.py": {"_replace"},  # public, of a NamedTuple
+}
+# One line at the end of a file that breaks each of the contracts in pyproject.toml.
+BREACHES = {
+    "imports go down only": ("errors.py", "from rlgraph import api"),
+    "Ray is known to its dispatch, its channels and its graph": ("nodes/items.py", "import ray"),
+    "transformers and vllm are imported by the engines alone": ("nodes/prompts.py", "import transformers"),
+    "an engine saves and loads itself: the runtime knows nothing of how it is sharded": (
+        "runtime/local.py",
+        "import rlgraph.engines.fsdp.sharding",
+    ),
+    "what plans, simulates and carries knows no engine": ("channels/local.py", "import rlgraph.engines.registry"),
+    "channels carry columns, whatever graph they are of": ("channels/local.py", "import rlgraph.graph.nodes"),
+    "nodes know engines by what all engines are": ("nodes/items.py", "import rlgraph.engines.vllm.engine"),
+}
+
+
+def sources(*folders: str) -> Iterator[tuple[str, str]]:
+    """Each module's path below the package, or below the root for another folder, and its text."""
+    for folder in folders or ("rlgraph",):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(PACKAGE if folder == "rlgraph" else ROOT)), path.read_text()
+
+
+def long_functions(source: str) -> list[str]:
+    """The functions with more lines than one may have, decorators aside."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
+    ]
+
+
+def imported(source: str) -> Iterator[str]:
+    """The modules and names that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def private_of_others(source: str) -> set[str]:
+    """The private names that a module uses of objects and modules, without those that it defines itself."""
+    tree = ast.parse(source)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+    return {name for name in used - own if name.startswith("_") and not name.endswith("__")}
+
+
+def contracts(folder: Path) -> str:
+    """Run import-linter over the copy of the package in a folder."""
+    code = "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100, check=False).stdout
+
+
+def test_no_module_is_too_long_to_read_at_once() -> None:
+    assert {name: n for name, text in sources("rlgraph", "tests", "recipes") if (n := len(text.splitlines())) > MODULE_LINES} == {}
+
+
+def test_no_function_is_too_long_to_read_at_once() -> None:
+    found = {f"{'/'.join(name.split('/')[-2:])}:{function}" for name, text in sources() for function in long_functions(text)}
+    assert found <= LONGER
+    body = "    pass\n" * FUNCTION_LINES
+    assert long_functions(f"def long():\n{body}\n\ndef fits():\n{body[9:]}") == ["long"]
+
+
+def test_torch_distributed_is_known_to_the_trainer_and_to_one_channel() -> None:
+    def breaks(source: str) -> bool:
+        return any(f"{name}.".startswith("torch.distributed.") for name in imported(source))
+
+    assert [name for name, text in sources() if breaks(text) and not name.startswith(DISTRIBUTED)] == []
+    assert all(any(breaks(text) for name, text in sources() if name.startswith(place)) for place in DISTRIBUTED)
+    assert breaks("def f():\n    from torch import distributed as dist")
+    assert breaks("import torch.distributed.fsdp")
+
+
+def test_what_is_private_is_used_by_its_own_module() -> None:
+    found = {name: private for name, text in sources() if not name.startswith("engines/") and (private := private_of_others(text))}
+    assert {name: more for name, private in found.items() if (more := private - PRIVATE.get(name, set()))} == {}
+    assert {name: gone for name, known in PRIVATE.items() if (gone := known - found.get(name, set()))} == {}, "no longer used"
+    assert private_of_others("class A:\n    def f(self, other): return other._hidden, self._mine, other._mine, len.__name__") == {"_hidden"}
+    assert private_of_others("from rlgraph.columns import _rows") == {"_rows"}
+
+
+def test_the_contracts_of_imports_hold_and_each_can_be_broken(tmp_path: Path) -> None:
+    names = {contract["name"] for contract in CONTRACTS["importlinter"]["contracts"]}
+    assert names == BREACHES.keys(), "say in BREACHES how a new contract is broken"
+    shutil.copytree(PACKAGE, tmp_path / "rlgraph", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert f"Contracts: {len(names)} kept, 0 broken" in contracts(tmp_path)
+    for file, line in BREACHES.values():
+        with (tmp_path / "rlgraph" / file).open("a") as module:
+            module.write(f"\n{line}\n")
+    assert f"Contracts: 0 kept, {len(names)} broken" in contracts(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["rlgraph", "benchmarks", "recipes"])
+def test_mypy_is_strict_over_all_that_is_shown(folder: str) -> None:
+    assert CONTRACTS["mypy"]["strict"] is True
+    assert folder in CONTRACTS["mypy"]["files"]
+    loosened = {module for override in CONTRACTS["mypy"]["overrides"] for module in override["module"]}
+    assert not [module for module in loosened if module.startswith(("benchmarks", "recipes"))]
