@@ -1,11 +1,87 @@
-"""What the documents show is what there is."""
+"""What the documents and docstrings show is what there is."""
 
+import ast
+import doctest
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+import rlgraph as rg
+from rlgraph import algorithms
+
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_EXAMPLES = [path for path in sorted((ROOT / "rlgraph").rglob("*.py")) if ">>>" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_examples_of_the_docstrings_run(path: Path) -> None:
+    """Of every module with one: none needs vLLM or a GPU, which have their examples in recipes/."""
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    found = doctest.testmod(module)
+    assert found.attempted > 0, "an example that is in no docstring"
+    assert found.failed == 0
+
+
+def examples(page: str) -> Iterator[ast.Module]:
+    """The blocks of Python that a page shows."""
+    yield from (ast.parse(code) for code in re.findall(r"```python\n(.*?)```", page, re.S))
+
+
+def unknown_names(tree: ast.Module) -> Iterator[str]:
+    """The names of rlgraph that an example uses and that there are not."""
+    modules = {"rg": rg, "alg": algorithms}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            if not hasattr(modules[node.value.id], node.attr):
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlgraph"):
+            module = importlib.import_module(node.module or "")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name))
+
+
+def test_the_examples_of_every_page_use_names_that_there_are() -> None:
+    assert list(unknown_names(ast.parse("rg.grpo(x)\nfrom rlgraph.columns import Nothing"))) == ["rlgraph.columns.Nothing", "rg.grpo"]
+    found = {page.name: names for page in PAGES if (names := [n for tree in examples(page.read_text()) for n in unknown_names(tree)])}
+    assert found == {}
+
+
+def anchors(page: str) -> set[str]:
+    """The names under which GitHub links the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, page: str) -> Iterator[str]:
+    """The links of a page into this repository whose file or heading there is not."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page):
+        target, _, heading = link.partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        file = (path.parent / target) if target else path
+        if not file.exists() or (heading and file.suffix == ".md" and heading not in anchors(file.read_text())):
+            yield link
+
+
+def test_the_links_of_every_page_lead_somewhere() -> None:
+    assert list(broken_links(ROOT / "README.md", "[a](docs/gone.md) [b](docs/gpu.md) [c](#gone)")) == ["docs/gone.md", "#gone"]
+    assert {path.name: links for path in PAGES if (links := list(broken_links(path, path.read_text())))} == {}
+    assert sum(page.read_text().count("](") for page in PAGES) > 10
+
+
+def test_the_files_that_a_page_names_are_there() -> None:
+    """Such as `tests/unigram.py`; patterns and the files that a run writes aside."""
+    named = {
+        (page.name, file)
+        for page in PAGES
+        for file in re.findall(r"`((?:rlgraph|tests|docs|recipes|benchmarks)/[\w./-]+)`", page.read_text())
+    }
+    assert {(page, file) for page, file in named if not (ROOT / file).exists()} == set()
 
 
 def test_the_readme_example_compiles_as_it_stands(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Encode prompts. A text that begins with the special tokens the tokenizer would put in front gets no second ones.
 
     A chat template writes such tokens itself: Llama 3's begins with `<|begin_of_text|>`, which its tokenizer adds to any text.
-
-        >>> prompt_tokens(llama3, ["Hi", "<|begin_of_text|>Hi"])
-        [[128000, 13347], [128000, 13347]]
+    With it, "Hi" and "<|begin_of_text|>Hi" are both `[128000, 13347]`.
     """
     whole: list[list[int]] = tokenizer(list(texts))["input_ids"]
     added: list[int] = tokenizer([""])["input_ids"][0]

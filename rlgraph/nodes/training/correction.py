@@ -120,8 +120,11 @@ def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
     A response is cut off by `max_tokens`, by the context or, with tools, by `max_turns`. The update neither computes nor counts it.
     Metric: `filter/truncated_fraction`, of the responses left out. Source: Yu et al., 2025, 2503.14476 (DAPO's overlong filtering).
 
-        >>> mask = rg.filter_truncated(rollout)
-        >>> step = policy.update(rollout, advantages, mask, loss=rg.ClippedLoss())
+        >>> import rlgraph as rg
+        >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout"))
+        >>> rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=8), rg.feedback("weights", depth=1))
+        >>> rg.filter_truncated(rollout).columns  # for policy.update(rollout, advantages, mask, …)
+        ('loss_mask',)
 
     Raises GraphError for a missing column.
     """
