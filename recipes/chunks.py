@@ -46,7 +46,7 @@ def graph(cfg: Config) -> rg.Graph:
         await asyncio.sleep(cfg.judge_s)
         return right_number([response], [answer])[0]
 
-    rewards = rg.reward(judge, prompts, rollout, at_once=64, deadline_s=60)
+    rewards = rg.reward(judge, prompts, rollout, concurrency=64, deadline_s=60)
     held_out = sums(cfg.seed + 1, count=16)
     evaluation = rg.evaluate(
         generator, held_out, weights, reward=right_number, every=cfg.evaluate_every, samples=4, steps=cfg.steps, at_start=True

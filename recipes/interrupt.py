@@ -35,7 +35,7 @@ def graph(cfg: Config) -> rg.Graph:
     sampling = rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=tuple(line_end))
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=128, seed=cfg.seed)
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
-    weights = rg.feedback("weights", depth=cfg.depth, buffers=2, freshest=True)  # the next version arrives while responses decode
+    weights = rg.feedback("weights", depth=cfg.depth, buffers=2, latest=True)  # the next version arrives while responses decode
 
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, interrupt=cfg.interrupt)

@@ -175,7 +175,7 @@ def vector_loop(
     depth: int,
     *,
     buffers: int = 1,
-    freshest: bool = False,
+    latest: bool = False,
     generate_s: float = 0.0,
     train_s: float = 0.0,
     ranks: int | None = None,
@@ -190,7 +190,7 @@ def vector_loop(
     """Return the graph: prompts, rollout, a reward of the user's own, update, and weights back; and a critic's update, in the
     pool of training unless it has one of its own."""
     rollout_pool, train_pool = pools or (Pool("rollout"), Pool("train"))
-    weights: Feedback = feedback("weights", depth=depth, buffers=buffers, freshest=freshest)
+    weights: Feedback = feedback("weights", depth=depth, buffers=buffers, latest=latest)
     source = prompts(ITEMS, count, seed=1)
     rollout = Output(
         declare(

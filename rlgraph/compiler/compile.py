@@ -273,7 +273,7 @@ def _loops(
                 readers=tuple(n.name for n in events.readers(graph, feedback)),
                 depth=feedback.depth,
                 buffers=feedback.buffers,
-                freshest=feedback.freshest,
+                freshest=feedback.latest,
                 bucket_bytes=feedback.bucket_bytes,
                 checksum=feedback.checksum,
                 staleness=expected.staleness(graph, feedback),

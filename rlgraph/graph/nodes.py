@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import networkx as nx
 
 from rlgraph import settings
+from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
@@ -183,9 +184,9 @@ class Feedback:
 
     HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
 
-    def __init__(self, name: str, depth: int, buffers: int, freshest: bool, bucket_bytes: int, checksum: bool) -> None:
-        rules.check_feedback(name, depth, buffers, freshest)
-        self.name, self.depth, self.buffers, self.freshest = name, depth, buffers, freshest
+    def __init__(self, name: str, depth: int, buffers: int, latest: bool, bucket_bytes: int, checksum: bool) -> None:
+        rules.check_feedback(name, depth, buffers, latest)
+        self.name, self.depth, self.buffers, self.latest = name, depth, buffers, latest
         self.bucket_bytes, self.checksum = bucket_bytes, checksum
         self.source: Output | None = None
 
@@ -195,27 +196,28 @@ class Feedback:
         self.source = weights
 
 
+@renamed(freshest="latest")
 @checked(what="feedback")
 def feedback(
     name: Name,
     *,
     depth: Annotated[Natural, Range(least=0, rule=rules.DEPTH_RULE)],
     buffers: Annotated[int, Range(least=1, most=2, rule=rules.BUFFERS_RULE)] = 1,
-    freshest: bool = False,
+    latest: bool = False,
     bucket_bytes: Annotated[int, Range(least=1, rule="a whole number of bytes, at least 1: 1 << 29 is usual")] = BUCKET_BYTES,
     checksum: bool = False,
 ) -> Feedback:
     """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
 
     A version is one step of the graph. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
-    seed and depth alone; `freshest=True` takes the newest published version instead. `buffers=2` lets the generator
+    seed and depth alone; `latest=True` takes the newest published version instead. `buffers=2` lets the generator
     receive the next version while it decodes; with 1 it receives between two steps. The second buffer begins to fill as
     soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` every version is compared with what
     the trainer sent, parameter by parameter, before the generator uses it.
 
     Raises GraphError for a negative depth, buffers other than 1 and 2, or buckets without a byte.
     """
-    return Feedback(name, depth, buffers, freshest, bucket_bytes, checksum)
+    return Feedback(name, depth, buffers, latest, bucket_bytes, checksum)
 
 
 @checked()

@@ -28,14 +28,14 @@ def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | Non
         raise GraphError(f"pool '{name}' has a share and an exact count; give one of them")
 
 
-def check_feedback(name: str, depth: int, buffers: int, freshest: bool) -> None:
+def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
     where = f"feedback '{name}'"
     if depth > MAX_DEPTH:
         raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
     if depth == 0 and buffers == 2:
         raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
-    if depth == 0 and freshest:
-        raise GraphError(f"{where} has freshest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
+    if depth == 0 and latest:
+        raise GraphError(f"{where} has latest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
 
 
 def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> None:

@@ -79,7 +79,7 @@ class Outlook:
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
         """Return the mean gap between the version a rollout takes and the one it is trained at."""
-        if not feedback.freshest:
+        if not feedback.latest:
             return float(feedback.depth)
         published = sorted(self.played.ends[publish_event(feedback.name)])
         load = load_event(feedback.name, readers(graph, feedback)[0].name)

@@ -94,7 +94,7 @@ class Case:
     lengths: tuple[tuple[int, ...], ...]  # of the responses, by step
     delays: tuple[int, ...]
     room: int
-    freshest: bool = False
+    latest: bool = False
 
 
 @st.composite
@@ -119,7 +119,7 @@ def run(case: Case) -> tuple[list[list[Response]], Trainer]:
     for step in range(STEPS):
         context.arrivals = trainer
         trainer.wait(case.rule.needs(step))
-        if case.freshest:
+        if case.latest:
             trainer.poll()
         decoding.begin(step, requests(case, step))
         batches.append(decoding.take(step, requests(case, step)))

@@ -22,11 +22,11 @@ def versions(weight_version: torch.Tensor, responses: torch.Tensor) -> list[floa
     return weight_version[:, 0].float().tolist()  # type: ignore[no-any-return]
 
 
-def graph(model: str, depth: int = 1, freshest: bool = False) -> rg.Graph:
+def graph(model: str, depth: int = 1, latest: bool = False) -> rg.Graph:
     sampling, greedy = rg.Sampling(max_tokens=4), rg.Sampling(max_tokens=6, temperature=0)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine="transformers")
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3))
-    weights = rg.feedback("weights", depth=depth, freshest=freshest)
+    weights = rg.feedback("weights", depth=depth, latest=latest)
     prompts = rg.prompts(ITEMS, count=2)
     rollout = generator.rollout(prompts, weights, group_size=3)
     baseline = rg.reward(
@@ -62,7 +62,7 @@ def test_the_plan_certifies_both_and_loads_once_before_the_first(model: str) -> 
     assert waiting == {"rollout", "greedy"}
 
 
-def test_with_the_freshest_weights_too_both_use_one_version(model: str) -> None:
-    with rg.compile(graph(model, freshest=True), rg.Cluster(cpus=2)).run_here() as job:
+def test_with_the_latest_weights_too_both_use_one_version(model: str) -> None:
+    with rg.compile(graph(model, latest=True), rg.Cluster(cpus=2)).run_here() as job:
         for step in job.steps(3):
             assert step.metrics["critic/rewards/mean"] == step.metrics["critic/baseline_rewards/mean"] == step.index

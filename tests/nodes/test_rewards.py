@@ -84,7 +84,7 @@ def test_a_number_of_one_response_comes_as_a_number() -> None:
 
 
 @pytest.mark.parametrize("kind", ["threads", "async"])
-def test_calls_for_single_responses_run_together_and_never_more_than_at_once(kind: str) -> None:
+def test_calls_for_single_responses_run_together_and_never_more_than_the_concurrency(kind: str) -> None:
     meeting, running, most = threading.Barrier(2, timeout=20), [0], [0]
 
     def together(response: str) -> float:
@@ -108,7 +108,7 @@ def test_calls_for_single_responses_run_together_and_never_more_than_at_once(kin
         running[0] -= 1
         return 1.0
 
-    assert rewards(together if kind == "threads" else together_async, at_once=2, deadline_s=20) == [1.0] * 4
+    assert rewards(together if kind == "threads" else together_async, concurrency=2, deadline_s=20) == [1.0] * 4
     assert most[0] == 2
 
 
@@ -198,7 +198,7 @@ def test_calls_stop_once_one_has_failed() -> None:
     assert seen == [0]
 
 
-@pytest.mark.parametrize("settings", [{"at_once": 0}, {"at_once": True}, {"deadline_s": 0}, {"deadline_s": float("inf")}])
+@pytest.mark.parametrize("settings", [{"concurrency": 0}, {"concurrency": True}, {"deadline_s": 0}, {"deadline_s": float("inf")}])
 def test_limits_that_are_none_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(GraphError, match="node 'reward' has "):
         operation(right, **settings)

@@ -67,8 +67,8 @@ def test_generator_ranks_change_nothing_in_the_batch() -> None:
     assert found == oracle(fakes.vector_loop(1), 4)
 
 
-def test_freshest_weights_keep_the_bound() -> None:
-    with forked.job(fakes.vector_loop(2, freshest=True, generate_s=0.02)) as running:
+def test_latest_weights_keep_the_bound() -> None:
+    with forked.job(fakes.vector_loop(2, latest=True, generate_s=0.02)) as running:
         assert all(step.staleness <= min(step.index, 2) for step in running.steps(10))
 
 

@@ -33,10 +33,10 @@ def seen(batch: Columns) -> tuple[rg.Columns, dict[str, float]]:
     return {"seen": newest.float()}, metrics
 
 
-def loop(model: Path, depth: int, *, buffers: int = 1, freshest: bool = False, **options: Any) -> rg.Graph:
+def loop(model: Path, depth: int, *, buffers: int = 1, latest: bool = False, **options: Any) -> rg.Graph:
     generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=LENGTHS, dtype="float32")
     policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=2e-3), dtype="float32")
-    weights = rg.feedback("weights", depth=depth, buffers=buffers, freshest=freshest)
+    weights = rg.feedback("weights", depth=depth, buffers=buffers, latest=latest)
     rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, **options)
     advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_high=0.28))
@@ -77,7 +77,7 @@ def test_a_continuous_run_of_workers_equals_the_oracle_in_every_bit(model: Path,
 
 @pytest.mark.parametrize("options", [{"interrupt": "recompute"}, {"interrupt": "keep", "continuous": True}], ids=["interrupt", "both"])
 def test_interrupted_runs_keep_the_bound_and_learn(model: Path, options: dict[str, Any]) -> None:
-    batchwise, found = here(loop(model, 2), 4), in_workers(loop(model, 2, freshest=True, **options), 30)
+    batchwise, found = here(loop(model, 2), 4), in_workers(loop(model, 2, latest=True, **options), 30)
     assert [step["digest/prompts"] for step in found[:4]] == [step["digest/prompts"] for step in batchwise]
     for index, step in enumerate(found):
         assert max(0, index - 2) <= step["oldest"] <= step["newest"] <= index
@@ -88,8 +88,8 @@ def test_interrupted_runs_keep_the_bound_and_learn(model: Path, options: dict[st
 
 def test_an_interrupt_with_nothing_published_meanwhile_changes_no_bit(model: Path) -> None:
     # In one process nothing is published while a rollout decodes; with interrupts it begins with the newest version anyway.
-    expected = here(loop(model, 1, freshest=True), 4)
-    assert here(loop(model, 1, freshest=True, interrupt="keep"), 4) == expected
+    expected = here(loop(model, 1, latest=True), 4)
+    assert here(loop(model, 1, latest=True, interrupt="keep"), 4) == expected
     assert here(loop(model, 1, interrupt="recompute"), 4) == expected
 
 

@@ -32,7 +32,7 @@ class Returned:
 
 @dataclass
 class Calls:
-    """The calls of one firing, at most `at_once` of them at a time. Used once.
+    """The calls of one firing, at most `concurrency` of them at a time. Used once.
 
     A plain function is called on threads; an `async def` one in an event loop, where a call that waits costs nothing. The
     threads are daemons: one that hangs keeps no process alive.
@@ -40,7 +40,7 @@ class Calls:
 
     function: Callable[..., object]
     arguments: Sequence[Arguments]
-    at_once: int
+    concurrency: int
     deadline_s: float
     begun: dict[int, float] = field(default_factory=dict)
     returned: "queue.SimpleQueue[Returned]" = field(default_factory=queue.SimpleQueue)
@@ -54,7 +54,7 @@ class Calls:
         if inspect.iscoroutinefunction(self.function):
             asyncio.run_coroutine_threadsafe(self._all(), event_loop())
         else:
-            for _ in range(min(self.at_once, len(self.arguments))):
+            for _ in range(min(self.concurrency, len(self.arguments))):
                 threading.Thread(target=self._thread, args=(waiting,), name="calls", daemon=True).start()
         try:
             return self._collected()
@@ -95,7 +95,7 @@ class Calls:
                 self.returned.put(Returned(place, error=error))
 
     async def _all(self) -> None:
-        limit = asyncio.Semaphore(self.at_once)
+        limit = asyncio.Semaphore(self.concurrency)
         calls = [asyncio.create_task(self._one(place, limit)) for place in range(len(self.arguments))]
         await asyncio.gather(*calls)
 

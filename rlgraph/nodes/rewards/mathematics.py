@@ -34,7 +34,7 @@ class MathVerify:
 def math_verify(*, limit_s: float = 10.0) -> MathVerify:
     """Return a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 
-    Comparisons run in processes of their own, `at_once` of them, which are ended after `limit_s`: a policy may well write an
+    Comparisons run in processes of their own, `concurrency` of them, which are ended after `limit_s`: a policy may well write an
     expression that takes for ever, and scores 0 for it as for any other wrong answer.
     Raises DataError if the package `math-verify` is missing.
     """

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 
 from rlgraph.columns import COLUMNS, Columns
+from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -17,12 +18,12 @@ from rlgraph.nodes.training.guards import Outliers
 from rlgraph.settings import Name, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the response is named and not only the node
-AT_ONCE = 16
+CONCURRENCY = 16
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
 RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number a response")]
 RewardColumn: TypeAlias = Annotated[str, Range(least=1, rule="the name of the column that the rewards go to, as writes='baseline_rewards'")]
-AtOnce: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are scored at a time, at least 1")]
+Concurrency: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are scored at a time, at least 1")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +59,13 @@ def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
     return {f"critic/{column}/{name}": value.item() for name, value in found.items()}
 
 
+@renamed(at_once="concurrency")
 @checked()
 def reward(
     function: RewardFunction,
     *inputs: Output,
     writes: RewardColumn = "rewards",
-    at_once: AtOnce = AT_ONCE,
+    concurrency: Concurrency = CONCURRENCY,
     deadline_s: Seconds = DEADLINE_S,
     by_group: bool = True,
     outliers: Annotated[float, Range(above=0, rule=OUTLIERS_RULE)] | None = OUTLIERS,
@@ -73,7 +75,7 @@ def reward(
 
     `def right(responses, answers)` is called once with the columns of all responses and returns one number for each;
     `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
-    Calls for single responses run `at_once` at a time, on threads or, if async, in one event loop.
+    Calls for single responses run `concurrency` at a time, on threads or, if async, in one event loop.
 
     `responses` and `prompts` come as text (as token ids if the parameter is annotated `torch.Tensor`), `answers` from the
     field `answer` of the data set, repeated for each response. `writes` names the column that the numbers go to:
@@ -93,7 +95,7 @@ def reward(
     check_column(name, writes)
     where = f"node '{name}'"
     operation = Reward(
-        scoring(where, function, carried(inputs), tokenizer_of(inputs), at_once, deadline_s), writes, by_group, outliers, name
+        scoring(where, function, carried(inputs), tokenizer_of(inputs), concurrency, deadline_s), writes, by_group, outliers, name
     )
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 

@@ -35,7 +35,7 @@ EXCERPT = 60  # characters of a prompt in an error
 class Scoring:
     """A function of responses, with the column that each of its parameters gets.
 
-    `single` functions are called for one response at a time, `at_once` of them together; the others once for all. `named_by`
+    `single` functions are called for one response at a time, `concurrency` of them together; the others once for all. `named_by`
     are columns that are read only to say which response it was that something went wrong with.
     """
 
@@ -45,7 +45,7 @@ class Scoring:
     tokenizer: str | None  # model folder, where token ids are to be decoded
     decoded: tuple[str, ...]
     named_by: tuple[str, ...]
-    at_once: int
+    concurrency: int
     deadline_s: float
 
     @property
@@ -67,7 +67,7 @@ class Scoring:
         given = {parameter: self._argument(context, column, columns) for parameter, column in self.columns}
         calls = [{p: _at(values, row) for p, values in given.items()} for row in range(rows)] if self.single else [given]
         try:
-            returned = Calls(self.function, calls, self.at_once, self.deadline_s).run()
+            returned = Calls(self.function, calls, self.concurrency, self.deadline_s).run()
         except CallFailed as failure:
             which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, failure)
             raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
@@ -100,7 +100,7 @@ def scoring(
     function: Callable[..., Any],
     carried: Sequence[str],
     tokenizer: str | None,
-    at_once: int,
+    concurrency: int,
     deadline_s: float,
     texts: Sequence[str] = (),
 ) -> Scoring:
@@ -122,7 +122,7 @@ def scoring(
     as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
     tokens = [column for p, column in columns if column in TOKEN_COLUMNS and column not in texts and p not in as_tokens]
     decoded = tuple(tokens) if tokenizer else ()
-    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), at_once, deadline_s)
+    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), concurrency, deadline_s)
 
 
 def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:

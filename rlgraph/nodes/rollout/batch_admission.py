@@ -14,8 +14,8 @@ from rlgraph.nodes.prompts import Prompts
 class Joining:
     """When weights and prompts join responses that are under way; `depth` is None where there is no feedback edge.
 
-    `interrupt`: each published version is swapped in before the next decode step, whether or not the edge is `freshest`. When that is
-    depends on the clock, so a run no longer repeats bit for bit.
+    `interrupt`: the engine swaps in each published version before its next decode step, also where the edge is not `latest`. When a
+    version arrives depends on the clock, so a run no longer repeats bit for bit.
 
     `continuous`: batch k + 1 joins once half of the responses of batch k have ended, and needs version k + 1 - depth for that, which
     the rest of batch k goes on with. Without `interrupt` the engine waits for exactly this version, so that a run still depends on

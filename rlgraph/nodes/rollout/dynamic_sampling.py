@@ -12,6 +12,7 @@ import torch
 
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, share
+from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Request, Response
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.errors import GraphError
@@ -20,13 +21,14 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
-from rlgraph.nodes.rewards.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardColumn, RewardFunction, check_column
+from rlgraph.nodes.rewards.reward import CONCURRENCY, DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.rollout.rollout import Rollout
 from rlgraph.settings import Seconds
 
 
+@renamed(at_once="concurrency")
 @dataclass(frozen=True, kw_only=True)
 class Refill:
     """Replace groups whose responses all have the same reward, since they teach nothing: DAPO's dynamic sampling.
@@ -43,7 +45,7 @@ class Refill:
     reward: RewardFunction
     writes: RewardColumn = "rewards"
     rounds: Annotated[int, Range(least=2, rule="how many times its prompts a step draws at most, a whole number of at least 2")] = 10
-    at_once: AtOnce = AT_ONCE
+    concurrency: Concurrency = CONCURRENCY
     deadline_s: Seconds = DEADLINE_S
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class Refill:
         self._check(where, name, rollout)
         own = tuple(column for column in prompts.columns if column != "prompt_ids")
         carried = (*WRITES, *own)
-        scored = scoring(where, self.reward, carried, rollout.generator.path, self.at_once, self.deadline_s)
+        scored = scoring(where, self.reward, carried, rollout.generator.path, self.concurrency, self.deadline_s)
         missing = [column for column in scored.reads if column not in carried]
         if missing:
             raise GraphError(f"{where}: the reward reads column '{missing[0]}', which neither responses nor prompts have: {list(carried)}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns, share
+from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.errors import GraphError
@@ -14,7 +15,7 @@ from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
-from rlgraph.nodes.rewards.reward import AT_ONCE, DEADLINE_S, AtOnce, RewardFunction
+from rlgraph.nodes.rewards.reward import CONCURRENCY, DEADLINE_S, Concurrency, RewardFunction
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
 from rlgraph.nodes.rollout.pass_at import summary
 from rlgraph.nodes.rollout.responses import columns_of, truncated
@@ -24,6 +25,7 @@ from rlgraph.settings import Count, Finite, Name, Seconds, checked
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
 
 
+@renamed(at_once="concurrency")
 @checked()
 def evaluate(
     generator: Generator,
@@ -39,7 +41,7 @@ def evaluate(
     passes: Finite = 1.0,
     prompt: Name = "prompt",
     source: Name = "data_source",
-    at_once: AtOnce = AT_ONCE,
+    concurrency: Concurrency = CONCURRENCY,
     deadline_s: Seconds = DEADLINE_S,
     name: str = "evaluate",
 ) -> Output:
@@ -66,7 +68,7 @@ def evaluate(
     rows = len(data) * samples
     answers = Output(declare(name, answer, (), reads=(), writes=ANSWERS, rows=rows, model=generator, feedback=weights, due=due))
     texts = ("prompts", "prompt_texts", *(plural(f) for f in questions.fields))
-    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, at_once, deadline_s, texts)
+    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, concurrency, deadline_s, texts)
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")

@@ -39,10 +39,10 @@ class Reference(TrainedModel):
         Raises GraphError for what is no feedback edge, for one that takes the newest version, and for the own edge of a rollout
         whose responses run through several versions.
         """
-        if weights.freshest:
+        if weights.latest:
             raise GraphError(
                 f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "
-                "use different ones; use an edge without freshest=True"
+                "use different ones; use an edge without latest=True"
             )
         mixed = next((o.node.name for o in inputs if _mixes_versions(o, weights)), None)
         if mixed is not None:

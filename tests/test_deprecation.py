@@ -1,0 +1,57 @@
+"""Public names that changed: the old spelling works for one version, and warns with the new one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+import rlgraph as rg
+from rlgraph.deprecation import renamed
+
+
+def right(prompt_texts: Sequence[str]) -> list[float]:
+    return [1.0] * len(prompt_texts)
+
+
+def reward(**settings: Any) -> int:
+    operation: Any = rg.reward(right, rg.prompts([{"prompt": "1 + 1 ="}], 1), **settings).node.operation
+    return int(operation.scoring.concurrency)
+
+
+def evaluation(**settings: Any) -> int:
+    pool, data = rg.Pool("rollout"), [{"prompt": "1 + 1 ="}]
+    edge = rg.feedback("weights", depth=1)
+    node = rg.evaluate(rg.Generator("m", pool=pool), data, edge, reward=right, every=1, **settings).node
+    operation: Any = node.operation
+    return int(operation.scoring.concurrency)
+
+
+SPELLINGS: dict[str, tuple[Callable[..., Any], str, str, Any]] = {
+    "feedback": (lambda **given: rg.feedback("w", depth=1, **given).latest, "freshest", "latest", True),
+    "reward": (reward, "at_once", "concurrency", 3),
+    "evaluate": (evaluation, "at_once", "concurrency", 3),
+    "Refill": (lambda **given: rg.Refill(reward=right, **given).concurrency, "at_once", "concurrency", 3),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_the_old_spelling_works_and_the_warning_says_the_new_one(name: str) -> None:
+    make, old, new, value = SPELLINGS[name]
+    assert make(**{new: value}) == value
+    with pytest.warns(DeprecationWarning, match=rf"{name}\({old}=...\) is now {name}\({new}=...\)") as said:
+        assert make(**{old: value}) == value
+    assert said[0].filename == __file__
+
+
+def test_both_spellings_in_one_call_are_refused() -> None:
+    with pytest.raises(TypeError, match="latest= and freshest=, its old name"):
+        rg.feedback("w", depth=1, latest=True, freshest=True)  # type: ignore[call-arg]
+
+
+def test_a_function_keeps_its_name_and_its_signature() -> None:
+    @renamed(old="new")
+    def work(new: int) -> int:
+        """Work."""
+        return new
+
+    assert (work.__name__, work.__doc__, work(1)) == ("work", "Work.", 1)
