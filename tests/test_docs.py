@@ -98,3 +98,9 @@ def test_the_readme_example_compiles_as_it_stands(tmp_path: Path) -> None:
 def test_the_readmes_picture_is_what_is_drawn_today(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "docs" / "draw.py"), str(tmp_path / "ppo.svg")], check=True, timeout=60)
     assert (tmp_path / "ppo.svg").read_text() == (ROOT / "docs" / "ppo.svg").read_text()
+
+
+def test_the_picture_of_the_packages_is_what_is_imported_today(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs" / "architecture.py"), str(tmp_path / "now.svg")], check=True, timeout=60)
+    drawn = (tmp_path / "now.svg").read_text() == (ROOT / "docs" / "architecture.svg").read_text()
+    assert drawn, "imports have changed: python docs/architecture.py docs/architecture.svg"
