@@ -51,39 +51,6 @@ def test_the_examples_of_every_page_use_names_that_there_are() -> None:
     assert found == {}
 
 
-def anchors(page: str) -> set[str]:
-    """The names under which GitHub links the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.S), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def broken_links(path: Path, page: str) -> Iterator[str]:
-    """The links of a page into this repository whose file or heading there is not."""
-    for link in re.findall(r"\]\(([^)\s]+)\)", page):
-        target, _, heading = link.partition("#")
-        if target.startswith(("http://", "https://")):
-            continue
-        file = (path.parent / target) if target else path
-        if not file.exists() or (heading and file.suffix == ".md" and heading not in anchors(file.read_text())):
-            yield link
-
-
-def test_the_links_of_every_page_lead_somewhere() -> None:
-    assert list(broken_links(ROOT / "README.md", "[a](docs/gone.md) [b](docs/gpu.md) [c](#gone)")) == ["docs/gone.md", "#gone"]
-    assert {path.name: links for path in PAGES if (links := list(broken_links(path, path.read_text())))} == {}
-    assert sum(page.read_text().count("](") for page in PAGES) > 10
-
-
-def test_the_files_that_a_page_names_are_there() -> None:
-    """Such as `tests/unigram.py`; patterns and the files that a run writes aside."""
-    named = {
-        (page.name, file)
-        for page in PAGES
-        for file in re.findall(r"`((?:rlgraph|tests|docs|recipes|benchmarks)/[\w./-]+)`", page.read_text())
-    }
-    assert {(page, file) for page, file in named if not (ROOT / file).exists()} == set()
-
-
 def test_the_readme_example_compiles_as_it_stands(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert code is not None
