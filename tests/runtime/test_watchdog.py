@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rlgraph.channels.host.address import listen
 from rlgraph.channels.host.channel import ShmReader, ShmWriter
 from rlgraph.channels.host.connection import Link
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
@@ -305,8 +306,10 @@ class Collective(Operation):
 
     def start(self, context: Context) -> Stage:
         dist.init_process_group("gloo", init_method=context.rendezvous, rank=context.rank, world_size=context.world)
-        engine, own = context.engine, context.engine.vector.chunk(context.world)[context.rank]
-        engine.weights = lambda: {"vector": own}
+        vector = context.engine.vector
+        begin = context.rank * (len(vector) // context.world)
+        own = WeightShard("vector", tuple(vector.shape), (begin,), vector.chunk(context.world)[context.rank])
+        context.engine.weight_shards = lambda: iter([own])
 
         def fire(step: int, columns: Columns) -> Fired:
             if step == 2 and context.rank == context.world - 1:

@@ -35,7 +35,8 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 def claimed_by(owner: str, folder: Path) -> "subprocess.Popen[str]":
     """Return a process that has claimed the folder: as a driver that is gone, or one that lives until its input ends."""
-    code = f"import sys; from pathlib import Path; from rlgraph.runtime import leftovers; leftovers.claim(Path({str(folder)!r}), (), ())"
+    code = "import sys; from pathlib import Path; from rlgraph.runtime.driver.orphan_cleanup import claim"
+    code += f"; claim(Path({str(folder)!r}), (), ())"
     wait = "; print('claimed', flush=True); sys.stdin.read()" if owner == "living" else ""
     return subprocess.Popen([sys.executable, "-c", code + wait], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
