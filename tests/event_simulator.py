@@ -58,7 +58,7 @@ class Simulator:
         self.home = {node: w.name for w in plan.workers if w.rank == 0 for node in w.nodes}
         self.seconds = {event.name: event.seconds for event in plan.schedule.events}
         self.fires = {w: [e for e in plan.schedule.events if e.kind == "fire" and self.home[e.node] == w] for w in self.finished}
-        self.around = {e.kind + " " + e.node + str(e.part): e.name for e in plan.schedule.events if e.kind in ("wake", "sleep")}
+        self.around = {e.kind + " " + e.node + str(e.chunk): e.name for e in plan.schedule.events if e.kind in ("wake", "sleep")}
         self.channels = [self._channel(channel) for channel in plan.channels]
         self.loops = [Weights(p, list(dict.fromkeys(self.home[r] for r in p.readers))) for p in plan.loops]
         self.awake: set[str] = set()
@@ -74,7 +74,7 @@ class Simulator:
         for worker in self.plan.workers:
             if worker.rank == 0 and (names := [n for n in worker.nodes if n in plan.readers]):
                 users[worker.name] = names
-        skipped = max(-plan.tokens, 0)  # are never sent
+        skipped = max(-plan.credits, 0)  # are never sent
         return Channel(plan, users, skipped, dict.fromkeys(users, skipped), {worker: set() for worker in users})
 
     def _run(self) -> None:
@@ -108,32 +108,32 @@ class Simulator:
         for step in range(self.steps + self.ahead[name]):
             yield lambda step=step: step < len(self.reported) + self.window + self.ahead[name]  # type: ignore[misc]
             for event in self.fires[name]:
-                yield from self._fire(name, event.name, event.node, event.part, step)
+                yield from self._fire(name, event.name, event.node, event.chunk, step)
             self.finished[name] += 1
 
-    def _fire(self, worker: str, event: str, node: str, part: int, step: int) -> Process:
+    def _fire(self, worker: str, event: str, node: str, chunk: int, step: int) -> Process:
         planned = self.plan.node(node)
-        yield from self._take(worker, node, part, step, "order")
+        yield from self._take(worker, node, chunk, step, "order")
         for weights in self.loops:
             users = [n for n in self.plan.worker(worker).nodes if n in weights.plan.readers]
-            if users and users[0] == node and part == 0:
-                yield from self._load(weights, worker, node, part, step)
-        yield from self._take(worker, node, part, step, "batch")
-        yield from self._wake(worker, node, part)
+            if users and users[0] == node and chunk == 0:
+                yield from self._load(weights, worker, node, chunk, step)
+        yield from self._take(worker, node, chunk, step, "batch")
+        yield from self._wake(worker, node, chunk)
         self.started[event, step] = self.now
         yield self.seconds[event]
         self.worked[event, step] = self.now
-        if (sleep := self.around.get(f"sleep {node}{part}")) is not None:
+        if (sleep := self.around.get(f"sleep {node}{chunk}")) is not None:
             yield self.seconds[sleep]
             self.awake.discard(worker)
-        message = step * planned.chunks + part
-        for channel in (c for c in self.channels if c.plan.writer == node and message + c.plan.tokens >= 0):
+        message = step * planned.chunks + chunk
+        for channel in (c for c in self.channels if c.plan.writer == node and message + c.plan.credits >= 0):
             yield channel.room
             assert channel.put == message
             channel.put += 1
         for channel in (c for c in self.channels if node in c.users.get(worker, ())):
-            wanted = self._messages(channel.plan, node, step, part)
-            if node == channel.users[worker][-1] and (len(wanted) < channel.plan.parts or part == planned.chunks - 1):
+            wanted = self._messages(channel.plan, node, step, chunk)
+            if node == channel.users[worker][-1] and (len(wanted) < channel.plan.chunks or chunk == planned.chunks - 1):
                 channel.released[worker] += len(channel.held[worker] & set(wanted))
                 channel.held[worker] -= set(wanted)
         for weights in self.loops:
@@ -141,27 +141,27 @@ class Simulator:
                 yield self.seconds[f"publish {weights.plan.name}"]
                 weights.published += 1
 
-    def _take(self, worker: str, node: str, part: int, step: int, kind: str) -> Process:
+    def _take(self, worker: str, node: str, chunk: int, step: int, kind: str) -> Process:
         for channel in (c for c in self.channels if c.plan.kind == kind and node in c.users.get(worker, ())):
-            wanted = self._messages(channel.plan, node, step, part)
+            wanted = self._messages(channel.plan, node, step, chunk)
             if wanted.start < 0:
                 continue
             yield lambda channel=channel, wanted=wanted: channel.put >= wanted.stop  # type: ignore[misc]
             channel.held[worker] |= {m for m in wanted if m >= channel.released[worker]}
 
-    def _messages(self, channel: PlannedChannel, node: str, step: int, part: int) -> range:
-        """Of a channel whose parts the node works on, its part; else all of a step."""
-        first = step * channel.parts - channel.tokens
-        by_part = channel.parts == self.plan.node(node).chunks > 1 and channel.stream is not None
-        return range(first + part, first + part + 1) if by_part else range(first, first + channel.parts)
+    def _messages(self, channel: PlannedChannel, node: str, step: int, chunk: int) -> range:
+        """Of a channel whose chunks the node works on, its chunk; else all of a step."""
+        first = step * channel.chunks - channel.credits
+        by_chunk = channel.chunks == self.plan.node(node).chunks > 1 and channel.stream is not None
+        return range(first + chunk, first + chunk + 1) if by_chunk else range(first, first + channel.chunks)
 
-    def _load(self, weights: Weights, worker: str, node: str, part: int, step: int) -> Process:
+    def _load(self, weights: Weights, worker: str, node: str, chunk: int, step: int) -> Process:
         version = step - weights.plan.depth
         if weights.plan.buffers == 2:
             yield lambda: weights.received.get(worker, 0) > step
         else:
             yield lambda: weights.published >= version
-        yield from self._wake(worker, node, part)
+        yield from self._wake(worker, node, chunk)
         name = f"load {weights.plan.name} for {node}"
         yield self.seconds[name]
         weights.loaded[worker] = step + 1
@@ -174,8 +174,8 @@ class Simulator:
             yield self.seconds[f"receive {weights.plan.name} for {node}"]
             weights.received[worker] = step + 1
 
-    def _wake(self, worker: str, node: str, part: int) -> Process:
-        wake = self.around.get(f"wake {node}{part}")
+    def _wake(self, worker: str, node: str, chunk: int) -> Process:
+        wake = self.around.get(f"wake {node}{chunk}")
         if wake is not None and worker not in self.awake:
             self.awake.add(worker)
             yield self.seconds[wake]

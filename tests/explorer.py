@@ -1,8 +1,8 @@
 """Every order of firing of a schedule: its state space, walked to the end, with the promises checked in each state.
 
-A firing starts (takes its tokens) and ends (gives them on) as two moves, so that work in service counts. All its puts happen
+A firing starts (takes its credits) and ends (gives them on) as two moves, so that work in service counts. All its puts happen
 as it ends, once there is room for each. What is checked is
-counted apart from the tokens: how often each event has started and ended, as differences. A state is one integer with a
+counted apart from the credits: how often each event has started and ended, as differences. A state is one integer with a
 field of four bits for each count, so that a move is an addition and a test for zeros is one mask.
 """
 
@@ -35,7 +35,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Gives:
-    """A dependency as the moves see it: `at` is the move that gives its token on, `times` how many it gives."""
+    """A dependency as the moves see it: `at` is the move that gives its credit on, `times` how many it gives."""
 
     dependency: Dependency
     at: str
@@ -111,16 +111,16 @@ def _encoded(
     events: Sequence[Event], dependencies: Sequence[Gives], promised: Sequence[Promise]
 ) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the first state, the moves as (fields that must not be zero, change), and the fields that are checked."""
-    token_at = [FIELD * i for i in range(len(dependencies))]
+    credit_at = [FIELD * i for i in range(len(dependencies))]
     running_at = {event.name: FIELD * (len(dependencies) + i) for i, event in enumerate(events)}
     promise_at = [FIELD * (len(dependencies) + len(events) + i) for i in range(len(promised))]
     state = sum(1 << at for at in promise_at)
-    state += sum((g.dependency.tokens + _owed(g)) << at for g, at in zip(dependencies, token_at, strict=True))
+    state += sum((g.dependency.credits + _owed(g)) << at for g, at in zip(dependencies, credit_at, strict=True))
     moves = []
     for event in events:
         for kind in ("start", "end"):
             move, need, delta = f"{kind} {event.name}", 0, 0
-            for gives, at in zip(dependencies, token_at, strict=True):
+            for gives, at in zip(dependencies, credit_at, strict=True):
                 if kind == ("end" if gives.dependency.holds else "start") and gives.dependency.after == event.name:
                     need |= TOP << at
                     delta -= 1 << at
@@ -135,8 +135,8 @@ def _encoded(
 
 
 def _owed(gives: Gives) -> int:
-    """Return how many tokens a dependency lacks at first before one lets anything fire; a field is kept so much higher."""
-    return max(-gives.dependency.tokens, 0)
+    """Return how many credits a dependency lacks at first before one lets anything fire; a field is kept so much higher."""
+    return max(-gives.dependency.credits, 0)
 
 
 def _broken(state: int, checked: Sequence[tuple[int, int]], promised: Sequence[Promise]) -> str:
@@ -153,12 +153,12 @@ def faults(schedule: Schedule, update: str) -> dict[str, tuple[Schedule, list[Gi
         return schedule, [change(gives) if i == index else gives for i, gives in enumerate(sound)]
 
     def doubled(gives: Gives) -> Gives:
-        return replace(gives, dependency=replace(gives.dependency, tokens=gives.dependency.tokens + 1))
+        return replace(gives, dependency=replace(gives.dependency, credits=gives.dependency.credits + 1))
 
     return {
         "slot freed early": changed(admits, lambda gives: replace(gives, at=f"start {update}")),
-        "token lost": changed(lambda d: d.reason == "data" and d.after == update, lambda gives: replace(gives, times=0)),
-        "token doubled": changed(admits, doubled),
+        "credit lost": changed(lambda d: d.reason == "data" and d.after == update, lambda gives: replace(gives, times=0)),
+        "credit doubled": changed(admits, doubled),
         "order swapped": _swapped(schedule, update),
     }
 

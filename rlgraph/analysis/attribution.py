@@ -203,8 +203,8 @@ class _Trace:
         if channel is None:
             return None
         if wait.kind == "wait":
-            return self._last([channel.writer], wait.step - channel.tokens)
-        return self._last(channel.readers, wait.step - channel.slots // channel.parts)
+            return self._last([channel.writer], wait.step - channel.credits)
+        return self._last(channel.readers, wait.step - channel.slots // channel.chunks)
 
     def _last(self, nodes: Iterable[str], step: int) -> str | None:
         """Return the worker in which the last of the nodes fired for `step`; one whose firing is not known yet is later than all."""

@@ -35,6 +35,6 @@ def _between(dependencies: Sequence[Dependency], before: str, after: str) -> lis
     """Return what joins two events of a cycle: a dependency, or the room that one gives to a put, and that put's reader."""
     direct = [d for d in dependencies if (d.before, d.after) == (before, after) and not d.holds]
     if direct:
-        return [min(direct, key=lambda d: d.tokens)]
+        return [min(direct, key=lambda d: d.credits)]
     rooms = [d for d in dependencies if d.before == before and d.holds]
     return next(([room, d] for room in rooms for d in dependencies if (d.before, d.after) == (room.after, after)), [])

@@ -13,6 +13,7 @@ from rlgraph.analysis.attribution import attribute, devices
 from rlgraph.analysis.bubbles import Bubbles, Use
 from rlgraph.analysis.invariant_monitor import Observed
 from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.plan_keys import with_new_names
 from rlgraph.compiler.schedule import Reason, Span
 from rlgraph.errors import DataError
 
@@ -103,7 +104,10 @@ class Run:
         if not path.is_file():
             raise DataError(f"'{path}': there is no recorded run; rlgraph.record(job, steps, folder) leaves one")
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            raw = msgspec.json.decode(path.read_bytes())
+            if isinstance(raw, dict):
+                raw |= {key: with_new_names(raw[key]) for key in ("plan", "priced") if key in raw}
+            return msgspec.convert(raw, cls)
         except msgspec.DecodeError as error:
             raise DataError(f"'{path}' is no recorded run: {error}; it may have been cut off, or be of another version") from error
 

@@ -42,9 +42,9 @@ def due(value: Due) -> str:
     return f"every {value.every} steps{last}{' and step 0' if value.at_start else ''}"
 
 
-def by_parts(count: int, parts: int) -> str:
-    """Return a count of a step, as `2 x 4` where it comes in 4 parts."""
-    return str(count) if parts == 1 else f"{count // parts} x {parts}"
+def by_chunks(count: int, chunks: int) -> str:
+    """Write a count of a step, as `2 x 4` where it comes in 4 chunks."""
+    return str(count) if chunks == 1 else f"{count // chunks} x {chunks}"
 
 
 def size(count: int | None) -> str:

@@ -1,4 +1,4 @@
-"""What a schedule guarantees for any timing, derived from its tokens."""
+"""What a schedule guarantees for any timing, derived from its credits."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,35 +28,35 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
 
 
 def deadlock_free(schedule: Schedule) -> bool:
-    """Whether every cycle holds a token: then the marked graph is live (Commoner, 1971).
+    """Whether every cycle holds a credit: then the marked graph is live (Commoner, 1971).
 
-    Counted in rounds no dependency has fewer than none, on the same cycles: so those without a token wait within a round.
+    Counted in rounds no dependency has fewer than none, on the same cycles: so those without a credit wait within a round.
     """
     lag = {event.name: event.lag for event in schedule.events}
-    ahead = any(d.tokens + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
+    ahead = any(d.credits + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
     return not ahead and bool(nx.is_directed_acyclic_graph(nx.DiGraph(list(schedule.within_rounds()))))
 
 
 def staleness_bound(graph: Graph, schedule: Schedule) -> int:
-    """How many versions a batch can be behind when it is trained: the tokens on its loop, less the one in service.
+    """How many versions a batch can be behind when it is trained: the credits on its loop, less the one in service.
 
-    The tokens on a cycle never change, so those on the way that a version takes, from publish through rollout and update
+    The credits on a cycle never change, so those on the way that a version takes, from publish through rollout and update
     to the next publish, bound the open batches. Turns in a pool can keep fewer open, but not make an older version newer.
     """
-    tokens = _tokens(d for d in schedule.dependencies if d.reason in ("loop", "data"))
+    credits = _credits(d for d in schedule.dependencies if d.reason in ("loop", "data"))
     worst = 0
     for feedback in graph.feedbacks:
         publish = publish_event(feedback.name)
         for firing in (firing for node in readers(graph, feedback) if node.due is None for firing in fire_events(node)):
-            there = nx.shortest_path_length(tokens, publish, firing, weight="tokens")
-            back = nx.shortest_path_length(tokens, firing, publish, weight="tokens")
+            there = nx.shortest_path_length(credits, publish, firing, weight="credits")
+            back = nx.shortest_path_length(credits, firing, publish, weight="credits")
             worst = max(worst, there + back - 1)
     return worst
 
 
-def _tokens(dependencies: Iterable[Dependency]) -> "nx.DiGraph[str]":
+def _credits(dependencies: Iterable[Dependency]) -> "nx.DiGraph[str]":
     graph: nx.DiGraph[str] = nx.DiGraph()
     for d in dependencies:
-        fewest = min(d.tokens, graph.edges[d.before, d.after]["tokens"]) if graph.has_edge(d.before, d.after) else d.tokens
-        graph.add_edge(d.before, d.after, tokens=fewest)
+        fewest = min(d.credits, graph.edges[d.before, d.after]["credits"]) if graph.has_edge(d.before, d.after) else d.credits
+        graph.add_edge(d.before, d.after, credits=fewest)
     return graph

@@ -30,7 +30,7 @@ def leads(plan: Plan) -> dict[str, int]:
         settled = True
         for channel in plan.channels:
             for reader in channel.readers:
-                bound = found[home[channel.writer]] - -channel.tokens // channel.parts
+                bound = found[home[channel.writer]] - -channel.credits // channel.chunks
                 if found[home[reader]] > bound:
                     found[home[reader]], settled = bound, False
     for name, wanted in depth.items():

@@ -95,7 +95,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             period_s=cycle.period_s,
             simulated_s=expected.step_s,
             critical=cycle.events,
-            critical_tokens=cycle.tokens,
+            critical_credits=cycle.credits,
             cost=priced.source,
             advice=(),
             step_s=step_s,
@@ -203,7 +203,7 @@ def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[Planned
             size = _bytes(graph, writer, columns) if transport_of(transport).writer_keeps else None
             held = events.slots(graph, writer) * writer.chunks
             planned.append(
-                PlannedChannel(name, writer.name, readers, columns, transport, held, size, parts=writer.chunks, stream=_stream(writer))
+                PlannedChannel(name, writer.name, readers, columns, transport, held, size, chunks=writer.chunks, stream=_stream(writer))
             )
     return planned
 
@@ -241,8 +241,8 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
             slots=relay.slots,
             bytes=0,
             kind="order",
-            tokens=relay.tokens,
-            parts=relay.writer.chunks,
+            credits=relay.credits,
+            chunks=relay.writer.chunks,
             stream=_stream(relay.writer),
         )
         for relay in found

@@ -24,7 +24,7 @@ def open_batches(graph: Graph) -> int:
 
 
 def slots(graph: Graph, node: Node) -> int:
-    """How many batches the channel of `node` holds, in parts or whole: enough never to hold up what its loop admits.
+    """How many batches the channel of `node` holds, in chunks or whole: enough never to hold up what its loop admits.
 
     What lies before the loop (prompts) has one more, so that it is ready when the loop takes its next batch.
     """
@@ -54,13 +54,13 @@ def in_loop(graph: Graph, node: Node) -> bool:
 class Relay:
     """A channel without a batch, by which a node of a pool tells the next one, in another process, that it is its turn.
 
-    `tokens` messages are there before the first step; `slots` is how many it holds. Where `tokens` is below 0 the first so many
+    `credits` messages are there before the first step; `slots` is how many it holds. Where `credits` is below 0 the first so many
     messages are never sent: update 0 takes what rollout 1 sends, and what rollout 0 did is the turn of nobody.
     """
 
     writer: Node
     reader: Node
-    tokens: int
+    credits: int
     slots: int
 
     @property
@@ -96,7 +96,7 @@ class Puts:
 def schedule(
     graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps, batches: Mapping[Node, Sequence[Sequence[Node]]]
 ) -> Schedule:
-    """Return the marked graph of one step. Zero-token dependencies follow the order of declaration, so it has no deadlock.
+    """Return the marked graph of one step. Dependencies without a credit follow the order of declaration, so it has no deadlock.
 
     `sleeps` are the costs of the models that have their devices in turns, by node; `batches` are the readers of each channel.
     """
@@ -127,20 +127,20 @@ def turn_name(before: str, after: str) -> str:
     return f"turn {before} to {after}"
 
 
-def fire_event(node: str, part: int = 0, chunks: int = 1) -> str:
-    """Return the name of the event that is the firing of a node, or its firing for one of several parts of a batch."""
-    return node if chunks == 1 else f"{node} {part + 1}/{chunks}"
+def fire_event(node: str, chunk: int = 0, chunks: int = 1) -> str:
+    """Return the name of the event that is the firing of a node, or its firing for one of several chunks of a batch."""
+    return node if chunks == 1 else f"{node} {chunk + 1}/{chunks}"
 
 
 def fire_events(node: Node) -> list[str]:
     """Return the names of a node's firings of one step, in order."""
-    return [fire_event(node.name, part, node.chunks) for part in range(node.chunks)]
+    return [fire_event(node.name, chunk, node.chunks) for chunk in range(node.chunks)]
 
 
 def _firings(node: Node, host: str, seconds: float) -> list[Event]:
-    """Return the firings of one step; parts of a batch are taken to be equally long, and a part to leave when its time is over."""
+    """Return the firings of one step; chunks of a batch are taken to be equally long, and a chunk to leave when its time is over."""
     names = fire_events(node)
-    return [Event(name, "fire", node.name, host, pool_of(node), seconds / node.chunks, part) for part, name in enumerate(names)]
+    return [Event(name, "fire", node.name, host, pool_of(node), seconds / node.chunks, chunk) for chunk, name in enumerate(names)]
 
 
 def publish_event(feedback: str) -> str:
@@ -222,13 +222,13 @@ def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
     """
     turns = {node.name: turn(graph, node) for node in graph.nodes}
     rank: dict[EventKind, int] = {"receive": 0, "wake": 1, "load": 2, "fire": 3, "sleep": 4, "publish": 5}
-    return sorted(events, key=lambda e: (e.lag, turns[e.node][0], turns[e.node][1] + e.part, turns[e.node][2], rank[e.kind]))
+    return sorted(events, key=lambda e: (e.lag, turns[e.node][0], turns[e.node][1] + e.chunk, turns[e.node][2], rank[e.kind]))
 
 
 def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """What nodes are ordered by: as declared, but that those which work on the parts of a rollout come with it.
+    """What nodes are ordered by: as declared, but that those which work on the chunks of a rollout come with it.
 
-    Of several such nodes each works on a part before the first works on the next. What they read besides comes before them.
+    Of several such nodes each works on a chunk before the first works on the next. What they read besides comes before them.
     """
     if node.stream is not None:
         return node.stream.serial, 0, node.serial
@@ -242,7 +242,7 @@ def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
     """A reader starts when its batch has been put; the writer puts the next where every reader has given a slot back."""
     for writer, reader in graph.forward.edges:
         held, put, writes, reads = slots(graph, writer), puts.batch(writer, reader), fire_events(writer), fire_events(reader)
-        for wrote, taken in zip(writes, reads, strict=True) if by_part(writer, reader) else product(writes, reads):
+        for wrote, taken in zip(writes, reads, strict=True) if by_chunk(writer, reader) else product(writes, reads):
             yield Dependency(wrote, taken, 0, "data", writer.name, put)
             yield Dependency(taken, wrote, held, "slots", writer.name, put)
 
@@ -252,16 +252,16 @@ def _relayed(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
     first: dict[tuple[str, int], str] = {}
     for event in ordered:
         if event.kind in ("load", "fire"):
-            first.setdefault((event.node, event.part), event.name)
+            first.setdefault((event.node, event.chunk), event.name)
     for relay in (relay for of_writer in puts.relays.values() for relay in of_writer):
         put, writes = puts.relay(relay), fire_events(relay.writer)
-        reads = [first[relay.reader.name, part] for part in range(relay.reader.chunks)]
-        if by_part(relay.writer, relay.reader):
-            pairs = [(writes[part - relay.tokens], reads[part], int(part < relay.tokens)) for part in range(len(reads))]
+        reads = [first[relay.reader.name, chunk] for chunk in range(relay.reader.chunks)]
+        if by_chunk(relay.writer, relay.reader):
+            pairs = [(writes[chunk - relay.credits], reads[chunk], int(chunk < relay.credits)) for chunk in range(len(reads))]
         else:
-            pairs = [(wrote, taken, relay.tokens // len(writes)) for wrote, taken in product(writes, reads)]
-        for wrote, taken, tokens in pairs:
-            yield Dependency(wrote, taken, tokens, "order", relay.name, put)
+            pairs = [(wrote, taken, relay.credits // len(writes)) for wrote, taken in product(writes, reads)]
+        for wrote, taken, credits in pairs:
+            yield Dependency(wrote, taken, credits, "order", relay.name, put)
 
 
 def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Relay]:
@@ -281,8 +281,8 @@ def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Rel
             else:
                 told = steps == 0 and after.feedback is None and nx.has_path(graph.forward, before, after)
             if hosts[before.name] != hosts[after.name] and not told:
-                tokens = int(following.part != this.part or wraps) if by_part(before, after) else before.chunks * steps
-                relay = Relay(before, after, tokens, max(tokens, 0) + before.chunks)
+                credits = int(following.chunk != this.chunk or wraps) if by_chunk(before, after) else before.chunks * steps
+                relay = Relay(before, after, credits, max(credits, 0) + before.chunks)
                 found[relay.name] = relay
     yield from found.values()
 
@@ -301,8 +301,8 @@ def _waits_for_weights(rollout: Node, update: Node, steps: int) -> bool:
     return feedback is not None and feedback.depth < steps and feedback.source is not None and feedback.source.node is update
 
 
-def by_part(writer: Node, reader: Node) -> bool:
-    """Whether `reader` fires for each part that `writer` gives."""
+def by_chunk(writer: Node, reader: Node) -> bool:
+    """Whether `reader` fires for each chunk that `writer` gives."""
     return reader.follows is not None and reader.follows is writer.stream
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from rlgraph.channels.factory import TRANSPORTS
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.plan_keys import unknown_keys, with_new_names
 from rlgraph.compiler.schedule import Reason, Schedule
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.errors import PlanError
@@ -47,7 +48,7 @@ class PlannedJoin:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all parts together."""
+    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all chunks together."""
 
     name: str
     work: str
@@ -59,7 +60,7 @@ class PlannedNode:
     rows: int
     seconds: float
     cost: CostSource
-    chunks: int = 1  # parts of a batch that it fires for, one after another
+    chunks: int = 1  # of a batch that it fires for, one after another
     due: Due | None = None  # the steps at which it does something, where that is not each
     passes: Passes | None = None  # that a batch is cut into, where that is known
     any_devices: bool = False  # the seconds are a plain number, taken for whatever devices
@@ -85,7 +86,7 @@ class PlannedWorker:
 class PlannedChannel:
     """What one node sends to its readers: the columns they read, the transport, and how many messages it holds.
 
-    A message is a batch, or one of the `parts` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
+    A message is a batch, or one of the `chunks` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
     one pool that run in different processes from overlapping.
     """
 
@@ -97,9 +98,9 @@ class PlannedChannel:
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order"] = "batch"
-    tokens: int = 0  # messages that are there before the first step; below 0, so many of the first are never sent
-    parts: int = 1  # messages a step
-    stream: str | None = None  # the rollout whose parts they are
+    credits: int = 0  # messages that are there before the first step; below 0, so many of the first are never sent
+    chunks: int = 1  # messages a step
+    stream: str | None = None  # the rollout whose chunks they are
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Prediction:
     period_s: float
     simulated_s: float
     critical: tuple[str, ...]  # event names along the critical cycle
-    critical_tokens: int
+    critical_credits: int
     cost: CostSource
     advice: tuple[str, ...]
     step_s: float
@@ -213,7 +214,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What holds for any timing: derived from the schedule's tokens, not observed."""
+    """What holds for any timing: derived from the schedule's credits, not observed."""
 
     staleness_bound: int
     deadlock_free: bool
@@ -336,12 +337,12 @@ class Plan:
         """Read the plan written by `to_json`. Raises PlanError for text that is none, or holds a key that means nothing."""
         here = f"this is rlgraph {_version()}, which reads the plans that it writes: compile the graph again"
         try:
-            plan = msgspec.json.decode(text, type=Plan)
-            raw = msgspec.json.decode(text)
+            raw = with_new_names(msgspec.json.decode(text))
+            plan = msgspec.convert(raw, Plan)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(f"Plan.from_json: {error}; {here}") from None
         names = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
-        unknown = [f"transport '{name}'" for name in names - TRANSPORTS.keys()] + _unknown(raw, msgspec.to_builtins(plan), "plan")
+        unknown = [f"transport '{name}'" for name in names - TRANSPORTS.keys()] + unknown_keys(raw, msgspec.to_builtins(plan), "plan")
         if unknown:
             raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
         return plan
@@ -357,7 +358,7 @@ class Plan:
             settled = True
             for channel in self.channels:
                 ahead = max(found[name] for reader in channel.readers for name in self.node(reader).workers)
-                needed = ahead - -(-channel.tokens // channel.parts)
+                needed = ahead - -(-channel.credits // channel.chunks)
                 for name in self.node(channel.writer).workers:
                     if found[name] < needed:
                         found[name], settled = needed, False
@@ -385,14 +386,3 @@ def _version() -> str:
         return version("rlgraph-dataflow")
     except PackageNotFoundError:  # run from its source alone
         return "of the present source"
-
-
-def _unknown(raw: Any, known: Any, where: str) -> list[str]:
-    """The places of keys that were read and are not in the plan."""
-    if isinstance(raw, dict) and isinstance(known, dict):
-        return [f"{where}.{key}" for key in raw if key not in known] + [
-            place for key in raw if key in known for place in _unknown(raw[key], known[key], f"{where}.{key}")
-        ]
-    if isinstance(raw, list) and isinstance(known, list | tuple):
-        return [place for i, (a, b) in enumerate(zip(raw, known, strict=False)) for place in _unknown(a, b, f"{where}[{i}]")]
-    return []

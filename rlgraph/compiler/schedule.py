@@ -1,7 +1,7 @@
 """The schedule of a plan: a marked graph of events. An event's firing k starts when all it depends on has finished.
 
-A dependency with t tokens lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
-firing k - t of `before`. The number of tokens on a cycle never changes (Commoner, 1971), which is what bounds staleness. Of the
+A dependency with t credits lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
+firing k - t of `before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Of the
 turns of a pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rounds`).
 
 A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot holds
@@ -31,14 +31,14 @@ class Event:
     worker: str
     pool: str | None
     seconds: float
-    part: int = 0  # of the batch, for a node that fires for each of several parts
+    chunk: int = 0  # of the batch, for a node that fires once for each
     edge: str = ""
     lag: int = 0  # in round r of its pool's turns it happens for step r - lag
 
 
 @dataclass(frozen=True)
 class Dependency:
-    """Firing k of `after` waits for firing k - `tokens` of `before`: its start for the other's end, unless a `put` is named.
+    """Firing k of `after` waits for firing k - `credits` of `before`: its start for the other's end, unless a `put` is named.
 
     `put` counts the channels of a writer in the order of its puts, from 1. Where the reason is "slots", that put of `after` is
     what waits, until `before` has ended and given its slot back. For any other reason `after` starts once that put of `before` is done.
@@ -46,7 +46,7 @@ class Dependency:
 
     before: str
     after: str
-    tokens: int
+    credits: int
     reason: Reason
     via: str = ""
     put: int = 0
@@ -80,7 +80,7 @@ class Schedule:
     def within_rounds(self) -> Iterator[tuple[str, str]]:
         """Yield what waits for an event of its own round, as (before, after)."""
         lag = {event.name: event.lag for event in self.events}
-        yield from ((d.before, d.after) for d in self.dependencies if d.tokens + lag[d.after] - lag[d.before] == 0)
+        yield from ((d.before, d.after) for d in self.dependencies if d.credits + lag[d.after] - lag[d.before] == 0)
 
 
 @dataclass(frozen=True)

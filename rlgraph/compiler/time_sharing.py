@@ -14,7 +14,7 @@ Sleeps = Mapping[str, SleepCost]  # of the model of each node, by name, where it
 
 @dataclass(frozen=True)
 class Turn:
-    """Firings of one model without one of another model of the pool in between: (node, part), and the events around them."""
+    """Firings of one model without one of another model of the pool in between: (node, chunk), and the events around them."""
 
     wake: str
     firings: tuple[tuple[str, int], ...]
@@ -74,13 +74,13 @@ def around_turns(ordered: Sequence[Event], flow: Sequence[Dependency]) -> list[D
     An engine wakes once the weights it loads first, or the inputs of its first firing, are there. It sleeps after its last
     firing and before that puts: so what waits for a put, and what a put waits for, is about the sleep instead.
     """
-    wakes = {(event.node, event.part): event.name for event in ordered if event.kind == "wake"}
+    wakes = {(event.node, event.chunk): event.name for event in ordered if event.kind == "wake"}
     opens: dict[str, str] = {}  # the wake before each event that is the first of a turn
     for event in ordered:
-        if event.kind in ("load", "fire") and (event.node, event.part) in wakes:
-            opens[event.name] = wakes.pop((event.node, event.part))
-    sleeps = {(event.node, event.part): event.name for event in ordered if event.kind == "sleep"}
-    closes = {e.name: sleeps[e.node, e.part] for e in ordered if e.kind == "fire" and (e.node, e.part) in sleeps}
+        if event.kind in ("load", "fire") and (event.node, event.chunk) in wakes:
+            opens[event.name] = wakes.pop((event.node, event.chunk))
+    sleeps = {(event.node, event.chunk): event.name for event in ordered if event.kind == "sleep"}
+    closes = {e.name: sleeps[e.node, e.chunk] for e in ordered if e.kind == "fire" and (e.node, e.chunk) in sleeps}
     found = []
     for d in flow:
         if d.reason in ("data", "order") and d.before in closes:
@@ -101,7 +101,7 @@ def turns_of(ordered: Iterable[Event], nodes: Sequence[str]) -> tuple[Turn, ...]
         if event.kind == "wake":
             found.append(Turn(event.name, (), ""))
         elif event.kind == "fire" and found:
-            found[-1] = replace(found[-1], firings=(*found[-1].firings, (event.node, event.part)))
+            found[-1] = replace(found[-1], firings=(*found[-1].firings, (event.node, event.chunk)))
         elif event.kind == "sleep":
             found[-1] = replace(found[-1], sleep=event.name)
     return tuple(found)

@@ -47,7 +47,7 @@ def scheduled(
     seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
     batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
     schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
-    return crew, settings, _with_parts(schedule, graph, settings, costs, rows)
+    return crew, settings, _with_chunks(schedule, graph, settings, costs, rows)
 
 
 def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
@@ -62,19 +62,21 @@ def _rate(node: Node) -> float:
     return 1.0 if node.due is None else 1 / node.due.every
 
 
-def _with_parts(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
-    """Return the schedule in which each part of a batch takes its own time: the first of a rollout takes most."""
+def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
+    """Return the schedule in which each chunk of a batch takes its own time: the first of a rollout takes most."""
     shares: dict[str, list[float]] = {}
     for node in (node for node in graph.nodes if node.chunks > 1):
         law = costs.law(node.name)
-        shares[node.name] = law.parts(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+        shares[node.name] = (
+            law.chunk_shares(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+        )
     if not shares:
         return schedule
 
     def timed(event: Event) -> Event:
         if event.kind != "fire" or event.node not in shares:
             return event
-        return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.part])
+        return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.chunk])
 
     return replace(schedule, events=tuple(map(timed, schedule.events)))
 

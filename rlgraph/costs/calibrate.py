@@ -89,7 +89,7 @@ def costs_of(records: Sequence[Trace]) -> Costs:
 
 
 def _firings(spans: Sequence[Span], events: Collection[str], within: Mapping[Span, Sequence[Span]], *, together: bool) -> Firings:
-    """Return the seconds of a node's firings, all parts of a batch together, but for what interrupted them, `within`.
+    """Return the seconds of a node's firings, all chunks of a batch together, but for what interrupted them, `within`.
 
     Ranks that work `together` are counted as one, from when the last of them began: one that is early waits for it.
     """
@@ -163,7 +163,7 @@ def _apart(run: int, step: int) -> int:
 
 
 def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
-    """Return what each worker sampled in each step, all parts of a batch together."""
+    """Return what each worker sampled in each step, all chunks of a batch together."""
     found: dict[tuple[str, int], Sampled] = {}
     for s in sampled:
         so_far = found.get((s.worker, s.step))

@@ -55,6 +55,7 @@ def read(path: str | Path, kind: type[C]) -> C:
             if isinstance(cost, dict) and cost and all(isinstance(key, int) for key in cost):
                 law_or_number(name, cost)
                 raw["nodes"][name] = {"by_devices": [list(pair) for pair in sorted(cost.items())]}
+        _rename_old_keys(raw)
         costs = msgspec.convert(raw, kind)
         _check_keys("costs", raw, costs)
         return costs
@@ -62,6 +63,15 @@ def read(path: str | Path, kind: type[C]) -> C:
         raise PlanError(f"costs file '{path}': {error}; it holds what Costs.to_file writes: nodes, each with its seconds") from None
     except PlanError as error:
         raise PlanError(f"costs file '{path}': {error}") from None
+
+
+def _rename_old_keys(raw: Any) -> None:
+    """Rename what an older version called otherwise: the `parts` of passes are `mini_batches`."""
+    for cost in _nodes(raw).values():
+        measured = cost.get("measured") if isinstance(cost, dict) else None
+        passes = measured.get("passes") if isinstance(measured, dict) else None
+        if isinstance(passes, dict) and "parts" in passes:
+            passes["mini_batches"] = passes.pop("parts")
 
 
 def _nodes(raw: Any) -> Mapping[str, Any]:

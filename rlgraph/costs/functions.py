@@ -95,13 +95,13 @@ class Decode:
         each: Array = self.start_s + self.prefill_s * prompt_tokens * counts + self.step_s * steps + self.sequence_s * active
         return each
 
-    def parts(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
-        """Return the shares `[steps, chunks]` of a firing after which each part of its batch `[steps, rows]` has left.
+    def chunk_shares(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
+        """Return the shares `[steps, chunks]` of a firing after which each chunk of its batch `[steps, rows]` has left.
 
-        Parts leave in order, so a part leaves with the longest response of it and of those before it; until a response of L
+        Chunks leave in order, so a chunk leaves with the longest response of it and of those before it; until a response of L
         tokens ends, the decode steps are L and each sequence has taken part in those it needed.
         """
-        longest = np.stack([part.max(axis=1) for part in np.array_split(lengths, chunks, axis=1)], axis=1)
+        longest = np.stack([chunk.max(axis=1) for chunk in np.array_split(lengths, chunks, axis=1)], axis=1)
         until = np.maximum.accumulate(longest, axis=1)
         active = np.minimum(lengths[:, None, :], until[:, :, None]).sum(axis=2)
         at = self.start_s + self.prefill_s * prompt_tokens * lengths.shape[1] + self.step_s * until + self.sequence_s * active
@@ -203,12 +203,12 @@ class NodeCost:
         each: Array = together[:, None] + decoding
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
-    def parts(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
-        """Return the shares `[steps, chunks]` of a firing that its parts take: equal ones, but for decoding."""
+    def chunk_shares(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
+        """Return the shares `[steps, chunks]` of a firing that its chunks take: equal ones, but for decoding."""
         if self.decode is None or lengths is None or chunks == 1:
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
-        return self.decode_at(self.decode, setting).parts(batch, lengths.prompt_tokens, chunks)
+        return self.decode_at(self.decode, setting).chunk_shares(batch, lengths.prompt_tokens, chunks)
 
     def paces(self, steps: int) -> Sequence[float]:
         """The seconds of single firings over those of the law."""

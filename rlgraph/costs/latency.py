@@ -52,7 +52,7 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
     for turn in range(steps[0], steps[-1] + 1 + schedule.most_lag) if steps else ():
         for event, step in ((event, turn - event.lag) for event in order if turn - event.lag in within_run):
             found = measured.get((event.name, step), [])
-            before = [(d.before, step - d.tokens) for d in waits[event.name] if d.before != event.name]
+            before = [(d.before, step - d.credits) for d in waits[event.name] if d.before != event.name]
             known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)
             if not found:  # weights of a step that needs none, or what runs unmeasured: done as soon as it could begin
                 ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
@@ -73,5 +73,5 @@ def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
 
 
 def _ready(ends: Ends, dependency: Dependency, step: int, worker: str) -> float:
-    done = ends.get((dependency.before, step - dependency.tokens), {})
+    done = ends.get((dependency.before, step - dependency.credits), {})
     return done[worker] if worker in done else max(done.values(), default=0.0)

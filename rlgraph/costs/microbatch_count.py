@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """A batch is cut into `parts` of equal rows (mini-batches), and each part as the trainer cuts it: dealt to the ranks, in passes
+    """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
     of at most `tokens` tokens, packed one behind the other."""
 
     tokens: int
-    parts: int = 1
+    mini_batches: int = 1
 
     def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
@@ -27,13 +27,13 @@ class Passes:
         Ranks meet in every pass, so a pass counts what the rank with the most tokens in it computes.
         """
         sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
-        longest_first = [-np.sort(-part, axis=1) for part in np.array_split(sequences, self.parts, axis=1)]
-        return np.concatenate([self._cut(part, ranks) for part in longest_first], axis=1)
+        longest_first = [-np.sort(-batch, axis=1) for batch in np.array_split(sequences, self.mini_batches, axis=1)]
+        return np.concatenate([self._cut(batch, ranks) for batch in longest_first], axis=1)
 
     def _cut(self, sequences: Array, ranks: int) -> Array:
-        rank, part = micro_batches(sequences, ranks, self.tokens)
-        steps, passes = len(sequences), int(part.max()) + 1
-        place = (np.arange(steps)[:, None] * ranks + rank) * passes + part
+        rank, micro_batch = micro_batches(sequences, ranks, self.tokens)
+        steps, passes = len(sequences), int(micro_batch.max()) + 1
+        place = (np.arange(steps)[:, None] * ranks + rank) * passes + micro_batch
         tokens = np.bincount(place.ravel(), weights=sequences.ravel(), minlength=steps * ranks * passes)
         found: Array = tokens.reshape(steps, ranks, passes).max(axis=1)
         return found

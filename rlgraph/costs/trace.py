@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.plan_keys import with_new_names
 from rlgraph.compiler.schedule import Sampled, Span
 from rlgraph.errors import PlanError
 
@@ -31,6 +32,9 @@ class Trace:
         if not file.is_file():
             raise PlanError(f"replay('{path}'): there is no such record; rg.record writes trace.json into its folder")
         try:
-            return msgspec.json.decode(file.read_bytes(), type=Trace)
+            raw = msgspec.json.decode(file.read_bytes())
+            if isinstance(raw, dict):
+                raw["plan"] = with_new_names(raw.get("plan"))
+            return msgspec.convert(raw, Trace)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise PlanError(f"replay('{path}'): {error}; give the trace.json that rg.record writes") from None

@@ -14,7 +14,7 @@ def text(plan: Plan) -> str:
     """Return header, pools, nodes, turns, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
     predicted = plan.prediction
     cycle = " -> ".join(map(words.clean, predicted.critical))
-    round_s = words.seconds(predicted.period_s * predicted.critical_tokens, predicted.cost)
+    round_s = words.seconds(predicted.period_s * predicted.critical_credits, predicted.cost)
     sections = [
         [*wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
         _pools(plan),
@@ -24,7 +24,7 @@ def text(plan: Plan) -> str:
         _models(plan),
         _channels(plan),
         *(_loop(loop, plan) for loop in plan.loops),
-        [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_tokens, 'token')})", indent=2)],
+        [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_credits, 'credit')})", indent=2)],
         _waits(plan),
         [line for what in predicted.left_out for line in wrapped(f"not predicted: {what}", indent=2)],
         [line for what in predicted.assumed for line in wrapped(f"assumed: {what}", indent=2)],
@@ -60,7 +60,7 @@ def _nodes(plan: Plan) -> list[str]:
             node.work,
             words.seconds(node.seconds, node.cost) + (f" / {node.due.every}" if node.due else ""),
             node.cost + (", any devices" if node.any_devices else ""),
-            words.by_parts(node.rows, node.chunks),
+            words.by_chunks(node.rows, node.chunks),
             ", ".join(map(words.clean, node.writes)),
         ]
         for node in plan.nodes
@@ -107,14 +107,14 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _channels(plan: Plan) -> list[str]:
-    rows = [[c.name, c.transport, words.by_parts(c.slots, c.parts), _batch_size(c), _route(c)] for c in plan.channels]
+    rows = [[c.name, c.transport, words.by_chunks(c.slots, c.chunks), _batch_size(c), _route(c)] for c in plan.channels]
     return aligned(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
 
 
 def _batch_size(channel: PlannedChannel) -> str:
     if channel.kind == "order":
         return ""
-    return words.size(None if channel.bytes is None else channel.bytes * channel.parts)
+    return words.size(None if channel.bytes is None else channel.bytes * channel.chunks)
 
 
 def _route(channel: PlannedChannel) -> str:

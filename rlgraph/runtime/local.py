@@ -115,7 +115,7 @@ class LocalJob:
             progress = self._homes[event.node]
             if event.kind == "fire" and progress.fired <= step < until + progress.lead:
                 torch.set_num_threads(progress.worker.setup.worker.threads)
-                progress.worker.fire(progress.worker.setup.task(event.node), step, event.part)
+                progress.worker.fire(progress.worker.setup.task(event.node), step, event.chunk)
         for progress in self.progress.values():
             if progress.fired <= step < until + progress.lead:
                 progress.finish(step)

@@ -61,7 +61,7 @@ def _hosts(plan: Plan) -> Iterator[str]:
         if wait.seconds > NOTICED * plan.prediction.step_s and writer.seconds > wait.seconds / 2:
             yield (
                 f"'{wait.who}' waits {wait.seconds / plan.prediction.step_s:.0%} of a step for '{writer.name}': make it faster or "
-                "concurrent, let it work on parts of a batch, or raise depth so that it overlaps"
+                "concurrent, let it work on chunks of a batch, or raise depth so that it overlaps"
             )
 
 

@@ -55,9 +55,9 @@ class Engines:
     def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
         """Return when all that a put waits for has come to each engine, not before `at`, and the number of the last if it came later."""
         cause = np.full(self.count, NOTHING)
-        for number, (_, done, tokens) in enumerate(self.waits.get(put, ())):
-            if step >= tokens and (later := done[step - tokens] > at).any():
-                at, cause = np.where(later, done[step - tokens], at), np.where(later, number, cause)
+        for number, (_, done, credits) in enumerate(self.waits.get(put, ())):
+            if step >= credits and (later := done[step - credits] > at).any():
+                at, cause = np.where(later, done[step - credits], at), np.where(later, number, cause)
         return at, cause
 
     def _waited(self, put: int, causes: Array, seconds: Array) -> Waited:

@@ -99,19 +99,19 @@ def outlook(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) 
     together = [node for node in nodes if continuous.is_played(graph, node, costs)]
     steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
     relative: dict[str, Array] = {}  # of each firing `[steps, engines]`, to the mean one of the last engine
-    parts: dict[str, Array] = {}
+    of_chunks: dict[str, Array] = {}
     for node in (node for node in nodes if node.name in varying):
         law = costs.law(node.name)
         drawn = law.each(settings[node.name], costs.lengths, steps, rows)
         relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
-        shares = law.parts(settings[node.name], costs.lengths, steps, rows, node.chunks)
-        parts[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
+        shares = law.chunk_shares(settings[node.name], costs.lengths, steps, rows, node.chunks)
+        of_chunks[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
 
     def times(event: Event) -> Array:
         engines = relative[event.node].shape[1]
         if event.kind != "fire":
             return np.full((steps, engines), event.seconds)
-        found: Array = event.seconds * relative[event.node] * parts[event.node][:, event.part, None]
+        found: Array = event.seconds * relative[event.node] * of_chunks[event.node][:, event.chunk, None]
         return found
 
     drawn_times = {event.name: times(event) for event in schedule.events if event.node in relative}

@@ -13,20 +13,20 @@ from rlgraph.simulate.engines_apart import Engines, Wait
 Point: TypeAlias = tuple[str, int]  # an event and which of its puts is done; 0 is its start
 TOGETHER: Mapping[str, Engines] = {}
 TIMES = ("starts", "worked", "ends", "causes", "held")  # of a play, by event
-WARM_UP_STEPS = 60  # divisible by 1 to 6, the token counts of common loops, so that the average covers whole rounds
+WARM_UP_STEPS = 60  # divisible by 1 to 6, the credit counts of common loops, so that the average covers whole rounds
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The cycle that sets the period: the largest sum of seconds over tokens."""
+    """The cycle that sets the period: the largest sum of seconds over credits."""
 
     period_s: float
     events: tuple[str, ...]
-    tokens: int
+    credits: int
 
 
 def critical_cycle(schedule: Schedule) -> Cycle:
-    """Find the largest (sum of seconds) / (tokens) over all cycles of the schedule.
+    """Find the largest (sum of seconds) / (credits) over all cycles of the schedule.
 
     Parametric search (Dinkelbach, 1967, for the maximum cycle ratio): guess a period, look for a cycle that exceeds it,
     take that cycle's ratio as the next guess; each guess is the ratio of a cycle, so the search ends.
@@ -60,22 +60,22 @@ def _longest_cycle(schedule: Schedule, points: list[Point], links: "Sequence[_Li
         found = _cycle_above(best.period_s, len(points), links, tolerance)
         if not found:
             return best
-        total, tokens = sum(link.seconds for link in found), sum(link.tokens for link in found)
+        total, credits = sum(link.seconds for link in found), sum(link.credits for link in found)
         events = [points[link.before][0] for link in found if points[link.before][1] == 0]
-        if tokens == 0:
-            raise AssertionError(f"schedule has a cycle without a token, so it would never start: {events}")
-        if total / tokens <= best.period_s:
+        if credits == 0:
+            raise AssertionError(f"schedule has a cycle without a credit, so it would never start: {events}")
+        if total / credits <= best.period_s:
             return best
-        best = Cycle(total / tokens, _rotated(events, schedule), tokens)
+        best = Cycle(total / credits, _rotated(events, schedule), credits)
 
 
 class _Link(NamedTuple):
-    """One point of an event, by number, comes `seconds` after another, or later; of the step `tokens` before."""
+    """One point of an event, by number, comes `seconds` after another, or later; of the step `credits` before."""
 
     before: int
     after: int
     seconds: float
-    tokens: int
+    credits: int
 
 
 def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
@@ -90,12 +90,12 @@ def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
         last[name] = (name, put)
     for d in schedule.dependencies:
         link = number[(d.before, d.left_at) if d.left_at else last[d.before]], number[d.after, d.holds]
-        tightest[link] = min(d.tokens, tightest.get(link, d.tokens))
+        tightest[link] = min(d.credits, tightest.get(link, d.credits))
 
     def spent(point: Point) -> float:  # between this point and the next of the event
         return seconds[point[0]] if point[1] == 0 else 0.0
 
-    return points, [_Link(before, after, spent(points[before]), tokens) for (before, after), tokens in tightest.items()]
+    return points, [_Link(before, after, spent(points[before]), credits) for (before, after), credits in tightest.items()]
 
 
 def _puts(schedule: Schedule) -> list[Point]:
@@ -104,14 +104,14 @@ def _puts(schedule: Schedule) -> list[Point]:
 
 
 def _cycle_above(period_s: float, points: int, links: Sequence[_Link], tolerance: float) -> list[_Link]:
-    """Return the links of a cycle whose seconds over tokens exceed `period_s`, or none if there is no such cycle.
+    """Return the links of a cycle whose seconds over credits exceed `period_s`, or none if there is no such cycle.
 
     Longest paths by relaxation (Bellman, 1958): they end after a round for each point, unless a cycle feeds them. The point
     raised last may lie behind that cycle, so its parents are followed until they must be on it.
     """
     longest = [0.0] * points
     parent: dict[int, _Link] = {}
-    weights = [(link, link.before, link.after, link.seconds - period_s * link.tokens - tolerance) for link in links]
+    weights = [(link, link.before, link.after, link.seconds - period_s * link.credits - tolerance) for link in links]
     raised = -1
     for _ in range(points):
         raised = -1
@@ -229,7 +229,7 @@ def _lines(schedule: Schedule, found: Played) -> list[tuple[Event, list[_Put]]]:
         if d.before in found.engines and nodes[d.before] == nodes[d.after]:
             each = found.engines[d.before]
             times = each.puts[d.left_at] if d.left_at else each.ends
-        puts[d.after][d.holds].waits.append((d, times, d.tokens))
+        puts[d.after][d.holds].waits.append((d, times, d.credits))
     return [(event, list(puts[event.name].values())) for event in found.order]
 
 
@@ -245,9 +245,9 @@ def _note_last(found: Played, name: str, each: Engines, puts: Sequence[_Put]) ->
 def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Dependency | None]:
     """Return when all of these have come, not before `at`, and which was the last if it came later."""
     cause = None
-    for dependency, done, tokens in waits:
-        if step >= tokens and done[step - tokens] > at:
-            at, cause = done[step - tokens], dependency
+    for dependency, done, credits in waits:
+        if step >= credits and done[step - credits] > at:
+            at, cause = done[step - credits], dependency
     return at, cause
 
 

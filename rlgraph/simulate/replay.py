@@ -150,8 +150,8 @@ def deeper(plan: Plan, depth: int) -> Schedule:
     more = depth - max(loop.depth for loop in plan.loops)
 
     def changed(d: Dependency) -> Dependency:
-        if d.reason == "loop" and d.via in loops and d.tokens == loops[d.via].depth + 1:
-            return replace(d, tokens=depth + 1)
-        return replace(d, tokens=d.tokens + more) if d.reason == "slots" and d.via not in loops else d
+        if d.reason == "loop" and d.via in loops and d.credits == loops[d.via].depth + 1:
+            return replace(d, credits=depth + 1)
+        return replace(d, credits=d.credits + more) if d.reason == "slots" and d.via not in loops else d
 
     return replace(plan.schedule, dependencies=tuple(map(changed, plan.schedule.dependencies)))

@@ -41,7 +41,9 @@ def test_a_wait_for_the_rollouts_channel_is_no_rollout() -> None:
 def test_a_batch_admitted_too_early_is_named() -> None:
     costs = rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
-    early = tuple(replace(d, tokens=d.tokens + 1) if d.reason in ("loop", "slots") and d.tokens else d for d in plan.schedule.dependencies)
+    early = tuple(
+        replace(d, credits=d.credits + 1) if d.reason in ("loop", "slots") and d.credits else d for d in plan.schedule.dependencies
+    )
 
     def run() -> None:
         watch = Watch(plan)

@@ -35,12 +35,12 @@ def test_a_turn_that_a_rollout_gives_a_step_too_early_is_caught() -> None:
     small = next(small for small in shared_graphs(3) if small.schedule()[1].most_lag)
     graph, schedule = small.schedule()
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
-    early = [replace(d, tokens=0) if d.tokens < 0 else d for d in schedule.dependencies]
+    early = [replace(d, credits=0) if d.credits < 0 else d for d in schedule.dependencies]
     assert early != list(schedule.dependencies)
     assert walk(schedule, given(replace(schedule, dependencies=tuple(early))), promised).fault == "one event of pool 'rollout' at a time"
 
 
-@pytest.mark.parametrize("fault", ["slot freed early", "token lost", "token doubled", "order swapped"])
+@pytest.mark.parametrize("fault", ["slot freed early", "credit lost", "credit doubled", "order swapped"])
 def test_a_seeded_fault_is_caught_in_every_graph_of_up_to_three_nodes_that_it_can_harm(fault: str) -> None:
     caught = 0
     for small in [*small_graphs(2), *small_graphs(3)]:

@@ -1,6 +1,7 @@
 """Compiling: placement, workers, channels, and what a plan predicts and guarantees."""
 
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,6 +232,28 @@ def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(
             without.launch()
         with pytest.raises(rg.PlanError, match="was read from JSON and has no graph to run"):
             without.run_here()
+
+
+def with_old_names(plan: rg.Plan) -> str:
+    """The plan's JSON as rlgraph wrote it when credits were tokens and chunks were parts."""
+    raw = json.loads(plan.to_json())
+    for dependency in raw["schedule"]["dependencies"]:
+        dependency["tokens"] = dependency.pop("credits")
+    for event in raw["schedule"]["events"]:
+        event["part"] = event.pop("chunk")
+    for channel in raw["channels"]:
+        channel["tokens"], channel["parts"] = channel.pop("credits"), channel.pop("chunks")
+    raw["prediction"]["critical_tokens"] = raw["prediction"].pop("critical_credits")
+    return json.dumps(raw)
+
+
+def test_a_plan_that_an_older_version_wrote_is_read(tmp_path: Path) -> None:
+    plan = rg.compile(Loop(depth=1, chunks=4).graph(), rg.Cluster(cpus=2))
+    old = with_old_names(plan)
+    assert rg.Plan.from_json(old) == plan
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"plan": json.loads(old), "spans": [], "sampled": []}))
+    assert Trace.from_file(trace).plan == plan
 
 
 def test_a_plan_does_what_the_facade_does(tmp_path: Path) -> None:

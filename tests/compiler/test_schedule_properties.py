@@ -1,4 +1,4 @@
-"""Random graphs, depths, timings and orders of firing: the bound holds, nothing locks up, tokens stay, predictions agree."""
+"""Random graphs, depths, timings and orders of firing: the bound holds, nothing locks up, credits stay, predictions agree."""
 
 import random
 from dataclasses import dataclass
@@ -78,29 +78,29 @@ def test_no_batch_is_ever_behind_by_more_than_the_depth_whatever_the_timing(case
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
-def test_any_order_of_firing_keeps_going_and_keeps_the_tokens_of_every_cycle(case: Case, chance: random.Random) -> None:
+def test_any_order_of_firing_keeps_going_and_keeps_the_credits_of_every_cycle(case: Case, chance: random.Random) -> None:
     schedule = case.schedule
-    tokens = {index: d.tokens for index, d in enumerate(schedule.dependencies)}
+    credits = {index: d.credits for index, d in enumerate(schedule.dependencies)}
     needs = {e.name: [i for i, d in enumerate(schedule.dependencies) if d.after == e.name] for e in schedule.events}
     feeds = {e.name: [i for i, d in enumerate(schedule.dependencies) if d.before == e.name] for e in schedule.events}
     fewest = nx.DiGraph()
     for index, d in enumerate(schedule.dependencies):
-        if not fewest.has_edge(d.before, d.after) or schedule.dependencies[fewest.edges[d.before, d.after]["at"]].tokens > d.tokens:
+        if not fewest.has_edge(d.before, d.after) or schedule.dependencies[fewest.edges[d.before, d.after]["at"]].credits > d.credits:
             fewest.add_edge(d.before, d.after, at=index)
     cycles = [[fewest.edges[a, b]["at"] for a, b in zip(c, c[1:] + c[:1], strict=True)] for c in _some_cycles(fewest)]
-    before = [sum(tokens[i] for i in cycle) for cycle in cycles]
+    before = [sum(credits[i] for i in cycle) for cycle in cycles]
     fired = dict.fromkeys(needs, 0)
     for _ in range(40 * len(fired)):
-        ready = [name for name, wanted in needs.items() if all(tokens[i] > 0 for i in wanted)]
+        ready = [name for name, wanted in needs.items() if all(credits[i] > 0 for i in wanted)]
         assert ready, "nothing can fire: a deadlock"
         name = chance.choice(ready)
         for index in needs[name]:
-            tokens[index] -= 1
+            credits[index] -= 1
         for index in feeds[name]:
-            tokens[index] += 1
+            credits[index] += 1
         fired[name] += 1
         assert max(fired[name] for name in fired if name.startswith("rollout")) - fired[publish_event("weights")] <= case.depth + 1
-    assert [sum(tokens[i] for i in cycle) for cycle in cycles] == before
+    assert [sum(credits[i] for i in cycle) for cycle in cycles] == before
     assert min(fired.values()) > 0
 
 
@@ -120,7 +120,7 @@ def test_the_critical_cycle_and_playing_the_schedule_give_the_same_period(case: 
     cycle = critical_cycle(schedule)
     assert simulated_period(schedule, warm_up=120) == pytest.approx(cycle.period_s, rel=0.02, abs=1e-9)
     seconds = schedule.seconds()
-    assert sum(seconds[name] for name in cycle.events) / cycle.tokens == pytest.approx(cycle.period_s)
+    assert sum(seconds[name] for name in cycle.events) / cycle.credits == pytest.approx(cycle.period_s)
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 import rlgraph as rg
 from rlgraph.costs.functions import Decode, NodeCost, Setting
 from rlgraph.costs.lengths import Lengths
+from rlgraph.costs.microbatch_count import Passes
 from rlgraph.errors import PlanError
 
 FIXED = Lengths((0.0, 1.0), (10.0, 10.0), prompt_tokens=4.0)
@@ -85,6 +86,15 @@ def test_costs_come_back_from_their_file_equal(tmp_path: Path) -> None:
     costs = rg.Costs(nodes, publish_s=0.01, publish_bytes=1 << 20, source="measured", lengths=TAIL, on="2 cores")
     costs.to_file(tmp_path / "costs.yaml")
     assert rg.Costs.from_file(tmp_path / "costs.yaml") == costs
+
+
+def test_a_costs_file_that_an_older_version_wrote_is_read(tmp_path: Path) -> None:
+    costs = rg.Costs({"update": NodeCost(serial_s=1.0, measured=Setting(2, 2, 16, Passes(8192, mini_batches=4)))})
+    costs.to_file(tmp_path / "costs.yaml")
+    text = (tmp_path / "costs.yaml").read_text()
+    (tmp_path / "old.yaml").write_text(text.replace("mini_batches: 4", "parts: 4"))
+    assert "parts: 4" in (tmp_path / "old.yaml").read_text()
+    assert rg.Costs.from_file(tmp_path / "old.yaml") == costs
 
 
 BAD_FILES = {

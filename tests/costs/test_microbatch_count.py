@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import law, run_of
 from simulated import PROMPT_TOKENS, Loop
@@ -24,16 +24,17 @@ from rlgraph.nodes.training.mini_batches import Walks
 LIMIT, TOKEN_S, ALONE_S, SHARDED_S = 500, 1e-4, 0.02, 0.03
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=24), st.integers(10, 200), st.integers(1, 5), st.integers(1, 3))
-def test_passes_are_those_of_the_trainer(lengths: list[int], limit: int, ranks: int, parts: int) -> None:
-    lengths = (lengths * parts)[: len(lengths) // parts * parts * parts] or [1] * parts
+def test_passes_are_those_of_the_trainer(lengths: list[int], limit: int, ranks: int, mini_batches: int) -> None:
+    lengths = (lengths * mini_batches)[: len(lengths) // mini_batches * mini_batches * mini_batches] or [1] * mini_batches
     batch = batch_of([*lengths, 40], group=1)
     batch["prompt_mask"] = torch.ones_like(batch["prompt_mask"])
     trained: list[int] = []
-    for part in Walks(mini_batches=parts).parts({name: column[:-1] for name, column in batch.items()}):
-        plans = plan_micro_batches(part, ranks, limit, flat=True)
+    for mini_batch in Walks(mini_batches=mini_batches).parts({name: column[:-1] for name, column in batch.items()}):
+        plans = plan_micro_batches(mini_batch, ranks, limit, flat=True)
         trained += [max(sum(s.tokens for s in plan[index]) for plan in plans) for index in range(len(plans[0]))]
-    passes = Passes(limit, parts).of_a_rank(np.array([lengths, lengths], dtype=float), batch["prompts"].shape[1], ranks)
+    passes = Passes(limit, mini_batches).of_a_rank(np.array([lengths, lengths], dtype=float), batch["prompts"].shape[1], ranks)
     assert (passes[0] == passes[1]).all()
     assert passes[0][passes[0] > 0].tolist() == trained
 
@@ -44,7 +45,7 @@ def test_steps_of_fewer_passes_have_none_in_the_place_of_more() -> None:
 
 
 def test_each_mini_batch_is_cut_by_itself() -> None:
-    assert Passes(10, parts=2).of_a_rank(np.array([[4.0, 4.0, 4.0, 4.0]]), 1.0, 1).tolist() == [[8, 8]]
+    assert Passes(10, mini_batches=2).of_a_rank(np.array([[4.0, 4.0, 4.0, 4.0]]), 1.0, 1).tolist() == [[8, 8]]
 
 
 def seconds(cost: NodeCost, setting: Setting, tokens: float) -> float:

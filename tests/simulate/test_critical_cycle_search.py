@@ -23,10 +23,10 @@ def random_schedule(seed: int) -> Schedule:
 def largest_ratio(schedule: Schedule) -> float:
     seconds = schedule.seconds()
     graph: nx.DiGraph[str] = nx.DiGraph()
-    for d in sorted(schedule.dependencies, key=lambda d: -d.tokens):
-        graph.add_edge(d.before, d.after, tokens=d.tokens)
+    for d in sorted(schedule.dependencies, key=lambda d: -d.credits):
+        graph.add_edge(d.before, d.after, credits=d.credits)
     cycles = [(cycle, cycle[1:] + cycle[:1]) for cycle in nx.simple_cycles(graph)]
-    return max(sum(map(seconds.__getitem__, a)) / sum(graph.edges[e]["tokens"] for e in zip(a, b, strict=True)) for a, b in cycles)
+    return max(sum(map(seconds.__getitem__, a)) / sum(graph.edges[e]["credits"] for e in zip(a, b, strict=True)) for a, b in cycles)
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
@@ -40,4 +40,4 @@ def test_events_of_the_cycle_found_add_up_to_its_period() -> None:
     for seed in range(50):
         schedule = random_schedule(seed)
         cycle = critical_cycle(schedule)
-        assert sum(map(schedule.seconds().__getitem__, cycle.events)) / cycle.tokens == pytest.approx(cycle.period_s)
+        assert sum(map(schedule.seconds().__getitem__, cycle.events)) / cycle.credits == pytest.approx(cycle.period_s)

@@ -74,7 +74,7 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
 def _channel_words(channel: PlannedChannel) -> str:
     if channel.kind == "order":
         return f"channel {words.clean(channel.name)}: carries the turn only, {channel.transport}, {words.counted(channel.slots, 'slot')}"
-    unit = "batch" if channel.parts == 1 else "part of a batch"
+    unit = "batch" if channel.chunks == 1 else "chunk of a batch"
     load = f"{words.size(channel.bytes)} a {unit}" if channel.bytes is not None else "bytes not known"
     return f"channel {words.clean(channel.name)}: {channel.transport}, {words.counted(channel.slots, 'slot')}, {load}"
 

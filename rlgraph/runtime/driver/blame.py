@@ -38,8 +38,8 @@ def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
 def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
     """Whether a reader has done with the message whose slot the writer waits for, and did not give the slot back."""
     if isinstance(wait.end, PlannedChannel):
-        wanted = (writer.step + 1) * wait.end.parts - 1 - wait.end.slots  # or an earlier one, where a batch has parts
-        return (reader.step + reader.activity.idle) * wait.end.parts - wait.end.tokens > wanted
+        wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier one, where a batch has chunks
+        return (reader.step + reader.activity.idle) * wait.end.chunks - wait.end.credits > wanted
     if wait.end.due is not None or wait.end.freshest:
         return False
     receives = reader.activity.kind == "receive" and reader.activity.edge == wait.end.name

@@ -109,7 +109,7 @@ class Worker:
         del columns
         for box in self.mailbox.read_by(task.name):
             messages = task.messages(box.channel, step, part)
-            if len(messages) < box.channel.parts or part == task.chunks - 1:
+            if len(messages) < box.channel.chunks or part == task.chunks - 1:
                 box.done(task.name, messages)
         self.ledger.carry(task.name, step)
         for loop in self.loops:
@@ -192,7 +192,7 @@ class Worker:
 
     def _drop(self, box: Inbox) -> None:
         """Drop what this worker had read before the checkpoint that it goes on from, but another reader of the channel had not."""
-        parts, begin = box.channel.parts, [self.setup.begin[reader] for reader in box.channel.readers]
+        parts, begin = box.channel.chunks, [self.setup.begin[reader] for reader in box.channel.readers]
         for message in range(min(begin) * parts, self.setup.first * parts) if box.channel.kind == "batch" else ():
             box.take((message,), self.setup.deadline_s)
             box.done(box.users[-1], (message,))
@@ -216,7 +216,7 @@ class Worker:
             self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
         step = message // task.chunks
         for box in self.mailbox.written_by(task.name):
-            read_at = (message + box.channel.tokens) // box.channel.parts
+            read_at = (message + box.channel.credits) // box.channel.chunks
             if read_at < min(self.setup.begin[reader] for reader in box.channel.readers):
                 continue  # read before the checkpoint that this run goes on from, or nobody's turn
             if again and box.channel.kind == "order":
@@ -368,6 +368,6 @@ def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> di
     if oldest > loop.depth:
         raise StalenessError(
             f"node '{loop.writer}' got a batch at step {step} whose oldest token is {oldest} versions behind, but '{loop.name}' has "
-            f"depth {loop.depth}: the plan's token count was broken, which is a defect of rlgraph; please report it with the plan"
+            f"depth {loop.depth}: the plan's count of credits was broken, which is a defect of rlgraph; please report it with the plan"
         )
     return {"staleness/max": float(oldest), "staleness/mean": float(behind.float().mean())}

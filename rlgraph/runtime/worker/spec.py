@@ -39,10 +39,10 @@ class Task:
 
     def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
         """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
-        first = step * channel.parts - channel.tokens
+        first = step * channel.chunks - channel.credits
         if self.follows is not None and self.follows == channel.stream:
             return range(first + part, first + part + 1)
-        return range(first, first + channel.parts)
+        return range(first, first + channel.chunks)
 
     def rows(self, column: Column, channel: PlannedChannel, part: int) -> Column:
         """Return the rows of a column that belong to a part: all of them, unless a whole batch was taken."""
@@ -167,7 +167,7 @@ def setups(
         WorkerSetup(
             worker=worker,
             tasks=tuple(_task(graph, name) for name in worker.nodes),
-            firings=tuple((e.node, e.part) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
+            firings=tuple((e.node, e.chunk) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
             model=_model(graph, plan, worker),
             channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
             loops=tuple((p, posts, _dtype(plan, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
