@@ -18,14 +18,30 @@ CELL, NAMES, HEAD, GAP = 24, 116, 96, 18  # pixels: a cell, the names at the lef
 ALLOWED, IMPORTED, LIBRARY = "#e8eef6", "#2f6fb5", "#b8622a"
 
 
+Pairs = set[tuple[str, str]]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
 def layers() -> list[list[str]]:
     """The packages and modules of each layer, top layer first."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    ordered = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    ordered = next(contract["layers"] for contract in CONTRACTS if contract["type"] == "layers")
     return [layer.replace("|", ":").replace(" ", "").split(":") for layer in ordered]
 
 
-def imports() -> set[tuple[str, str]]:
+def allowed() -> Pairs:
+    """Pairs of packages of which the first may import the second: a lower layer, a sibling after a colon, and no contract forbids it."""
+    pairs = set()
+    ordered = next(contract["layers"] for contract in CONTRACTS if contract["type"] == "layers")
+    for k, (layer, names) in enumerate(zip(ordered, layers(), strict=True)):
+        below = {name for lower in layers()[k + 1 :] for name in lower} | (set(names) if ":" in layer else set())
+        pairs |= {(name, other) for name in names for other in below if name != other}
+    for contract in (contract for contract in CONTRACTS if contract["type"] == "forbidden"):
+        given = {(_package(a), _package(b)) for a in contract["source_modules"] for b in contract["forbidden_modules"] if b.count(".") == 1}
+        pairs -= given
+    return pairs
+
+
+def imports() -> Pairs:
     """Pairs of a package and a package or library that it imports, imports inside functions included."""
     graph = grimp.build_graph("rlgraph", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None)
     pairs = set()
@@ -41,7 +57,7 @@ def _package(module: str) -> str:
     return parts[1] if parts[0] == "rlgraph" and len(parts) > 1 else parts[0]
 
 
-def svg(ordered: Sequence[Sequence[str]], found: set[tuple[str, str]]) -> str:
+def svg(ordered: Sequence[Sequence[str]], may: Pairs, found: Pairs) -> str:
     """Draw a matrix: a row imports the columns whose cells are filled; a pale cell would be allowed too."""
     names = [name for layer in ordered for name in layer]
     depth = {name: k for k, layer in enumerate(ordered) for name in layer}
@@ -62,7 +78,7 @@ def svg(ordered: Sequence[Sequence[str]], found: set[tuple[str, str]]) -> str:
             out.append(f'<path d="M8 {y}H{width - 40}" stroke="#d5dae0"/>')
         out.append(f'<text x="{NAMES - 10}" y="{y + 17}" text-anchor="end" fill="#111">{name}</text>')
         for other, x in columns.items():
-            colour = _colour(name, other, depth, found)
+            colour = _colour((name, other), may, found)
             if colour:
                 out.append(f'<rect x="{x + 2}" y="{y + 2}" width="{CELL - 4}" height="{CELL - 4}" rx="3" fill="{colour}">')
                 out.append(f"<title>{name} {'imports' if (name, other) in found else 'may import'} {other}</title></rect>")
@@ -70,11 +86,10 @@ def svg(ordered: Sequence[Sequence[str]], found: set[tuple[str, str]]) -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
-def _colour(name: str, other: str, depth: dict[str, int], found: set[tuple[str, str]]) -> str | None:
-    if (name, other) in found:
-        return LIBRARY if other in LIBRARIES else IMPORTED
-    below = other in depth and name != other and depth[other] > depth[name]
-    return ALLOWED if below else None
+def _colour(pair: tuple[str, str], may: Pairs, found: Pairs) -> str | None:
+    if pair in found:
+        return LIBRARY if pair[1] in LIBRARIES else IMPORTED
+    return ALLOWED if pair in may else None
 
 
 def _legend(y: int) -> list[str]:
@@ -91,4 +106,4 @@ def _legend(y: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(svg(layers(), imports()))
+    Path(sys.argv[1]).write_text(svg(layers(), allowed(), imports()))
