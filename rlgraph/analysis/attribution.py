@@ -146,14 +146,14 @@ class _Trace:
 
     def rank(self, span: Span) -> int:
         """Return the order of claims to a device, the strongest first."""
-        return RANK["order" if self.use(span) == "turn" else span.kind]
+        return RANK["order" if self.use(span) == "order" else span.kind]
 
     def use(self, span: Span) -> Use:
         if span.kind == "wait":
             if span.name in self.loops:
                 return "weights"
             channel = self.channels.get(span.name)
-            return "turn" if channel is not None and channel.kind == "order" else "data"
+            return "order" if channel is not None and channel.kind == "order" else "data"
         return USES[span.kind]
 
     def silence(self, workers: Sequence[str], begin: float, end: float) -> tuple[Use, str]:

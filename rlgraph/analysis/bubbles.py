@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlgraph.analysis import words
 
-Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "data", "weights", "room", "turn", "idle", "start", "unexplained"]
+Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "data", "weights", "room", "order", "idle", "start", "unexplained"]
 BUSY: tuple[Use, ...] = ("node", "moving", "sleep", "carry")
 LEAST = 0.002  # of a pool's time: smaller rows are added up into one line of the table
 HAND_OVER = "hand-over"  # the cause of a wait in which nobody upstream worked: the message was on its way
@@ -23,7 +23,7 @@ class Row:
 
     Uses: `node` a node's own work; `moving` publishing, receiving and loading weights; `sleep` an engine that shares its devices
     gave their memory back, or took it again; `carry` rlgraph's own work around a node;
-    `data` the message was not there; `weights` the version was not there; `room` no slot was free; `turn` another node of the
+    `data` the message was not there; `weights` the version was not there; `room` no slot was free; `order` another node of the
     pool came first; `idle` between two steps; `start` before the first one; `unexplained` no span says what.
 
     `model` is that of which the worker is one of several ranks.
@@ -51,7 +51,7 @@ class Row:
                 return f"wait for a version of '{name}'{kept}"
             case "room":
                 return f"wait for a free slot of '{name}'{kept}"
-            case "turn":
+            case "order":
                 return f"wait for its turn in the pool ('{name}'){kept}"
             case "unexplained":
                 return "not explained"

@@ -1,4 +1,4 @@
-"""Which nodes, edges, turns and feedback edges of a plan lie on its critical cycle."""
+"""Which nodes, edges, pool orders and feedback edges of a plan lie on its critical cycle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,15 @@ from rlgraph.compiler.schedule import Dependency
 
 @dataclass(frozen=True)
 class Critical:
-    """Parts of a plan that set its period: nodes by name, edges as (writer, reader), loops by name, turns by the node waiting."""
+    """What sets the period of a plan.
+
+    `nodes` and `loops` (feedback edges) by name, edges as (writer, reader); `order` holds the nodes that wait for another of their pool.
+    """
 
     nodes: frozenset[str]
     edges: frozenset[tuple[str, str]]
     loops: frozenset[str]
-    turns: frozenset[str]
+    order: frozenset[str]
 
 
 def critical(plan: Plan) -> Critical:
@@ -27,7 +30,7 @@ def critical(plan: Plan) -> Critical:
         nodes=frozenset(events[name].node for name in cycle if events[name].kind == "fire"),
         edges=frozenset((a, b) if reason == "data" else (b, a) for reason, a, b, _ in ends if reason in ("data", "slots")),
         loops=frozenset(via for reason, _, _, via in ends if reason == "loop"),
-        turns=frozenset(b for reason, a, b, _ in ends if reason == "order" and a != b),
+        order=frozenset(b for reason, a, b, _ in ends if reason == "order" and a != b),
     )
 
 

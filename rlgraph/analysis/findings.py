@@ -22,7 +22,7 @@ HELD_UP = 0.05  # of a pool's time: by what should not be on its way at all (a r
 
 
 @dataclass(frozen=True)
-class Sides:
+class LoopBalance:
     """Who generates and who trains on a feedback edge, and how long each works and waits for the other."""
 
     loop: PlannedLoop
@@ -36,20 +36,20 @@ def findings(run: Run) -> tuple[str, ...]:
     """Return what could be changed, most important first; a run with nothing to gain says so."""
     if not run.steady or not run.spans:
         return ()
-    found = [line for side in _sides(run) for line in _balance(run, side)]
+    found = [line for side in _loop_balances(run) for line in _balance(run, side)]
     rules: Sequence[Callable[[Run], Iterator[str]]] = (_unused, _publishing, _turns, _hosts, _driver, _own_work, _disagreement, _clipping)
     found += [line for rule in rules for line in rule(run)]
     return (*run.notices, *(found or _balanced(run)))
 
 
-def _sides(run: Run) -> Iterator[Sides]:
+def _loop_balances(run: Run) -> Iterator[LoopBalance]:
     for loop in run.plan.loops:
         reader, writer = run.plan.node(loop.readers[0]), run.plan.node(loop.writer)
         if reader.pool is None or writer.pool is None or reader.pool == writer.pool:
             continue
         trained = {node.name for node in run.plan.nodes if node.pool == writer.pool}
         train_s = sum(median(run.durations(name) or [0.0]) for name in trained)
-        yield Sides(
+        yield LoopBalance(
             loop,
             sum(median(run.durations(name) or [0.0]) for name in loop.readers),
             train_s,
@@ -61,10 +61,10 @@ def _sides(run: Run) -> Iterator[Sides]:
 def _waits(run: Run, pool: str, causes: set[str]) -> float:
     """Return the share of a pool's time in which it waited for one of the nodes."""
     rows = run.steady_bubbles.of_pool(pool)
-    return run.steady_bubbles.share((row for row in rows if row.use in ("data", "weights", "room", "turn") and row.cause in causes), rows)
+    return run.steady_bubbles.share((row for row in rows if row.use in ("data", "weights", "room", "order") and row.cause in causes), rows)
 
 
-def _balance(run: Run, side: Sides) -> Iterator[str]:
+def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
     loop, name = side.loop, ", ".join(side.loop.readers)
     pools = {pool.name: pool for pool in run.plan.pools}
     generator = pools[run.plan.node(loop.readers[0]).pool or ""]
@@ -99,7 +99,7 @@ def _balance(run: Run, side: Sides) -> Iterator[str]:
         )
 
 
-def _split(generator: PlannedPool, trainer: PlannedPool, side: Sides) -> str:
+def _split(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
     """Return the split at which both sides would take equally long, if each were faster by as much as it has devices more."""
     counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
     total = sum(counts)
@@ -209,7 +209,7 @@ def _clipping(run: Run) -> Iterator[str]:
 
 
 def _balanced(run: Run) -> Iterator[str]:
-    for side in _sides(run):
+    for side in _loop_balances(run):
         yield (
             f"generation ({words.seconds(side.generate_s)}) and training ({words.seconds(side.train_s)}) overlap well: a step takes "
             f"{words.seconds(run.step_s)}, and no wait is above {NOTICED:.0%}; a faster step needs faster nodes"

@@ -11,7 +11,7 @@ from rlgraph.graph.nodes import Graph, Pool
 PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
 
 
-def settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
+def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
     """Return the settings of each model, node and feedback edge; data and functions are told by name only."""
     found: dict[str, dict[str, str]] = {}
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):

@@ -19,7 +19,7 @@ class Observed:
     channel_slots: Mapping[str, int] | None = None  # in use at once, by channel
 
 
-class Watch:
+class InvariantMonitor:
     """Takes the records of one step after another and raises at the first that the certificate rules out."""
 
     def __init__(self, plan: Plan) -> None:
@@ -29,7 +29,7 @@ class Watch:
         self._slots = {channel.name: channel.slots for channel in plan.channels}
         self.observed = Observed()
 
-    def see(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int]) -> None:
+    def check(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int]) -> None:
         """Check one finished step: its spans, its staleness, and the most slots in use at each channel end.
 
         Raises CertificateError naming what was exceeded.

@@ -113,7 +113,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Compared:
+class EventComparison:
     """One event, or the step: seconds as the plan predicted them, and as they were."""
 
     name: str
@@ -124,7 +124,7 @@ class Compared:
     count: int
 
 
-def compared(run: Run) -> Iterator[Compared]:
+def compare_events(run: Run) -> Iterator[EventComparison]:
     """Yield the step, then every event that was measured, with what the plan predicted when the run was launched."""
     predicted: dict[str, float] = {}
     for event in run.plan.schedule.events:
@@ -135,11 +135,11 @@ def compared(run: Run) -> Iterator[Compared]:
         if seconds:
             ordered = sorted(seconds)
             least, most = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
-            yield Compared(name, predicted.get(name, run.plan.prediction.step_s), median(seconds), least, most, len(seconds))
+            yield EventComparison(name, predicted.get(name, run.plan.prediction.step_s), median(seconds), least, most, len(seconds))
 
 
 @dataclass(frozen=True)
-class Waited:
+class WaitComparison:
     """Seconds a step that a pool, or a worker of the host, stood still for a channel or a feedback edge: predicted and measured."""
 
     who: str
@@ -152,7 +152,7 @@ class Waited:
 USES: Mapping[Reason, Use] = {"data": "data", "slots": "room", "loop": "weights"}
 
 
-def waited(run: Run) -> Iterator[Waited]:
+def compare_waits(run: Run) -> Iterator[WaitComparison]:
     """Yield the waits that the plan priced with this run's costs predicts, the longest first, beside those that were measured."""
     steps = len(run.steady)
     counts: dict[str | None, float] = {}
@@ -162,4 +162,4 @@ def waited(run: Run) -> Iterator[Waited]:
         pooled = wait.who in counts
         rows = run.steady_bubbles.of_pool(wait.who) if pooled else run.steady_bubbles.of_worker(wait.who)
         total = sum(row.seconds for row in rows if row.use == USES.get(wait.reason) and row.name == wait.on)
-        yield Waited(wait.who, wait.on, wait.reason, wait.seconds, total / (counts[wait.who] if pooled else 1.0) / steps)
+        yield WaitComparison(wait.who, wait.on, wait.reason, wait.seconds, total / (counts[wait.who] if pooled else 1.0) / steps)

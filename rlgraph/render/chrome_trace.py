@@ -34,7 +34,7 @@ def from_zero(spans: Sequence[Span]) -> list[Span]:
     return [replace(span, start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans]
 
 
-def ranked(spans: Sequence[Span], plan: Plan) -> list[Span]:
+def per_rank(spans: Sequence[Span], plan: Plan) -> list[Span]:
     """Repeat predicted spans once for each rank that runs them."""
     nodes = {event.name: event.node for event in plan.schedule.events}
     return [replace(span, worker=worker) for span in spans for worker in plan.node(nodes[span.name]).workers]

@@ -10,11 +10,11 @@ from statistics import fmean
 from rlgraph.analysis import words
 from rlgraph.analysis.bubbles import BUSY, SMALL, Row, by_model
 from rlgraph.analysis.findings import findings
-from rlgraph.analysis.run import Compared, Run, compared, waited
+from rlgraph.analysis.run import EventComparison, Run, compare_events, compare_waits
 from rlgraph.render import curve
 from rlgraph.render.plan_svg import draw
 from rlgraph.render.text import text
-from rlgraph.render.timeline_html import last_steps, predicted_steps, tracks
+from rlgraph.render.timeline_html import last_steps, predicted_steps, timeline
 
 SHOWN_STEPS = 6  # of the timeline
 COLUMNS = (7, 4, 2)  # of tiles, on pages of three widths
@@ -48,7 +48,7 @@ LEGEND = (
     ("data", "wait for data"),
     ("weights", "wait for a version"),
     ("room", "wait for a free slot"),
-    ("turn", "wait for the turn"),
+    ("order", "wait for the turn"),
     ("idle", "no step to work on"),
 )
 
@@ -162,7 +162,7 @@ def _timeline(run: Run) -> Iterator[str]:
         'Zoom with <button type="button" data-zoom="1.5">+</button> <button type="button" data-zoom="0.667">−</button> '
         "or Ctrl and the wheel; point at a block to read it.</p>"
     )
-    yield from tracks([("predicted", predicted), ("measured", measured)], run.plan)
+    yield from timeline([("predicted", predicted), ("measured", measured)], run.plan)
     key = "".join(f'<span><i class="{name}"></i>{said}</span>' for name, said in LEGEND)
     yield f'<p class="legend">{key}</p>'
 
@@ -183,8 +183,8 @@ def _bubbles(run: Run) -> Iterator[str]:
         yield f'<h3>{escape(name)}: <span class="muted">busy {bubbles.busy(pool):.1%}</span></h3><div class="stack">'
         for row in sorted(rows, key=lambda r: (r.use not in BUSY, -r.seconds)):
             share = row.seconds / total
-            told = escape(f"{row}: {share:.1%}")
-            yield f'<i class="{_use_class(row, works)}" style="width:{100 * share:.4f}%" title="{told}"></i>'
+            tooltip = escape(f"{row}: {share:.1%}")
+            yield f'<i class="{_use_class(row, works)}" style="width:{100 * share:.4f}%" title="{tooltip}"></i>'
         yield '</div><table><thead><tr><th class="n">device-seconds</th><th class="n">share</th><th>worker</th>'
         yield "<th>spent on</th></tr></thead><tbody>"
         small = [row for row in rows if row.seconds < LEAST * total]
@@ -235,13 +235,13 @@ def _predicted(run: Run) -> Iterator[str]:
         )
     yield '<table><thead><tr><th>what</th><th class="n">predicted</th><th class="n">measured (median)</th><th class="n">80 % lie in</th>'
     yield '<th class="n">measured / predicted</th><th class="n">firings</th></tr></thead><tbody>'
-    yield from (_compared(row, source == "nominal") for row in compared(run))
+    yield from (_compared(row, source == "nominal") for row in compare_events(run))
     yield "</tbody></table>"
     for what in run.plan.prediction.left_out:
         yield f"<p>Not predicted: {escape(words.clean(what))}.</p>"
     for what in run.plan.prediction.assumed:
         yield f"<p>Assumed: {escape(words.clean(what))}.</p>"
-    waits = [wait for wait in waited(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
+    waits = [wait for wait in compare_waits(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
     if waits:
         yield "<p>Waits of a step, as the schedule plays with the measured seconds of the nodes, and measured. "
         yield "The plan gives a wait for several inputs to the last of them.</p>"
@@ -252,7 +252,7 @@ def _predicted(run: Run) -> Iterator[str]:
         yield "</tbody></table>"
 
 
-def _compared(row: Compared, nominal: bool) -> str:
+def _compared(row: EventComparison, nominal: bool) -> str:
     ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s and not nominal else "–"
     spread = f"{words.seconds(row.least_s)} to {words.seconds(row.most_s)}"
     cells = (

@@ -8,7 +8,7 @@ from rlgraph.analysis import words
 from rlgraph.analysis.attribution import USES
 from rlgraph.compiler.plan import Plan, PlannedWorker
 from rlgraph.compiler.schedule import Span
-from rlgraph.render.chrome_trace import PREFIX, ranked
+from rlgraph.render.chrome_trace import PREFIX, per_rank
 from rlgraph.render.curve import ticks
 from rlgraph.simulate.play import simulate
 
@@ -39,11 +39,11 @@ def last_steps(spans: Sequence[Span], count: int) -> Window:
 
 def predicted_steps(plan: Plan, last: int, count: int) -> Window:
     """Return `count` predicted steps of the steady state, numbered so that step `last` is the last of them."""
-    spans = ranked(simulate(plan.schedule, SETTLE + count), plan)
+    spans = per_rank(simulate(plan.schedule, SETTLE + count), plan)
     return last_steps([replace(span, step=span.step + last + 1 - SETTLE - count) for span in spans], count)
 
 
-def tracks(groups: Sequence[tuple[str, Window]], plan: Plan) -> Iterator[str]:
+def timeline(groups: Sequence[tuple[str, Window]], plan: Plan) -> Iterator[str]:
     """Yield the lanes of each group on one time scale, which begins at 0 for each of them."""
     length = max((window.end_s - window.begin_s for _, window in groups), default=0.0) or 1.0
     yield '<div class="tracks"><div class="scale">'
@@ -74,11 +74,11 @@ def _lane(worker: PlannedWorker, spans: Sequence[Span], begin_s: float, length: 
 def _block(span: Span, begin_s: float, length: float, plan: Plan) -> str:
     left, width = 100 * (span.start_s - begin_s) / length, 100 * (span.end_s - span.start_s) / length
     name = f"{PREFIX.get(span.kind, '')}{words.clean(span.name)}"
-    told = f"{name}, step {span.step}: {words.seconds(span.end_s - span.start_s)}" + (
+    tooltip = f"{name}, step {span.step}: {words.seconds(span.end_s - span.start_s)}" + (
         f", version {span.version}" if span.version is not None else ""
     )
     label = f"<b>{escape(words.clean(span.name))} {span.step}</b>" if span.kind == "fire" and width > 1 else ""
-    return f'<i class="{colour(span, plan)}" style="left:{left:.4f}%;width:{width:.4f}%" title="{escape(told)}">{label}</i>'
+    return f'<i class="{colour(span, plan)}" style="left:{left:.4f}%;width:{width:.4f}%" title="{escape(tooltip)}">{label}</i>'
 
 
 def colour(span: Span, plan: Plan) -> str:
@@ -86,9 +86,9 @@ def colour(span: Span, plan: Plan) -> str:
     if span.kind == "fire":
         return next((plan.node(event.node).work for event in plan.schedule.events if event.name == span.name), "host")
     if span.kind == "wait":
-        return "weights" if any(loop.name == span.name for loop in plan.loops) else _turn(span.name, plan)
+        return "weights" if any(loop.name == span.name for loop in plan.loops) else _wait_class(span.name, plan)
     return USES[span.kind]
 
 
-def _turn(channel: str, plan: Plan) -> str:
-    return "turn" if any(c.name == channel and c.kind == "order" for c in plan.channels) else "data"
+def _wait_class(channel: str, plan: Plan) -> str:
+    return "order" if any(c.name == channel and c.kind == "order" for c in plan.channels) else "data"

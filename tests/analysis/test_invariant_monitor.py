@@ -6,7 +6,7 @@ import pytest
 from simulated import Loop
 
 import rlgraph as rg
-from rlgraph.analysis.invariant_monitor import Watch
+from rlgraph.analysis.invariant_monitor import InvariantMonitor
 from rlgraph.compiler.plan import ChannelEnd
 from rlgraph.compiler.schedule import Schedule, Span
 from rlgraph.errors import CertificateError
@@ -22,20 +22,20 @@ def played(plan: rg.Plan, schedule: Schedule | None = None) -> list[list[Span]]:
 def test_a_run_that_keeps_the_plan_passes_and_reaches_its_bound(depth: int) -> None:
     costs = rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
     plan = rg.compile(Loop(depth=depth).graph(), rg.Cluster(cpus=2), costs)
-    watch = Watch(plan)
+    monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)):
-        watch.see(step, spans, min(step, depth), {ChannelEnd("rollout", "put"): depth + 1})
-    assert (watch.observed.staleness, watch.observed.open_batches) == (depth, depth + 1)
-    assert watch.observed.channel_slots == {"rollout": depth + 1}
+        monitor.check(step, spans, min(step, depth), {ChannelEnd("rollout", "put"): depth + 1})
+    assert (monitor.observed.staleness, monitor.observed.open_batches) == (depth, depth + 1)
+    assert monitor.observed.channel_slots == {"rollout": depth + 1}
 
 
 def test_a_wait_for_the_rollouts_channel_is_no_rollout() -> None:
     costs = rg.Costs({"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "update": 0.1})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
-    watch = Watch(plan)
+    monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)):
-        watch.see(step, [*spans, Span("rollout", "wait", step, "reward", 0.0, spans[0].end_s)], 1, {})
-    assert watch.observed.open_batches == 2
+        monitor.check(step, [*spans, Span("rollout", "wait", step, "reward", 0.0, spans[0].end_s)], 1, {})
+    assert monitor.observed.open_batches == 2
 
 
 def test_a_batch_admitted_too_early_is_named() -> None:
@@ -46,9 +46,9 @@ def test_a_batch_admitted_too_early_is_named() -> None:
     )
 
     def run() -> None:
-        watch = Watch(plan)
+        monitor = InvariantMonitor(plan)
         for step, spans in enumerate(played(plan, replace(plan.schedule, dependencies=early))):
-            watch.see(step, spans, 1, {})
+            monitor.check(step, spans, 1, {})
 
     with pytest.raises(CertificateError, match=r"\(at most 2 open\): 3 batches were open when it was admitted"):
         run()
@@ -56,25 +56,25 @@ def test_a_batch_admitted_too_early_is_named() -> None:
 
 def test_a_run_may_go_on_from_any_step() -> None:
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
-    watch = Watch(plan)
+    monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)[7:], start=7):
-        watch.see(step, spans, 1, {})
-    assert watch.observed.open_batches == 2
+        monitor.check(step, spans, 1, {})
+    assert monitor.observed.open_batches == 2
 
 
 def test_a_batch_too_far_behind_and_a_channel_too_full_are_named() -> None:
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
     with pytest.raises(CertificateError, match=r"staleness at most 1\): its oldest token is 2 versions behind"):
-        Watch(plan).see(5, [], 2, {})
+        InvariantMonitor(plan).check(5, [], 2, {})
     with pytest.raises(CertificateError, match=r"2 slots\): channel 'rollout' held 3 messages"):
-        Watch(plan).see(5, [], 1, {ChannelEnd("rollout", "take", 1): 3})
+        InvariantMonitor(plan).check(5, [], 1, {ChannelEnd("rollout", "take", 1): 3})
 
 
 def test_a_wait_for_a_channel_that_has_its_writers_name_is_no_admission() -> None:
     plan = rg.compile(Loop(depth=0).graph(), rg.Cluster(cpus=2))
-    watch = Watch(plan)
+    monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)):
         first = min(span.start_s for span in spans)
         waits = [Span("rollout", "wait", step, "reward", first - 100, first)]
-        watch.see(step, [*spans, *waits], 0, {})
-    assert watch.observed.open_batches == 1
+        monitor.check(step, [*spans, *waits], 0, {})
+    assert monitor.observed.open_batches == 1

@@ -4,7 +4,7 @@ import json
 import sys
 
 import rlgraph as rg
-from rlgraph.analysis.graph_settings import settings
+from rlgraph.analysis.graph_settings import graph_settings
 
 
 def long_enough(responses: list[str]) -> list[float]:
@@ -31,7 +31,7 @@ def main(folder: str, engine: str) -> None:
     found = {
         "plan": {m.name: [m.dtype, m.why] for m in plan.models},
         "bits": {name: value for name, value in done.metrics.items() if name.startswith("dtype/")},
-        "settings": [values["dtype"] for values in settings(graph, plan).values() if "dtype" in values],
+        "settings": [values["dtype"] for values in graph_settings(graph, plan).values() if "dtype" in values],
         "computes": computes,
         "loss": done.metrics["actor/pg_loss"],
     }

@@ -158,4 +158,4 @@ def test_the_critical_cycle_of_a_pool_marks_its_boxes_and_its_turns(plans: dict[
     picture = layout(plans["ppo"])
     assert picture.critical.nodes == {"policy.log_probs", "critic.values", "advantages", "policy.update", "critic.update"}
     assert picture.critical.edges == {("critic.values", "advantages"), ("advantages", "policy.update")}
-    assert {"policy.log_probs", "critic.values", "critic.update"} <= picture.critical.turns
+    assert {"policy.log_probs", "critic.values", "critic.update"} <= picture.critical.order

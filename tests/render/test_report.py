@@ -15,7 +15,7 @@ from played import played, slower
 
 from rlgraph.analysis import words
 from rlgraph.analysis.invariant_monitor import Observed
-from rlgraph.analysis.run import Run, compared, waited
+from rlgraph.analysis.run import Run, compare_events, compare_waits
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DataError
 from rlgraph.render.chrome_trace import write_both
@@ -78,7 +78,7 @@ def test_every_row_of_the_bubbles_is_shown_with_its_seconds_and_adds_up(run: Run
 
 def test_predicted_and_measured_seconds_of_every_event_are_shown(run: Run, root: ElementTree.Element) -> None:
     text = shown(section(root, "predicted"))
-    rows = {row.name: row for row in compared(run)}
+    rows = {row.name: row for row in compare_events(run)}
     assert {"step", "rollout", "policy.update", "critic.update", "publish weights"} <= set(rows)
     for row in rows.values():
         assert words.seconds(row.predicted_s) in text
@@ -106,7 +106,7 @@ def test_what_the_certificate_bounds_is_shown_with_the_most_that_was_seen(run: R
 def test_predicted_waits_stand_beside_the_measured_ones(plans: dict[str, Plan]) -> None:
     plan = plans["ppo"]
     told = played(plan, 200, priced=plan, jitter=0.0)  # long: at its ends a run waits otherwise
-    found = list(waited(told))
+    found = list(compare_waits(told))
     assert {wait.who for wait in found} >= {"score", "reward"}
     for wait in found:
         assert wait.measured_s == pytest.approx(wait.predicted_s, rel=0.05, abs=0.05)

@@ -32,7 +32,7 @@ def measured(
 
 def part(bubbles: Bubbles, worker: str, use: str, cause: str = "") -> float:
     """Return how the time in which a worker waits for `cause` (or works) compares with all that it works and waits."""
-    rows = [row for row in bubbles.of_worker(worker) if row.use in ("node", "data", "weights", "turn")]
+    rows = [row for row in bubbles.of_worker(worker) if row.use in ("node", "data", "weights", "order")]
     return bubbles.share((row for row in rows if row.use == use and row.cause == cause), rows)
 
 

@@ -62,8 +62,8 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
         f"writes {words.elided(node.writes, len(node.writes)) or 'no columns'}",
         f"runs in {words.elided(node.workers, 8)}",
     ]
-    if box.turn:
-        tip.append(f"turn {box.turn[0]} of {box.turn[1]} in pool {words.clean(node.pool or words.HOST)}")
+    if box.order:
+        tip.append(f"turn {box.order[0]} of {box.order[1]} in pool {words.clean(node.pool or words.HOST)}")
     tip += [_channel_words(channel) for channel in plan.channels if channel.kind == "order" and node.name in channel.readers]
     return (
         f'<g class="node">{_title(*tip)}<rect x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}" rx="5" '
@@ -170,7 +170,7 @@ def _text(text: TextLine) -> str:
 
 def _legend(item: LegendItem) -> str:
     x, y = item.x, item.y - 4.0
-    if item.mark == "turn":
+    if item.mark == "order":
         return _text(TextLine(x + 15.0, item.y, "1", 10.0, "badge", bold=True, anchor="middle"))
     styles = {
         "critical": f'stroke="{RED}" stroke-width="2.2"',

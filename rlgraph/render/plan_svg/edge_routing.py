@@ -38,7 +38,7 @@ def out_offset(plan: Plan, channel: PlannedChannel) -> float:
     return (own.index(channel.name) - (len(own) - 1) / 2) * PORT_STEP
 
 
-def trunks(plan: Plan, grid: Grid) -> dict[str, Trunk]:
+def route_channels(plan: Plan, grid: Grid) -> dict[str, Trunk]:
     """Return the trunk of each channel, by name, that has a reader further than the next column."""
     placed: dict[str, Trunk] = {}
     for channel in sorted(drawn_channels(plan), key=lambda c: _reach(grid, c)):

@@ -11,11 +11,11 @@ from rlgraph.compiler.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.render.plan_svg.text_width import ROUNDING, fitted, width
 
 Tone: TypeAlias = Literal["ink", "muted", "red", "badge", "red badge"]
-Mark: TypeAlias = Literal["critical", "local", "weights", "turn"]
+Mark: TypeAlias = Literal["critical", "local", "weights", "order"]
 
 HEADING, NAME, SMALL = 17.0, 14.0, 12.5  # font sizes in pixels
 PAD = 9.0  # between the edge of a box and its texts
-BADGE = 20.0  # what the turn of a node takes in front of its name
+BADGE = 20.0  # room for the number of a node's place in its pool, in front of its name
 BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 206.0, 320.0  # the list of columns widens a box up to BOX_LISTED
 LABEL_MOST = 190.0
 FULL = 0.995  # a pool that works all the time
@@ -92,16 +92,16 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
     return [words.clean(pool.name), words.devices(pool), f"busy {pool.busy:.0%}" if used else "no nodes of its own"]
 
 
-def box_width(node: PlannedNode, turn: tuple[int, int] | None, plan: Plan) -> float:
+def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> float:
     """Return the width at which the texts of a box fit, within limits."""
-    badge = BADGE if turn else 0.0
+    badge = BADGE if order else 0.0
     first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.firing(node), SMALL)
     listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
     return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
 
 
 def box_texts(
-    node: PlannedNode, turn: tuple[int, int] | None, place: tuple[float, float, float, float], plan: Plan, red: Critical
+    node: PlannedNode, order: tuple[int, int] | None, place: tuple[float, float, float, float], plan: Plan, red: Critical
 ) -> list[TextLine]:
     """Return name, predicted seconds and written columns of a node whose box is at `place` (x, y, width, height)."""
     x, y, wide, high = place
@@ -110,9 +110,9 @@ def box_texts(
     tone: Tone = "red" if node.name in red.nodes else "muted"
     found = [TextLine(x + wide - PAD, base, words.firing(node), SMALL, tone, anchor="end")]
     start = x + PAD
-    if turn:
-        badge: Tone = "red badge" if node.name in red.turns else "badge"
-        found.append(TextLine(start + 7.5, base - 1.5, str(turn[0]), 10.0, badge, bold=True, anchor="middle"))
+    if order:
+        badge: Tone = "red badge" if node.name in red.order else "badge"
+        found.append(TextLine(start + 7.5, base - 1.5, str(order[0]), 10.0, badge, bold=True, anchor="middle"))
         start += BADGE
     found.append(TextLine(start, base, fitted(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
     if second:
@@ -148,7 +148,7 @@ def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple
         ("critical", "critical cycle: sets the step", bool(red.nodes)),
         ("local", "within one process", any(transport_of(c.transport).reach == "process" for c in plan.channels)),
         ("weights", "weights for a later step", bool(plan.loops)),
-        ("turn", "turn in its pool", len(set(pools)) < len(pools)),
+        ("order", "turn in its pool", len(set(pools)) < len(pools)),
     ]
     items: list[LegendItem] = []
     at = x + PAD

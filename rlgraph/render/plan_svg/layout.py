@@ -8,7 +8,7 @@ from typing import TypeAlias
 from rlgraph.analysis.critical import Critical, critical
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.render.plan_svg import labels
-from rlgraph.render.plan_svg.edge_routing import Trunk, out_offset, trunks
+from rlgraph.render.plan_svg.edge_routing import Trunk, out_offset, route_channels
 from rlgraph.render.plan_svg.grid import Grid, arrange, drawn_channels
 from rlgraph.render.plan_svg.labels import LegendItem, TextLine
 
@@ -39,10 +39,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class Box:
-    """A node; `turn` is its place among the nodes of its pool and how many there are, where it shares the pool."""
+    """A node; `order` is its place in the firing order of a shared pool and the number of nodes there, or None."""
 
     node: PlannedNode
-    turn: tuple[int, int] | None
+    order: tuple[int, int] | None
     x: float
     y: float
     width: float
@@ -108,7 +108,7 @@ class _Frame:
 def layout(plan: Plan) -> Layout:
     """Return the coordinates of a plan's picture: no box, edge or text lies on a box or a text that it does not belong to."""
     grid = arrange(plan)
-    lines = trunks(plan, grid)
+    lines = route_channels(plan, grid)
     red = critical(plan)
     frame = _frame(plan, grid, lines)
     boxes = _boxes(plan, grid, frame)
@@ -119,7 +119,7 @@ def layout(plan: Plan) -> Layout:
         *labels.lane_labels([(y, grid.lanes[i]) for i, (y, _) in enumerate(frame.lanes)], plan, EDGE),
     ]
     for box in boxes.values():
-        content += labels.box_texts(box.node, box.turn, (box.x, box.y, box.width, box.height), plan, red)
+        content += labels.box_texts(box.node, box.order, (box.x, box.y, box.width, box.height), plan, red)
     foot = frame.bottom + LOOP_STEP * len(plan.loops)
     written = _loop_labels(plan, loops, frame)
     legend = labels.legend(plan, red, EDGE, foot + 30, frame.right)
@@ -137,7 +137,7 @@ def _frame(plan: Plan, grid: Grid, lines: Mapping[str, Trunk]) -> _Frame:
     columns, x = [], left + 22.0 + side
     for index in range(grid.columns):
         members = [node for node in plan.nodes if grid.cells[node.name].column == index]
-        width = max(labels.box_width(node, turn_of(plan, node), plan) for node in members)
+        width = max(labels.box_width(node, order_in_pool(plan, node), plan) for node in members)
         columns.append((x, width))
         x += width + min(44.0 + 4.0 * crossings[index], 80.0) + side
     right = sum(columns[-1]) + 18.0 + side
@@ -186,7 +186,7 @@ def _box_height(ports: int) -> float:
     return max(BOX_HEIGHT, IN_STEP * (ports + 1) + 10.0)
 
 
-def turn_of(plan: Plan, node: PlannedNode) -> tuple[int, int] | None:
+def order_in_pool(plan: Plan, node: PlannedNode) -> tuple[int, int] | None:
     """Return a node's place in the order of its pool and how many take turns there; None where it has the pool to itself."""
     shared = [other.name for other in plan.nodes if other.pool == node.pool]
     return None if node.pool is None or len(shared) < 2 else (shared.index(node.name) + 1, len(shared))
@@ -198,7 +198,7 @@ def _boxes(plan: Plan, grid: Grid, frame: _Frame) -> dict[str, Box]:
     for node in plan.nodes:
         cell = grid.cells[node.name]
         (x, width), (top, height), own = frame.columns[cell.column], frame.strips[cell.strip], _box_height(ports[node.name])
-        boxes[node.name] = Box(node, turn_of(plan, node), x, top + (height - own) / 2, width, own)
+        boxes[node.name] = Box(node, order_in_pool(plan, node), x, top + (height - own) / 2, width, own)
     return boxes
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rlgraph.analysis.graph_settings import settings
+from rlgraph.analysis.graph_settings import graph_settings
 from rlgraph.compiler.checkpoint_cut import leads
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import CheckpointError
@@ -144,7 +144,7 @@ class Checkpoints:
             "cursors": self._cursors(step),
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
-            "settings": settings(self.graph, self.plan),
+            "settings": graph_settings(self.graph, self.plan),
             "parts": [msgspec.to_builtins(parts[worker.name]) for worker in self.plan.workers],
         }
         _write(part / "plan.json", self.plan.to_json())

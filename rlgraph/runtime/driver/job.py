@@ -11,8 +11,8 @@ from rich.console import Console
 
 from rlgraph.analysis.bubbles import Bubbles
 from rlgraph.analysis.findings import findings
-from rlgraph.analysis.graph_settings import settings
-from rlgraph.analysis.invariant_monitor import Observed, Watch
+from rlgraph.analysis.graph_settings import graph_settings
+from rlgraph.analysis.invariant_monitor import InvariantMonitor, Observed
 from rlgraph.analysis.run import Run
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import Plan
@@ -60,7 +60,7 @@ class Job:
         self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
-        self._watch = Watch(plan)
+        self._monitor = InvariantMonitor(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
 
     def _new_attempt(self, start: Start | None = None, patience_s: float = 0.0) -> Attempt:
@@ -210,7 +210,7 @@ class Job:
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
-        self._watch.see(index, spans, behind, {slots.end: slots.peak for report in reports for slots in report.slots})
+        self._monitor.check(index, spans, behind, {slots.end: slots.peak for report in reports for slots in report.slots})
         self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
 
@@ -254,7 +254,7 @@ class Job:
     @property
     def observed(self) -> Observed:
         """The most staleness, open batches and slots in use so far, each of which the plan's certificate bounds."""
-        return self._watch.observed
+        return self._monitor.observed
 
     def run(self) -> Run:
         """The run so far as values: what bubbles, advice and report are read off, and `Run.save` keeps.
@@ -274,7 +274,7 @@ class Job:
             start_s=start_s,
             end_s=min(ends) if self._attempt.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
-            settings=settings(self._graph, self.plan),
+            settings=graph_settings(self._graph, self.plan),
             observed=self.observed,
             notices=self.notices,
         )
