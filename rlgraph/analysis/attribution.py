@@ -1,8 +1,8 @@
-"""Where the device-seconds of a run went: a pure function of its spans and its plan.
+"""Attribute each device-second of a run to one use: a pure function of the run's spans and its plan.
 
-Each moment of each device is given to one thing. Where the workers of a pool share a device, what works comes before what waits,
-and who waits for data before who waits for its turn: it is the former that leaves the device idle. A wait is traced to its cause:
-what the worker that was waited for did meanwhile; where it waited itself, the one that it waited for, and so on.
+At each moment a device has one use. Where workers share a device, one that works counts before one that waits, and one that waits
+for data before one that waits for its place in the pool's order, because the wait for data is what leaves the device idle. A wait
+gets a cause: what the awaited worker did meanwhile, or, if that worker waited too, the worker that it waited for, and so on.
 """
 
 from bisect import bisect_right
@@ -35,7 +35,7 @@ RANK = {claim: rank for rank, claim in enumerate(CLAIMS)}
 
 @dataclass(frozen=True)
 class SharedDevice:
-    """A GPU, the cores of one rank, or the process of a host node: the workers that share it, and how many devices it counts for."""
+    """A GPU, the cores of one rank, or a host process, with the workers that share it. `count` is the number of devices it stands for."""
 
     pool: str | None
     workers: tuple[str, ...]
@@ -43,36 +43,36 @@ class SharedDevice:
 
 
 def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, end_s: float | None = None) -> Bubbles:
-    """What every device-second between two moments was spent on; without them, between the first span and the last.
+    """Attribute every device-second between two moments, by default from the start of the first span to the end of the last.
 
-    Spans are in seconds on one clock, those of a worker in any order. What no span covers is a row of its own.
+    Spans are in seconds on one clock; those of a worker may come in any order. Time that no span covers gets a row of its own.
     """
     start_s = min((span.start_s for span in spans), default=0.0) if start_s is None else start_s
     end_s = max((span.end_s for span in spans), default=0.0) if end_s is None else end_s
     by_worker: dict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         by_worker[span.worker].append(span)
-    trace = _Trace(plan, by_worker)
+    recorded = _SpanIndex(plan, by_worker)
     lanes = [SharedDevice(w.pool, (w.name,), max(len(w.gpus), 1)) for w in plan.workers]
     return Bubbles(
         start_s=start_s,
         end_s=end_s,
-        pools=_summed((row for device in devices(plan) for row in _rows(device, trace, start_s, end_s)), plan),
-        workers=_summed((row for lane in lanes for row in _rows(lane, trace, start_s, end_s)), plan),
+        pools=_summed((row for device in devices(plan) for row in _rows(device, recorded, start_s, end_s)), plan),
+        workers=_summed((row for lane in lanes for row in _rows(lane, recorded, start_s, end_s)), plan),
     )
 
 
 def devices(plan: Plan) -> Iterator[SharedDevice]:
     """Yield every device of every pool that has workers, and every process of the host."""
     for pool in plan.pools:
-        crew = [worker for worker in plan.workers if worker.pool == pool.name]
+        members = [worker for worker in plan.workers if worker.pool == pool.name]
         if pool.gpus:
             for gpu in pool.gpus:
-                yield SharedDevice(pool.name, tuple(w.name for w in crew if gpu in w.gpus), 1.0)
-        elif crew:
-            lanes = max(worker.world for worker in crew)
+                yield SharedDevice(pool.name, tuple(w.name for w in members if gpu in w.gpus), 1.0)
+        elif members:
+            lanes = max(worker.world for worker in members)
             for lane in range(lanes):
-                sharing = tuple(w.name for w in crew if w.rank == lane * w.world // lanes)
+                sharing = tuple(w.name for w in members if w.rank == lane * w.world // lanes)
                 yield SharedDevice(pool.name, sharing, pool.cpus / lanes)
     for worker in plan.workers:
         if worker.pool is None:
@@ -80,7 +80,7 @@ def devices(plan: Plan) -> Iterator[SharedDevice]:
 
 
 def _summed(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
-    """Add up rows that differ in seconds only."""
+    """Add up the rows that differ in seconds only."""
     models = {worker.name: worker.model or "" for worker in plan.workers if worker.world > 1}
     total: dict[tuple[str | None, str, Use, str, str], float] = defaultdict(float)
     for row in rows:
@@ -88,22 +88,25 @@ def _summed(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
     return tuple(Row(*key, seconds, models.get(key[1], "")) for key, seconds in total.items() if seconds > 0)
 
 
-def _rows(device: SharedDevice, trace: "_Trace", start_s: float, end_s: float) -> Iterator[Row]:
+def _rows(device: SharedDevice, recorded: "_SpanIndex", start_s: float, end_s: float) -> Iterator[Row]:
+    """Yield the rows of one device, a row for each stretch of time with one use."""
     home = device.workers[0] if device.workers else ""
-    for begin, end, span in _sweep([trace.spans.get(name, []) for name in device.workers], trace, start_s, end_s):
+    for begin, end, span in _sweep([recorded.spans.get(name, []) for name in device.workers], recorded, start_s, end_s):
         seconds = (end - begin) * device.count
         if span is None:
-            use, name = trace.silence(device.workers, begin, end)
+            use, name = recorded.unspanned(device.workers, begin, end)
             yield Row(device.pool, home, use, name, "", seconds)
         elif span.kind in ("wait", "room"):
-            for cause, part in trace.causes(span, begin, end):
-                yield Row(device.pool, span.worker, trace.use(span), span.name, cause, part * device.count)
+            for cause, waited_s in recorded.causes(span, begin, end):
+                yield Row(device.pool, span.worker, recorded.use(span), span.name, cause, waited_s * device.count)
         else:
-            yield Row(device.pool, span.worker, trace.use(span), trace.name(span), "", seconds)
+            yield Row(device.pool, span.worker, recorded.use(span), recorded.name(span), "", seconds)
 
 
-def _sweep(workers: Sequence[Sequence[Span]], trace: "_Trace", start_s: float, end_s: float) -> Iterator[tuple[float, float, Span | None]]:
-    """Yield stretches that cover the time from `start_s` to `end_s`, each with the span that the device belongs to then."""
+def _sweep(
+    workers: Sequence[Sequence[Span]], recorded: "_SpanIndex", start_s: float, end_s: float
+) -> Iterator[tuple[float, float, Span | None]]:
+    """Yield the stretches of time from `start_s` to `end_s` with the span that claims the device, None where no span is open."""
     moments = sorted({start_s, end_s, *(t for spans in workers for s in spans for t in (s.start_s, s.end_s) if start_s < t < end_s)})
     places = [0] * len(workers)
     active: list[list[Span]] = [[] for _ in workers]
@@ -113,11 +116,11 @@ def _sweep(workers: Sequence[Sequence[Span]], trace: "_Trace", start_s: float, e
                 active[index].append(spans[places[index]])
                 places[index] += 1
             active[index] = [span for span in active[index] if span.end_s > begin]
-        yield begin, end, min((innermost(found) for found in active if found), key=trace.rank, default=None)
+        yield begin, end, min((innermost(found) for found in active if found), key=recorded.rank, default=None)
 
 
 def innermost(spans: Sequence[Span]) -> Span:
-    """Of the spans of one worker that are open at a time, the one begun last; receiving weights goes on beside the others."""
+    """Choose the span that began last among the open spans of one worker; any other span comes before receiving, which runs beside it."""
     return max(spans, key=lambda span: (span.kind != "receive", span.start_s, -span.end_s))
 
 
@@ -125,8 +128,8 @@ def _start(span: Span) -> float:
     return span.start_s
 
 
-class _Trace:
-    """A run's spans by worker, and who is waited for when."""
+class _SpanIndex:
+    """Look up a run's spans by worker, and find the worker that a wait is for."""
 
     def __init__(self, plan: Plan, spans: Mapping[str, list[Span]]) -> None:
         self.plan, self.spans = plan, spans
@@ -141,14 +144,15 @@ class _Trace:
             self._fired[key] = max(span.end_s, self._fired.get(key, 0.0))
 
     def name(self, span: Span) -> str:
-        """What a span is called in a row: its node, whichever part of a batch it fires for."""
+        """The name of a span in a row: the node for a firing, whichever chunk of the batch it fires for."""
         return self._nodes.get(span.name, span.name) if span.kind == "fire" else span.name
 
     def rank(self, span: Span) -> int:
-        """Return the order of claims to a device, the strongest first."""
+        """The rank of a claim to a device; 0 is the strongest claim."""
         return RANK["order" if self.use(span) == "order" else span.kind]
 
     def use(self, span: Span) -> Use:
+        """The use of the device that a span stands for."""
         if span.kind == "wait":
             if span.name in self.loops:
                 return "weights"
@@ -156,9 +160,12 @@ class _Trace:
             return "order" if channel is not None and channel.kind == "order" else "data"
         return USES[span.kind]
 
-    def silence(self, workers: Sequence[str], begin: float, end: float) -> tuple[Use, str]:
-        """What it means that no worker of a device has a span: before its first one, or before it is started again, it
-        starts; after its last it is done."""
+    def unspanned(self, workers: Sequence[str], begin: float, end: float) -> tuple[Use, str]:
+        """Name the use of a stretch in which no worker of the device has a span.
+
+        Before the first span of its workers, or before a restart, the device starts up; after the last span it is finished; else nothing
+        explains the stretch.
+        """
         known = [name for name in workers if name in self._ends]
         later = [span for name in workers for span in islice(self._during(name, end, float("inf")), 2) if span.start_s >= end]
         if not known or end <= min(self._starts[name][0] for name in known) or (later and min(later, key=_start).kind == "start"):
@@ -168,8 +175,8 @@ class _Trace:
         return "unexplained", ""
 
     def causes(self, wait: Span, begin: float, end: float, depth: int = 0) -> Iterator[tuple[str, float]]:
-        """Yield what was done meanwhile by whom a wait is for, and for how many seconds of the stretch; together they cover it."""
-        worker = self._awaited(wait)
+        """Yield each cause of a wait from `begin` to `end` with its seconds, which add up to the whole stretch."""
+        worker = self._awaited_worker(wait)
         covered = begin
         for span in self._during(worker, begin, end) if worker is not None and depth < CHAIN else ():
             first, last = max(span.start_s, covered), min(span.end_s, end)
@@ -186,14 +193,15 @@ class _Trace:
             yield HAND_OVER, end - covered
 
     def _during(self, worker: str, begin: float, end: float) -> Iterator[Span]:
+        """Yield a worker's spans that are open between `begin` and `end`."""
         spans = self.spans.get(worker, [])
         for index in range(max(bisect_right(self._starts.get(worker, []), begin) - 1, 0), len(spans)):
             if spans[index].start_s >= end:
                 return
             yield spans[index]
 
-    def _awaited(self, wait: Span) -> str | None:
-        """Return the worker that a wait is for: of the ranks that write, or of those that read, the last to be done."""
+    def _awaited_worker(self, wait: Span) -> str | None:
+        """Find the worker that a wait is for: the writer or reader rank that finishes last. None where the plan has no such channel."""
         if wait.name in self.loops:
             loop = self.loops[wait.name]
             if wait.kind == "wait":
@@ -207,6 +215,6 @@ class _Trace:
         return self._last(channel.readers, wait.step - channel.slots // channel.chunks)
 
     def _last(self, nodes: Iterable[str], step: int) -> str | None:
-        """Return the worker in which the last of the nodes fired for `step`; one whose firing is not known yet is later than all."""
+        """Find the worker in which the last of the nodes fired for `step`; a firing without a span counts as the latest."""
         found = [(self._fired.get((node, step, worker), float("inf")), worker) for node in nodes for worker in self.plan.node(node).workers]
         return max(found, default=(0.0, None))[1]

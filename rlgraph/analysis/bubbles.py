@@ -1,4 +1,4 @@
-"""Every device-second of a run, as rows that add up to 100 %: data, and a table for the terminal."""
+"""The device-seconds of a run as rows that add up to 100 %, as data and as a table for the terminal."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +19,24 @@ SMALL = "smaller rows together"
 
 @dataclass(frozen=True)
 class Row:
-    """Device-seconds of one use. `name` is the node, weights event, channel or feedback edge; `cause` is what a wait was for.
+    """Device-seconds of one use of a device.
 
-    Uses: `node` a node's own work; `moving` publishing, receiving and loading weights; `sleep` an engine that shares its devices
-    gave their memory back, or took it again; `carry` rlgraph's own work around a node;
-    `data` the message was not there; `weights` the version was not there; `room` no slot was free; `order` another node of the
-    pool came first; `idle` between two steps; `start` before the first one; `unexplained` no span says what.
+    `name` is the node, weights event, channel or feedback edge; `cause` is the activity that a wait was for; `model` is the model that the
+    worker is one of several ranks of, else empty.
 
-    `model` is that of which the worker is one of several ranks.
+    | use | the device |
+    |---|---|
+    | `node` | runs a node |
+    | `moving` | publishes, receives or loads weights |
+    | `sleep` | copies the memory of an engine that shares its devices to the host or back |
+    | `carry` | copies and checks columns around a node |
+    | `data` | waits for a message |
+    | `weights` | waits for a weight version |
+    | `room` | waits for a free slot of a channel |
+    | `order` | waits for another node of its pool that comes first in the order |
+    | `idle` | has no step to work on |
+    | `start` | starts up, before the first step or after a restart |
+    | `unexplained` | has no span |
     """
 
     pool: str | None
@@ -38,7 +48,7 @@ class Row:
     model: str = ""
 
     def __str__(self) -> str:
-        kept = " on its way" if self.cause == HAND_OVER else f", since {words.clean(self.cause)} was not done" if self.cause else ""
+        cause = " on its way" if self.cause == HAND_OVER else f", since {words.clean(self.cause)} was not done" if self.cause else ""
         name = words.clean(self.name)
         match self.use:
             case "node" | "moving" | "sleep":
@@ -46,13 +56,13 @@ class Row:
             case "carry":
                 return f"rlgraph around {name}: copies and checks"
             case "data":
-                return f"wait for data of '{name}'{kept}"
+                return f"wait for data of '{name}'{cause}"
             case "weights":
-                return f"wait for a version of '{name}'{kept}"
+                return f"wait for a version of '{name}'{cause}"
             case "room":
-                return f"wait for a free slot of '{name}'{kept}"
+                return f"wait for a free slot of '{name}'{cause}"
             case "order":
-                return f"wait for its turn in the pool ('{name}'){kept}"
+                return f"wait for its turn in the pool ('{name}'){cause}"
             case "unexplained":
                 return "not explained"
             case _:
@@ -61,9 +71,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Bubbles:
-    """Where the time from `start_s` to `end_s` went. `pools` counts each device once, `workers` each worker's own time.
+    """The use of each device-second from `start_s` to `end_s`.
 
-    Rows without a pool are those of host processes, each of which counts as one device.
+    `pools` counts each device once, `workers` the time of each worker. Rows without a pool belong to host processes; each counts as one
+    device.
     """
 
     start_s: float
@@ -85,11 +96,11 @@ class Bubbles:
         return _sorted(row for row in self.workers if row.worker == worker)
 
     def share(self, rows: Iterable[Row], within: Sequence[Row]) -> float:
-        """What part the rows are of those they are among."""
+        """Compute the share of the seconds `within` that `rows` take."""
         return _share(within, rows)
 
     def busy(self, pool: str | None) -> float:
-        """Return the share of a pool's time in which it worked."""
+        """The share of a pool's time in which it works."""
         rows = self.of_pool(pool)
         return _share(rows, (row for row in rows if row.use in BUSY))
 

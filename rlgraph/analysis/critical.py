@@ -1,4 +1,4 @@
-"""Which nodes, edges, pool orders and feedback edges of a plan lie on its critical cycle."""
+"""Find the nodes, edges, pool orders and feedback edges on the critical cycle of a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Critical:
 
 
 def critical(plan: Plan) -> Critical:
-    """Return what the critical cycle of the prediction runs through. A wait for a free slot marks the edge whose slot it is."""
+    """Find all that the predicted critical cycle runs through. A wait for a free slot marks the edge that the slot belongs to."""
     cycle = plan.prediction.critical
     events = {event.name: event for event in plan.schedule.events}
     steps = [d for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True) for d in _between(plan.schedule.dependencies, *pair)]
@@ -35,7 +35,7 @@ def critical(plan: Plan) -> Critical:
 
 
 def _between(dependencies: Sequence[Dependency], before: str, after: str) -> list[Dependency]:
-    """Return what joins two events of a cycle: a dependency, or the room that one gives to a put, and that put's reader."""
+    """Find the dependencies between two events of a cycle: one, or a free slot for a put together with the reader of that put."""
     direct = [d for d in dependencies if (d.before, d.after) == (before, after) and not d.holds]
     if direct:
         return [min(direct, key=lambda d: d.credits)]

@@ -1,7 +1,4 @@
-"""What a run teaches, in words: the tuning guide of one-step-off training, computed from where its time went and what it logged.
-
-Where the guide says "watch `wait_prev_gen` and the distribution of lengths", this watches them, and says what to change.
-"""
+"""Advice from a finished run: the tuning guide of one-step-off training, applied to where its time went and to its metrics."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,16 +11,16 @@ from rlgraph.compiler.schedule import MOVING
 from rlgraph.simulate.advice import UNUSED
 
 NOTICED = 0.10  # of a pool's time: a wait that is worth a change
-SMALL = 0.02  # of a pool's time: what should cost nothing, and does
+SMALL = 0.02  # of a pool's time: a cost that should be hidden
 TAIL = 3.0  # longest over mean response: above it, the longest one sets the time of a batch (uniform lengths have 2)
-DISAGREE = {"rollout_corr/k3_kl": 0.01, "actor/ppo_kl_abs": 0.1}  # engine against trainer, a token: about 0.1 in log-prob either way
+DISAGREE = {"rollout_corr/k3_kl": 0.01, "actor/ppo_kl_abs": 0.1}  # engine against trainer, per token: a difference of about 0.1 in log-prob
 CLIPPED = 0.3  # share of tokens that the loss clips: above it, most of a step's gradient is thrown away
-HELD_UP = 0.05  # of a pool's time: by what should not be on its way at all (a reward, the driver, copies)
+HELD_UP = 0.05  # of a pool's time: waits for rewards, the driver or copies, which should cost nothing
 
 
 @dataclass(frozen=True)
 class LoopBalance:
-    """Who generates and who trains on a feedback edge, and how long each works and waits for the other."""
+    """The generator and the trainer of a feedback edge: how long each works, and how long it waits for the other."""
 
     loop: PlannedLoop
     generate_s: float  # a step, the generator's own work
@@ -33,16 +30,26 @@ class LoopBalance:
 
 
 def findings(run: Run) -> tuple[str, ...]:
-    """Return what could be changed, most important first; a run with nothing to gain says so."""
+    """List what to change, most important first. A well-balanced run gets a line that says so; one without steady steps gets none."""
     if not run.steady or not run.spans:
         return ()
     found = [line for side in _loop_balances(run) for line in _balance(run, side)]
-    rules: Sequence[Callable[[Run], Iterator[str]]] = (_unused, _publishing, _turns, _hosts, _driver, _own_work, _disagreement, _clipping)
+    rules: Sequence[Callable[[Run], Iterator[str]]] = (
+        _unused,
+        _publishing,
+        _sleeping,
+        _hosts,
+        _driver,
+        _own_work,
+        _disagreement,
+        _clipping,
+    )
     found += [line for rule in rules for line in rule(run)]
     return (*run.notices, *(found or _balanced(run)))
 
 
 def _loop_balances(run: Run) -> Iterator[LoopBalance]:
+    """Yield the balance of each feedback edge whose two ends have pools of their own."""
     for loop in run.plan.loops:
         reader, writer = run.plan.node(loop.readers[0]), run.plan.node(loop.writer)
         if reader.pool is None or writer.pool is None or reader.pool == writer.pool:
@@ -59,12 +66,13 @@ def _loop_balances(run: Run) -> Iterator[LoopBalance]:
 
 
 def _waits(run: Run, pool: str, causes: set[str]) -> float:
-    """Return the share of a pool's time in which it waited for one of the nodes."""
+    """Compute the share of a pool's time in which it waited for one of the nodes."""
     rows = run.steady_bubbles.of_pool(pool)
     return run.steady_bubbles.share((row for row in rows if row.use in ("data", "weights", "room", "order") and row.cause in causes), rows)
 
 
 def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
+    """Yield the advice for one feedback edge: overlap, more devices for one side, or shorter responses."""
     loop, name = side.loop, ", ".join(side.loop.readers)
     pools = {pool.name: pool for pool in run.plan.pools}
     generator = pools[run.plan.node(loop.readers[0]).pool or ""]
@@ -100,7 +108,7 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
 
 
 def _split(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
-    """Return the split at which both sides would take equally long, if each were faster by as much as it has devices more."""
+    """Name the split of the devices at which both sides take equally long, if a side speeds up in proportion to its devices."""
     counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
     total = sum(counts)
     loads = [side.generate_s * counts[0], side.train_s * counts[1]]
@@ -117,13 +125,14 @@ def _split(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> s
 
 
 def _tail(run: Run) -> float | None:
-    """Return how many times the mean response the longest of a batch is, on average."""
+    """Compute how many times as long as the mean response the longest of a batch is, on average."""
     longest, mean = run.values("response_length/max"), run.values("response_length/mean")
     ratios = [most / average for most, average in zip(longest, mean, strict=False) if average > 0]
     return fmean(ratios) if ratios else None
 
 
 def _unused(run: Run) -> Iterator[str]:
+    """Yield each pool that works so little that its nodes could share another pool."""
     working = [pool for pool in run.plan.pools if run.steady_bubbles.of_pool(pool.name)]
     for pool in working if len(working) > 2 else ():
         busy = run.steady_bubbles.busy(pool.name)
@@ -132,6 +141,7 @@ def _unused(run: Run) -> Iterator[str]:
 
 
 def _publishing(run: Run) -> Iterator[str]:
+    """Yield each feedback edge whose weights take a visible share of the time of their reader."""
     for loop in run.plan.loops:
         reader = run.plan.node(loop.readers[0])
         rows = run.steady_bubbles.of_pool(reader.pool)
@@ -143,7 +153,8 @@ def _publishing(run: Run) -> Iterator[str]:
             yield f"moving '{loop.name}' takes {share:.0%} of the time of '{reader.pool}': {way}"
 
 
-def _turns(run: Run) -> Iterator[str]:
+def _sleeping(run: Run) -> Iterator[str]:
+    """Yield each pool whose engines spend too much time waking and sleeping."""
     for pool in run.plan.pools:
         rows = run.steady_bubbles.of_pool(pool.name)
         share = run.steady_bubbles.share((row for row in rows if row.use == "sleep"), rows)
@@ -155,7 +166,7 @@ def _turns(run: Run) -> Iterator[str]:
 
 
 def _hosts(run: Run) -> Iterator[str]:
-    """A reward, or another node of the host, that keeps a pool waiting."""
+    """Yield each host node, such as a reward, that keeps a pool waiting."""
     hosts = [node.name for node in run.plan.nodes if node.pool is None]
     for pool in run.plan.pools:
         for node in hosts:
@@ -169,6 +180,7 @@ def _hosts(run: Run) -> Iterator[str]:
 
 
 def _driver(run: Run) -> Iterator[str]:
+    """Yield each pool that has no step to work on because the driver is late."""
     for pool in run.plan.pools:
         rows = run.steady_bubbles.of_pool(pool.name)
         share = run.steady_bubbles.share((row for row in rows if row.use == "idle" and row.name == "between steps"), rows)
@@ -180,6 +192,7 @@ def _driver(run: Run) -> Iterator[str]:
 
 
 def _own_work(run: Run) -> Iterator[str]:
+    """Yield each pool in which copies and checks take too long."""
     for pool in run.plan.pools:
         rows = run.steady_bubbles.of_pool(pool.name)
         share = run.steady_bubbles.share((row for row in rows if row.use == "carry"), rows)
@@ -188,7 +201,10 @@ def _own_work(run: Run) -> Iterator[str]:
 
 
 def _disagreement(run: Run) -> Iterator[str]:
-    """Log-probs of the same tokens differ. Where the policy has moved on since, `ppo_kl_abs` differs for that reason too."""
+    """Yield a line if engine and trainer give the same tokens different log-probs.
+
+    `ppo_kl_abs` also differs where the policy has moved on, so a stale run ignores it.
+    """
     stale = any(loop.depth for loop in run.plan.loops)
     for metric, most in DISAGREE.items():
         values = [abs(value) for value in run.values(metric)]
@@ -201,6 +217,7 @@ def _disagreement(run: Run) -> Iterator[str]:
 
 
 def _clipping(run: Run) -> Iterator[str]:
+    """Yield a line if the loss clips too many tokens."""
     values = run.values("actor/pg_clipfrac")
     if values and median(values) > CLIPPED:
         depth = max((loop.depth for loop in run.plan.loops), default=0)
@@ -209,6 +226,7 @@ def _clipping(run: Run) -> Iterator[str]:
 
 
 def _balanced(run: Run) -> Iterator[str]:
+    """Yield a line for each feedback edge: there is nothing to gain."""
     for side in _loop_balances(run):
         yield (
             f"generation ({words.seconds(side.generate_s)}) and training ({words.seconds(side.train_s)}) overlap well: a step takes "

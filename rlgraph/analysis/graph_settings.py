@@ -1,4 +1,4 @@
-"""How a graph is set: its models, nodes and feedback edges with the values that its user gave them, as text."""
+"""The settings of a graph as text: models, nodes and feedback edges with the values that the user gave them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -12,7 +12,7 @@ PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
 
 
 def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
-    """Return the settings of each model, node and feedback edge; data and functions are told by name only."""
+    """Collect the settings of each model, node and feedback edge. Functions are given by name; data is left out."""
     found: dict[str, dict[str, str]] = {}
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
         used = [node.name for node in graph.nodes if node.model is model]
@@ -33,7 +33,7 @@ def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
 
 
 def _values(value: object) -> Iterator[tuple[str, str]]:
-    """Yield the fields that a user sets, those of nested values by their path."""
+    """Yield the fields of a dataclass with their values as text, nested fields by their path."""
     for field in fields(value) if is_dataclass(value) else ():
         inner = getattr(value, field.name)
         if isinstance(inner, PLAIN):

@@ -1,4 +1,4 @@
-"""A run held against its certificate: what was observed never exceeds what was derived."""
+"""Check a running job against its plan's certificate: no observed maximum exceeds the derived bound."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rlgraph.errors import CertificateError
 
 @dataclass(frozen=True)
 class Observed:
-    """The most that a run has shown so far, beside the limits of its certificate."""
+    """The maxima that a run has shown so far, to compare with the bounds of its certificate."""
 
     staleness: int = 0
     open_batches: int = 0
@@ -20,7 +20,7 @@ class Observed:
 
 
 class InvariantMonitor:
-    """Takes the records of one step after another and raises at the first that the certificate rules out."""
+    """Check the spans and slot counts of each step and raise at the first that the certificate rules out."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -30,9 +30,9 @@ class InvariantMonitor:
         self.observed = Observed()
 
     def check(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int]) -> None:
-        """Check one finished step: its spans, its staleness, and the most slots in use at each channel end.
+        """Check one finished step: its spans, its staleness, and the largest number of slots in use at each channel end.
 
-        Raises CertificateError naming what was exceeded.
+        Raises CertificateError with the bound that was exceeded.
         """
         proof, so_far = self.plan.certificate, self.observed
         if staleness > proof.staleness_bound:
@@ -48,9 +48,9 @@ class InvariantMonitor:
         self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
 
     def _open(self, loop: PlannedLoop, spans: Sequence[Span]) -> int:
-        """How many batches of a loop were open when this step's was admitted, itself included. A run may begin at any step.
+        """Count the batches of a loop, this step's included, that were open when this step's was admitted. A run may begin at any step.
 
-        A version counts as published from when its publish begins: its reader may have it before the writer's clock is read.
+        A version counts as published from the start of its publish: the reader can have it before the writer reads its clock.
         """
         names = {event.name for event in self.plan.schedule.events if event.node in loop.readers and event.kind in ("fire", "load")}
         began = [span.start_s for span in spans if span.name in names and span.kind in ("fire", "load")]  # a wait has its channel's name

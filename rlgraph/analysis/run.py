@@ -1,4 +1,4 @@
-"""What a run leaves behind, as values: its plan, the metrics of its steps, its spans. Bubbles, advice and the report are read off it."""
+"""A run as values: its plan, the metrics of its steps and its spans. Bubbles, advice and the report are computed from it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ Settings = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run, whole or as far as it came. Seconds count from the first tick, so that the launch is before 0.
+    """A run, finished or so far. Seconds count from the first tick, so the launch is before 0.
 
-    `steps` holds the metrics of each step, `priced` the plan of the same graph with the costs that this run measured, where
-    there were any; `settings` says for each model and node how it was set, `observed` what the certificate bounds,
-    `notices` what worked otherwise than asked.
+    `steps` holds the metrics of each step. `priced` is the plan of the same graph, compiled with the costs that this run measured; None
+    until there are enough steps. `settings` gives the settings of each model and node, `observed` the maxima that the certificate bounds,
+    `notices` the settings that worked otherwise than asked.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class Run:
 
     @cached_property
     def first_steady(self) -> int:
-        """The first step after the warm-up, by its number."""
+        """The number of the first step after the warm-up."""
         numbers = [int(step["training/global_step"]) for step in self.steps]
         return numbers[WARM_UP] if len(numbers) > 2 * WARM_UP else numbers[0] if numbers else 0
 
@@ -53,7 +53,7 @@ class Run:
         return tuple(step for step in self.steps if step["training/global_step"] >= self.first_steady)
 
     def values(self, metric: str) -> list[float]:
-        """Return a metric of each step after the warm-up that has it as a finite number."""
+        """Collect the finite values of a metric over the steps after the warm-up."""
         return [step[metric] for step in self.steady if math.isfinite(step.get(metric, math.nan))]
 
     @cached_property
@@ -63,17 +63,17 @@ class Run:
 
     @cached_property
     def bubbles(self) -> Bubbles:
-        """Where the time of the whole run went, start-up included."""
+        """The use of each device-second of the whole run, start-up included."""
         return attribute(self.spans, self.plan, self.start_s, self.end_s)
 
     @cached_property
     def steady_bubbles(self) -> Bubbles:
-        """Where the time went after the warm-up."""
+        """The use of each device-second after the warm-up."""
         before = max((span.end_s for span in self.spans if span.step < self.first_steady), default=self.start_s)
         return attribute(self.spans, self.plan, before, self.end_s)
 
     def durations(self, event: str) -> list[float]:
-        """Return the seconds of a node, or another event, in each step after the warm-up: all parts; the slowest of its ranks."""
+        """Sum the seconds of a node, or of another event, in each step after the warm-up: all chunks, and the slowest rank."""
         found: dict[int, dict[str, float]] = {}
         for span in self.steady_spans.get(event, ()):
             ranks = found.setdefault(span.step, {})
@@ -82,7 +82,7 @@ class Run:
 
     @cached_property
     def steady_spans(self) -> Mapping[str, Sequence[Span]]:
-        """The spans after the warm-up of each node and of each other event."""
+        """The spans after the warm-up of each node and of each other event, by name."""
         events = {event.name: event for event in self.plan.schedule.events}
         found: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -92,14 +92,14 @@ class Run:
         return found
 
     def save(self, folder: str | Path) -> None:
-        """Write the run into a folder, from which `load` reads it. JSON has no NaN: such a metric is left out of its step."""
+        """Write the run into a folder for `Run.load`. JSON has no NaN, so a metric that is not finite is left out of its step."""
         finite = tuple({name: value for name, value in step.items() if math.isfinite(value)} for step in self.steps)
         priced = None if self.priced is None else self.priced.values
         (Path(folder) / FILE).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=finite)))
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":
-        """Read the run that is recorded in a folder. Raises DataError where there is none, or what is there is no run."""
+        """Read the run in a folder. Raises DataError if there is none, or the file is not a run."""
         path = Path(folder) / FILE
         if not path.is_file():
             raise DataError(f"'{path}': there is no recorded run; rlgraph.record(job, steps, folder) leaves one")
@@ -114,18 +114,18 @@ class Run:
 
 @dataclass(frozen=True)
 class EventComparison:
-    """One event, or the step: seconds as the plan predicted them, and as they were."""
+    """Predicted and measured seconds of an event, or of the step."""
 
     name: str
     predicted_s: float
     measured_s: float  # the median
-    least_s: float  # a tenth of the firings took less
-    most_s: float  # a tenth took more
+    p10_s: float  # 10th percentile
+    p90_s: float  # 90th percentile
     count: int
 
 
 def compare_events(run: Run) -> Iterator[EventComparison]:
-    """Yield the step, then every event that was measured, with what the plan predicted when the run was launched."""
+    """Yield the step, then every measured event, with the launch plan's prediction for it."""
     predicted: dict[str, float] = {}
     for event in run.plan.schedule.events:
         name = event.node if event.kind == "fire" else event.name
@@ -134,13 +134,13 @@ def compare_events(run: Run) -> Iterator[EventComparison]:
     for name, seconds in measured.items():
         if seconds:
             ordered = sorted(seconds)
-            least, most = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
-            yield EventComparison(name, predicted.get(name, run.plan.prediction.step_s), median(seconds), least, most, len(seconds))
+            p10_s, p90_s = (ordered[round(quantile * (len(ordered) - 1))] for quantile in (0.1, 0.9))
+            yield EventComparison(name, predicted.get(name, run.plan.prediction.step_s), median(seconds), p10_s, p90_s, len(seconds))
 
 
 @dataclass(frozen=True)
 class WaitComparison:
-    """Seconds a step that a pool, or a worker of the host, stood still for a channel or a feedback edge: predicted and measured."""
+    """Predicted and measured seconds a step that a pool, or a worker of the host, waits for a channel or a feedback edge."""
 
     who: str
     on: str
@@ -153,7 +153,7 @@ USES: Mapping[Reason, Use] = {"data": "data", "slots": "room", "loop": "weights"
 
 
 def compare_waits(run: Run) -> Iterator[WaitComparison]:
-    """Yield the waits that the plan priced with this run's costs predicts, the longest first, beside those that were measured."""
+    """Yield the waits that the plan priced with this run's costs predicts, longest first, beside the measured ones."""
     steps = len(run.steady)
     counts: dict[str | None, float] = {}
     for device in devices(run.plan):

@@ -1,4 +1,4 @@
-"""How the views put quantities into words: seconds, bytes, devices, columns, and names made safe to print."""
+"""Format quantities for people: seconds, bytes, devices and columns, and names made safe to print."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +16,7 @@ HOST = "host"  # the lane of nodes that belong to no pool
 
 
 def seconds(value: float, cost: CostSource = "measured") -> str:
-    """Return a time to three digits; those of which nothing was measured are marked with a tilde."""
+    """Format a time to three digits, with a tilde if nothing of it was measured."""
     mark = "~" if cost in ("nominal", "roofline", "estimated") else ""
     if value == 0:
         return f"{mark}0 s"
@@ -28,7 +28,7 @@ def seconds(value: float, cost: CostSource = "measured") -> str:
 
 
 def firing(node: PlannedNode) -> str:
-    """Return the time of a node in a step, and in how many parts of the batch it is spent."""
+    """Format the time of a node in a step, with the number of chunks if there are several."""
     return (
         seconds(node.seconds, node.cost)
         + (f" in {node.chunks} parts" if node.chunks > 1 else "")
@@ -37,18 +37,18 @@ def firing(node: PlannedNode) -> str:
 
 
 def due(value: Due) -> str:
-    """Return at which steps something happens, if not at each."""
+    """Say at which steps something happens that does not happen at each."""
     last = "" if value.steps is None else f" and step {value.steps - 1}"
     return f"every {value.every} steps{last}{' and step 0' if value.at_start else ''}"
 
 
 def by_chunks(count: int, chunks: int) -> str:
-    """Write a count of a step, as `2 x 4` where it comes in 4 chunks."""
+    """Format a count of a step: `2 x 4` for 2 in each of 4 chunks."""
     return str(count) if chunks == 1 else f"{count // chunks} x {chunks}"
 
 
 def size(count: int | None) -> str:
-    """Return a number of bytes in binary units, or "?" where it is not known."""
+    """Format a number of bytes in binary units, "?" for None."""
     if count is None:
         return "?"
     value = float(count)
@@ -60,34 +60,37 @@ def size(count: int | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
+    """Format a count with its noun, in the plural unless it is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def devices(pool: PlannedPool) -> str:
+    """Format the devices of a pool: `2 GPUs`, `32 cores`."""
     return counted(len(pool.gpus), "GPU") if pool.device == "gpu" else counted(pool.cpus, "core")
 
 
 def cluster(value: Cluster) -> str:
+    """Format the devices of a cluster: `8 GPUs, 64 cores`."""
     hosts = f" of {value.hosts} hosts" if value.hosts > 1 and not value.gpus else ""
     cores = counted(value.cpus, "core") + hosts
     return f"{counted(value.gpus, 'GPU')}, {cores}" if value.gpus else cores
 
 
 def elided(names: Sequence[str], shown: int = 2) -> str:
-    """Return the first names and how many more there are: `a, b +2`."""
+    """List the first names and the number of the rest: `a, b +2`."""
     rest = len(names) - shown
     return ", ".join(map(clean, names[:shown])) + (f" +{rest}" if rest > 0 else "")
 
 
 def loop_terms(loop: PlannedLoop) -> str:
-    """Return what a feedback edge promises and costs, in the words of the picture."""
+    """Describe the depth, buffers and transport of a feedback edge, as the picture shows them."""
     if loop.due is not None:
         return f"{due(loop.due)}, {counted(loop.buffers, 'buffer')}, {loop.transport}"
     return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
 
 
 def prediction(plan: Plan) -> str:
-    """Return the predicted step time, with a warning where its costs are nominal."""
+    """Format the predicted step time, with the source of its costs if they were not measured on this plan."""
     said = f"predicted step {seconds(plan.prediction.step_s, plan.prediction.cost)}"
     if plan.prediction.cost == "nominal":
         return f"{said} (nominal costs: they rank, nothing was measured)"
@@ -102,7 +105,7 @@ def prediction(plan: Plan) -> str:
 
 
 def clean(name: str) -> str:
-    """Return a name on one line, its control characters and lone surrogates replaced: XML and terminals allow neither."""
+    """Put a name on one line and replace control characters and lone surrogates, which XML and terminals do not allow."""
     return "".join(" " if char in "\t\n\r" else char if _printable(char) else "\ufffd" for char in name)
 
 

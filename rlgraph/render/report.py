@@ -254,7 +254,7 @@ def _predicted(run: Run) -> Iterator[str]:
 
 def _compared(row: EventComparison, nominal: bool) -> str:
     ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s and not nominal else "–"
-    spread = f"{words.seconds(row.least_s)} to {words.seconds(row.most_s)}"
+    spread = f"{words.seconds(row.p10_s)} to {words.seconds(row.p90_s)}"
     cells = (
         words.seconds(row.predicted_s, "nominal" if nominal else "given"),
         words.seconds(row.measured_s),
