@@ -38,8 +38,8 @@ def _spans(event: Event, worker: str, found: Played, plan: Plan, steps: int) -> 
         cause = found.causes[event.name][step]
         if cause is None or event.kind == "receive" or cause.reason in ("order", "self"):
             continue
-        turns = [d for d in plan.schedule.dependencies if d.after == event.name and d.reason in ("order", "self") and step >= d.credits]
-        free = max((found.ends[d.before][step - d.credits] for d in turns), default=0.0)
+        earlier = [d for d in plan.schedule.dependencies if d.after == event.name and d.reason in ("order", "self") and step >= d.credits]
+        free = max((found.ends[d.before][step - d.credits] for d in earlier), default=0.0)
         if start > free:
             spans.append(Span(cause.via, "wait", step, worker, free, start))
     return spans

@@ -25,9 +25,9 @@ from rlgraph.compiler.plan import (
 )
 from rlgraph.compiler.precision import precision_of
 from rlgraph.compiler.schedule import MOVING, Schedule
-from rlgraph.compiler.time_sharing import Sleeps, sleeping
+from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.compiler.timed_schedule import candidates, first_workers, mean_seconds, scheduled, settings_on
-from rlgraph.compiler.transport import batch_wires, staged_versions, weights_wire, wire
+from rlgraph.compiler.transport import batch_transports, host_transport, staged_versions, weights_transport
 from rlgraph.costs.costs import Costs, checked
 from rlgraph.costs.engine_widths import assumed
 from rlgraph.costs.identified import not_told_apart
@@ -38,7 +38,7 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.simulate import continuous
 from rlgraph.simulate.advice import advise
-from rlgraph.simulate.forecast import Outlook, Settings, outlook
+from rlgraph.simulate.forecast import Forecast, Settings, forecast
 from rlgraph.simulate.play import Cycle, critical_cycle
 
 NOTHING_KNOWN: Shapes = {}
@@ -60,7 +60,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
     """Return the costs given, or an estimate: by the roofline where devices and shapes are known, else nominal.
 
-    What they lack of models that take turns is estimated too.
+    Missing sleep costs of models that time-share devices are estimated too.
     """
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
@@ -72,11 +72,11 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     """Return the plan of a graph whose pools have that many devices; `warnings` are about how it was chosen."""
     check_gpu_settings(graph, cluster)
     crew, settings, schedule = scheduled(graph, cluster, counts, priced)
-    sleeps = sleeping(graph, crew, settings, priced.sleep)
+    sleeps = sleep_costs(graph, crew, settings, priced.sleep)
     memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
-    expected = outlook(schedule, graph, settings, priced)
+    expected = forecast(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
     loops = tuple(_loops(graph, crew, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
@@ -194,7 +194,7 @@ def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, c
 def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """One channel for each writer and transport; it carries what its readers read, and nothing else."""
     planned = []
-    for writer, by_transport in batch_wires(graph, crew).items():
+    for writer, by_transport in batch_transports(graph, crew).items():
         for transport, found in by_transport.items():
             needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
@@ -229,35 +229,35 @@ def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
 
 
 def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
-    """Nodes of one pool in different processes take turns: each tells the next that it is done, unless data does so anyway."""
-    found = events.relays(graph, schedule.events, first_workers(crew))
+    """Plan the order channels: a node of a pool tells the next one, in another process, that it is done, unless data does so anyway."""
+    found = events.order_channels(graph, schedule.events, first_workers(crew))
     planned = [
         PlannedChannel(
-            name=relay.name,
-            writer=relay.writer.name,
-            readers=(relay.reader.name,),
+            name=order.name,
+            writer=order.writer.name,
+            readers=(order.reader.name,),
             columns=(),
-            transport=wire(crew, relay.writer, relay.reader),
-            slots=relay.slots,
+            transport=host_transport(crew, order.writer, order.reader),
+            slots=order.slots,
             bytes=0,
             kind="order",
-            credits=relay.credits,
-            chunks=relay.writer.chunks,
-            stream=_stream(relay.writer),
+            credits=order.credits,
+            chunks=order.writer.chunks,
+            stream=_stream(order.writer),
         )
-        for relay in found
+        for order in found
     ]
     for feedback in graph.feedbacks:
         for node in events.evaluations(graph, feedback):
             assert feedback.source is not None
             writer = feedback.source.node
-            name, slots = events.turn_name(writer.name, node.name), events.ahead(graph) + 1
-            planned.append(PlannedChannel(name, writer.name, (node.name,), (), wire(crew, writer, node), slots, 0, "order"))
+            name, slots = events.order_channel_name(writer.name, node.name), events.ahead(graph) + 1
+            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(crew, writer, node), slots, 0, "order"))
     return planned
 
 
 def _loops(
-    graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Outlook, *, on_gpus: bool
+    graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Forecast, *, on_gpus: bool
 ) -> list[PlannedLoop]:
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
@@ -273,11 +273,11 @@ def _loops(
                 readers=tuple(n.name for n in events.readers(graph, feedback)),
                 depth=feedback.depth,
                 buffers=feedback.buffers,
-                freshest=feedback.latest,
+                latest=feedback.latest,
                 bucket_bytes=feedback.bucket_bytes,
                 checksum=feedback.checksum,
                 staleness=expected.staleness(graph, feedback),
-                transport=weights_wire(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
+                transport=weights_transport(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
                 slots=staged_versions(feedback, on_gpus=on_gpus),
                 publish_s=publish_s,
                 hidden=hidden,
@@ -285,5 +285,5 @@ def _loops(
         )
         for node in events.evaluations(graph, feedback):
             loop = replace(planned[-1], name=events.evaluation_loop(feedback.name, node.name), readers=(node.name,), due=node.due)
-            planned.append(replace(loop, depth=0, buffers=1, freshest=False, staleness=0.0, slots=1))
+            planned.append(replace(loop, depth=0, buffers=1, latest=False, staleness=0.0, slots=1))
     return planned

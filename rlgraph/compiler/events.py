@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import networkx as nx
 
 from rlgraph.compiler.schedule import Dependency, Event, EventKind, Schedule
-from rlgraph.compiler.time_sharing import Sleeps, around_turns, turn_events
+from rlgraph.compiler.time_sharing import Sleeps, wake_and_sleep_events, with_wake_and_sleep
 from rlgraph.costs.costs import Costs
 from rlgraph.graph.nodes import Feedback, Graph, Node
 from rlgraph.graph.rounds import lags
@@ -51,11 +51,11 @@ def in_loop(graph: Graph, node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Relay:
-    """A channel without a batch, by which a node of a pool tells the next one, in another process, that it is its turn.
+class OrderChannel:
+    """A channel of empty messages: a node of a pool tells the next one, in another process, that it may fire.
 
-    `credits` messages are there before the first step; `slots` is how many it holds. Where `credits` is below 0 the first so many
-    messages are never sent: update 0 takes what rollout 1 sends, and what rollout 0 did is the turn of nobody.
+    `credits` messages are there before the first step; `slots` is how many it holds. With credits of -n the first n messages are
+    never sent: at -1 update 0 waits for the message of rollout 1, and rollout 0 sends none.
     """
 
     writer: Node
@@ -65,56 +65,56 @@ class Relay:
 
     @property
     def name(self) -> str:
-        return turn_name(self.writer.name, self.reader.name)
+        return order_channel_name(self.writer.name, self.reader.name)
 
 
 @dataclass(frozen=True)
 class Puts:
-    """The channels into which each node puts, one after another: those of its batch, by their readers, then those of turns.
+    """The channels into which each node puts, one after another: those of its batch, by their readers, then the order channels.
 
     An update also tells the evaluations beside it that it is done, and waits for one that is too far behind.
     """
 
     batches: Mapping[Node, Sequence[Sequence[Node]]]
-    relays: Mapping[Node, Sequence[Relay]]
+    orders: Mapping[Node, Sequence[OrderChannel]]
     evaluations: Mapping[Node, Sequence[Node]]
 
     def batch(self, writer: Node, reader: Node) -> int:
         """Return the number of the put that brings a batch to a reader."""
         return next(put for put, readers in enumerate(self.batches[writer], 1) if reader in readers)
 
-    def relay(self, relay: Relay) -> int:
-        """Return the number of the put that tells the next node of a pool its turn."""
-        return len(self.batches[relay.writer]) + 1 + list(self.relays[relay.writer]).index(relay)
+    def order(self, order: OrderChannel) -> int:
+        """Return the number of the put that tells the next node of a pool to fire."""
+        return len(self.batches[order.writer]) + 1 + list(self.orders[order.writer]).index(order)
 
     def evaluation(self, update: Node, evaluation: Node) -> int:
         """Return the number of the put that tells an evaluation beside the training that a step is done."""
-        before = len(self.batches[update]) + len(self.relays.get(update, ()))
+        before = len(self.batches[update]) + len(self.orders.get(update, ()))
         return before + 1 + list(self.evaluations[update]).index(evaluation)
 
 
 def schedule(
     graph: Graph, hosts: Hosts, seconds: Seconds, costs: Costs, sleeps: Sleeps, batches: Mapping[Node, Sequence[Sequence[Node]]]
 ) -> Schedule:
-    """Return the marked graph of one step. Dependencies without a credit follow the order of declaration, so it has no deadlock.
+    """Build the marked graph of one step. Dependencies without a credit follow the order of declaration, so it has no deadlock.
 
-    `sleeps` are the costs of the models that have their devices in turns, by node; `batches` are the readers of each channel.
+    `sleeps` are the costs of the models that time-share their devices, by node; `batches` are the readers of each channel.
     """
     lag = {node.name: rounds for node, rounds in lags(graph).items()}
     fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
     events = [replace(event, lag=lag[event.node]) for event in (*fired, *_weights_events(graph, hosts, costs))]
     fired = [event for event in events if event.kind == "fire"]
-    ordered = _ordered(graph, [*events, *turn_events(graph, _ordered(graph, fired), sleeps)])
+    ordered = _ordered(graph, [*events, *wake_and_sleep_events(graph, _ordered(graph, fired), sleeps)])
     puts = _puts(graph, ordered, hosts, batches)
-    flow = [*_data(graph, puts), *_relayed(puts, ordered), *_loops(graph, puts)]
-    turns = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
-    return Schedule(tuple(ordered), tuple(around_turns(ordered, flow) + turns))
+    flow = [*_data(graph, puts), *_order(puts, ordered), *_loops(graph, puts)]
+    order = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
+    return Schedule(tuple(ordered), tuple(with_wake_and_sleep(ordered, flow) + order))
 
 
 def _puts(graph: Graph, ordered: Sequence[Event], hosts: Hosts, batches: Mapping[Node, Sequence[Sequence[Node]]]) -> Puts:
-    told: dict[Node, list[Relay]] = {}
-    for relay in relays(graph, ordered, hosts):
-        told.setdefault(relay.writer, []).append(relay)
+    told: dict[Node, list[OrderChannel]] = {}
+    for order in order_channels(graph, ordered, hosts):
+        told.setdefault(order.writer, []).append(order)
     evaluated: dict[Node, list[Node]] = {}
     for feedback in graph.feedbacks:
         assert feedback.source is not None
@@ -122,8 +122,8 @@ def _puts(graph: Graph, ordered: Sequence[Event], hosts: Hosts, batches: Mapping
     return Puts(batches, told, evaluated)
 
 
-def turn_name(before: str, after: str) -> str:
-    """Return the name of the channel by which one node tells another that it is its turn."""
+def order_channel_name(before: str, after: str) -> str:
+    """Name the channel by which one node tells another of its pool to fire."""
     return f"turn {before} to {after}"
 
 
@@ -215,20 +215,20 @@ def pool_of(node: Node) -> str | None:
 
 
 def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
-    """Order the events of a round: nodes by their turn, weights loaded just before a rollout and published just after an update.
+    """Order the events of a round: nodes by their place, weights loaded just before a rollout and published just after an update.
 
     What happens for an older step comes after all that happens for this one.
     An engine wakes before it loads weights, and sleeps before those that it trained are published.
     """
-    turns = {node.name: turn(graph, node) for node in graph.nodes}
+    places = {node.name: place(graph, node) for node in graph.nodes}
     rank: dict[EventKind, int] = {"receive": 0, "wake": 1, "load": 2, "fire": 3, "sleep": 4, "publish": 5}
-    return sorted(events, key=lambda e: (e.lag, turns[e.node][0], turns[e.node][1] + e.chunk, turns[e.node][2], rank[e.kind]))
+    return sorted(events, key=lambda e: (e.lag, places[e.node][0], places[e.node][1] + e.chunk, places[e.node][2], rank[e.kind]))
 
 
-def turn(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """What nodes are ordered by: as declared, but that those which work on the chunks of a rollout come with it.
+def place(graph: Graph, node: Node) -> tuple[int, int, int]:
+    """Give the sort key of a node: the order of declaration, but nodes that work on the chunks of a rollout come with it.
 
-    Of several such nodes each works on a chunk before the first works on the next. What they read besides comes before them.
+    Several such nodes all work on one chunk before the first of them works on the next. Their other inputs come before them.
     """
     if node.stream is not None:
         return node.stream.serial, 0, node.serial
@@ -247,29 +247,29 @@ def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
             yield Dependency(taken, wrote, held, "slots", writer.name, put)
 
 
-def _relayed(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
-    """The nodes of a pool in different processes take turns, each told by the one before: then it loads its weights and fires."""
+def _order(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
+    """Let each node of a pool wait for a message of the node before it, in another process, before it loads weights and fires."""
     first: dict[tuple[str, int], str] = {}
     for event in ordered:
         if event.kind in ("load", "fire"):
             first.setdefault((event.node, event.chunk), event.name)
-    for relay in (relay for of_writer in puts.relays.values() for relay in of_writer):
-        put, writes = puts.relay(relay), fire_events(relay.writer)
-        reads = [first[relay.reader.name, chunk] for chunk in range(relay.reader.chunks)]
-        if by_chunk(relay.writer, relay.reader):
-            pairs = [(writes[chunk - relay.credits], reads[chunk], int(chunk < relay.credits)) for chunk in range(len(reads))]
+    for order in (order for of_writer in puts.orders.values() for order in of_writer):
+        put, writes = puts.order(order), fire_events(order.writer)
+        reads = [first[order.reader.name, chunk] for chunk in range(order.reader.chunks)]
+        if by_chunk(order.writer, order.reader):
+            pairs = [(writes[chunk - order.credits], reads[chunk], int(chunk < order.credits)) for chunk in range(len(reads))]
         else:
-            pairs = [(wrote, taken, relay.credits // len(writes)) for wrote, taken in product(writes, reads)]
+            pairs = [(wrote, taken, order.credits // len(writes)) for wrote, taken in product(writes, reads)]
         for wrote, taken, credits in pairs:
-            yield Dependency(wrote, taken, credits, "order", relay.name, put)
+            yield Dependency(wrote, taken, credits, "order", order.name, put)
 
 
-def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Relay]:
+def order_channels(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[OrderChannel]:
     """Yield the channels that keep nodes of one pool in different processes from overlapping, unless data or weights do so anyway.
 
     Data does not where the next node loads weights, which it does before it takes its batch.
     """
-    found: dict[str, Relay] = {}
+    found: dict[str, OrderChannel] = {}
     for pool in dict.fromkeys(event.pool for event in ordered if event.pool is not None):
         fired = [event for event in ordered if event.kind == "fire" and event.pool == pool]
         for this, following in _next_in_pool(fired):
@@ -282,8 +282,8 @@ def relays(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[Rel
                 told = steps == 0 and after.feedback is None and nx.has_path(graph.forward, before, after)
             if hosts[before.name] != hosts[after.name] and not told:
                 credits = int(following.chunk != this.chunk or wraps) if by_chunk(before, after) else before.chunks * steps
-                relay = Relay(before, after, credits, max(credits, 0) + before.chunks)
-                found[relay.name] = relay
+                order = OrderChannel(before, after, credits, max(credits, 0) + before.chunks)
+                found[order.name] = order
     yield from found.values()
 
 
@@ -336,7 +336,7 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[
     return [
         *chain,
         Dependency(load, publish, node.due.every, "slots", name),
-        Dependency(node.name, update, ahead(graph) + 1, "slots", turn_name(update, node.name), put),
+        Dependency(node.name, update, ahead(graph) + 1, "slots", order_channel_name(update, node.name), put),
     ]
 
 

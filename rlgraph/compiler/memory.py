@@ -9,7 +9,7 @@ from rlgraph.compiler.events import readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
-from rlgraph.compiler.transport import staged_versions, weights_wire
+from rlgraph.compiler.transport import staged_versions, weights_transport
 from rlgraph.costs.estimates import Need, Workload, default_estimates
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths
@@ -57,13 +57,13 @@ def needs(
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
-    """Models of one pool take turns: what stays adds up, of what a turn needs the largest counts."""
+    """Add up what stays of the models that time-share a pool, and the largest of what they need while they run."""
     parts: dict[str, int] = {}
     for need in each:
         for what, size in need.stays.items():
             parts[what] = parts.get(what, 0) + size
-    turn = max((need.runs for need in each), key=lambda parts: sum(parts.values()))
-    for what, size in turn.items():
+    largest = max((need.runs for need in each), key=lambda parts: sum(parts.values()))
+    for what, size in largest.items():
         parts[what] = parts.get(what, 0) + size
     stays = sum(size for need in each for size in need.stays.values())
     return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
@@ -122,7 +122,7 @@ def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], sha
     itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
     size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
-    return _Moving(writer.model, tuple(n.model for n in reading), weights_wire(crew, writer, reading, on_gpus=on_gpus), size)
+    return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(crew, writer, reading, on_gpus=on_gpus), size)
 
 
 def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Need:

@@ -121,7 +121,7 @@ class PlannedLoop:
     readers: tuple[str, ...]
     depth: int
     buffers: int
-    freshest: bool
+    latest: bool
     staleness: float  # expected in the steady state; the bound is `depth`
     transport: str  # a name of `channels.factory.TRANSPORTS`
     slots: int
@@ -138,8 +138,8 @@ class PlannedLoop:
 
 @dataclass(frozen=True)
 class PlannedSleep:
-    """A model that has its devices in turns with others: seconds of one wake and of one sleep, and the bytes that a device's
-    memory gives to the host's meanwhile, where known."""
+    """A model that time-shares its devices: seconds of one wake and of one sleep, and the bytes that it moves from each device to
+    host memory while it sleeps, where known."""
 
     model: str
     wake_s: float
@@ -350,7 +350,7 @@ class Plan:
     def steps_ahead(self) -> Mapping[str, int]:
         """How many steps each worker fires beyond the one it is to finish, since others wait for them to finish theirs.
 
-        Where update k waits for its turn until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
+        Where update k waits in its pool until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
         """
         found = {worker.name: 0 for worker in self.workers}
         settled = False

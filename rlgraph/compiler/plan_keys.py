@@ -8,6 +8,7 @@ RENAMED: Mapping[tuple[str, ...], Mapping[str, str]] = {  # by where in a plan, 
     ("schedule", "events"): {"part": "chunk"},
     ("channels",): {"tokens": "credits", "parts": "chunks"},
     ("nodes", "passes"): {"parts": "mini_batches"},
+    ("loops",): {"freshest": "latest"},
     ("prediction",): {"critical_tokens": "critical_credits"},
 }
 

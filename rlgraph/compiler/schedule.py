@@ -1,8 +1,8 @@
 """The schedule of a plan: a marked graph of events. An event's firing k starts when all it depends on has finished.
 
 A dependency with t credits lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
-firing k - t of `before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Of the
-turns of a pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rounds`).
+firing k - t of `before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Between
+nodes of one pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rounds`).
 
 A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot holds
 up that put, those after it and the end of the firing, but neither its start nor its work.
@@ -33,7 +33,7 @@ class Event:
     seconds: float
     chunk: int = 0  # of the batch, for a node that fires once for each
     edge: str = ""
-    lag: int = 0  # in round r of its pool's turns it happens for step r - lag
+    lag: int = 0  # in round r of its pool it happens for step r - lag
 
 
 @dataclass(frozen=True)

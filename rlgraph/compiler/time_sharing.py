@@ -1,4 +1,4 @@
-"""Models that have the devices of a pool in turns: who shares them, and what wakes before a turn and sleeps after it."""
+"""Models that time-share the devices of a pool: who shares them, and the engine's wake before a time slice and sleep after it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ Sleeps = Mapping[str, SleepCost]  # of the model of each node, by name, where it
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Firings of one model without one of another model of the pool in between: (node, chunk), and the events around them."""
+class TimeSlice:
+    """Firings (node, chunk) of one model with no other model of its pool in between, and the wake and sleep events around them."""
 
     wake: str
     firings: tuple[tuple[str, int], ...]
@@ -22,17 +22,17 @@ class Turn:
 
 
 def wake_event(firing: str) -> str:
-    """Return the name of the event in which an engine takes the memory of its devices again, before a firing."""
+    """Name the event in which an engine takes its device memory back before a firing."""
     return f"wake for {firing}"
 
 
 def sleep_event(firing: str) -> str:
-    """Return the name of the event in which an engine gives the memory of its devices back, after a firing."""
+    """Name the event in which an engine gives up its device memory after a firing."""
     return f"sleep after {firing}"
 
 
-def shared(crew: Iterable[PlannedWorker]) -> frozenset[int]:
-    """Return the GPUs that workers of several models have in turns."""
+def shared_gpus(crew: Iterable[PlannedWorker]) -> frozenset[int]:
+    """Find the GPUs that workers of several models time-share."""
     models: dict[int, set[str | None]] = {}
     for worker in crew:
         for gpu in worker.gpus:
@@ -40,27 +40,27 @@ def shared(crew: Iterable[PlannedWorker]) -> frozenset[int]:
     return frozenset(gpu for gpu, found in models.items() if len(found) > 1)
 
 
-def sleeping(graph: Graph, crew: Sequence[PlannedWorker], settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> Sleeps:
-    """Return what the model of each node that shares its devices takes in its setting; nothing where no cost is known."""
+def sleep_costs(graph: Graph, crew: Sequence[PlannedWorker], settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> Sleeps:
+    """Collect the sleep cost of each node's model in its setting, for the models that time-share their devices."""
     found: dict[str, SleepCost] = {}
-    in_turns = shared(crew)
+    gpus = shared_gpus(crew)
     for worker in crew:
-        if worker.model is not None and worker.nodes[0] not in found and not in_turns.isdisjoint(worker.gpus):
-            found |= dict.fromkeys(worker.nodes, sleep_of(graph, worker, settings, costs))
+        if worker.model is not None and worker.nodes[0] not in found and not gpus.isdisjoint(worker.gpus):
+            found |= dict.fromkeys(worker.nodes, sleep_cost(graph, worker, settings, costs))
     return found
 
 
-def sleep_of(graph: Graph, worker: PlannedWorker, settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> SleepCost:
-    """Return what the model of a worker takes to sleep and to wake in its setting."""
+def sleep_cost(graph: Graph, worker: PlannedWorker, settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> SleepCost:
+    """Scale the sleep cost of a worker's model to its setting."""
     sharded = all(graph.node(name).traits.work != "generate" for name in worker.nodes)
     return costs.get(worker.model or "", SleepCost()).at(settings[worker.nodes[0]], sharded=sharded)
 
 
-def turn_events(graph: Graph, fired: Sequence[Event], sleeps: Sleeps) -> Iterator[Event]:
-    """Yield what wakes and sleeps around firings in their order. Where nothing of a turn is due at a step, its engine stays asleep."""
+def wake_and_sleep_events(graph: Graph, fired: Sequence[Event], sleeps: Sleeps) -> Iterator[Event]:
+    """Yield the wake and sleep events of each time slice, in firing order. An engine stays asleep at steps at which nothing is due."""
     for pool in dict.fromkeys(event.pool for event in fired if event.node in sleeps):
-        turns = groupby((event for event in fired if event.pool == pool), lambda event: graph.node(event.node).model)
-        for firings in (list(turn) for _, turn in turns):
+        slices = groupby((event for event in fired if event.pool == pool), lambda event: graph.node(event.node).model)
+        for firings in (list(firings) for _, firings in slices):
             dues = [graph.node(event.node).due for event in firings]
             share = max(1.0 if due is None else 1 / due.every for due in dues)
             first, last, cost = firings[0], firings[-1], sleeps[firings[0].node]
@@ -68,14 +68,14 @@ def turn_events(graph: Graph, fired: Sequence[Event], sleeps: Sleeps) -> Iterato
             yield replace(last, name=sleep_event(last.name), kind="sleep", seconds=cost.sleep_s * share)
 
 
-def around_turns(ordered: Sequence[Event], flow: Sequence[Dependency]) -> list[Dependency]:
-    """Return the flow with the events around a turn in it.
+def with_wake_and_sleep(ordered: Sequence[Event], flow: Sequence[Dependency]) -> list[Dependency]:
+    """Route the flow through the wake and sleep events of the time slices.
 
-    An engine wakes once the weights it loads first, or the inputs of its first firing, are there. It sleeps after its last
-    firing and before that puts: so what waits for a put, and what a put waits for, is about the sleep instead.
+    An engine wakes when the weights it loads first, or the inputs of its first firing, have arrived. It sleeps after its last
+    firing and before that firing puts its batch, so the dependencies of those puts move to the sleep event.
     """
     wakes = {(event.node, event.chunk): event.name for event in ordered if event.kind == "wake"}
-    opens: dict[str, str] = {}  # the wake before each event that is the first of a turn
+    opens: dict[str, str] = {}  # the wake before each event that is the first of a time slice
     for event in ordered:
         if event.kind in ("load", "fire") and (event.node, event.chunk) in wakes:
             opens[event.name] = wakes.pop((event.node, event.chunk))
@@ -94,12 +94,12 @@ def around_turns(ordered: Sequence[Event], flow: Sequence[Dependency]) -> list[D
     return found
 
 
-def turns_of(ordered: Iterable[Event], nodes: Sequence[str]) -> tuple[Turn, ...]:
-    """Return the turns of the model that has these nodes; none where it has its devices to itself."""
-    found: list[Turn] = []
+def time_slices(ordered: Iterable[Event], nodes: Sequence[str]) -> tuple[TimeSlice, ...]:
+    """List the time slices of the model that has these nodes; none where it has its devices to itself."""
+    found: list[TimeSlice] = []
     for event in (event for event in ordered if event.node in nodes):
         if event.kind == "wake":
-            found.append(Turn(event.name, (), ""))
+            found.append(TimeSlice(event.name, (), ""))
         elif event.kind == "fire" and found:
             found[-1] = replace(found[-1], firings=(*found[-1].firings, (event.node, event.chunk)))
         elif event.kind == "sleep":

@@ -9,8 +9,8 @@ from rlgraph.compiler.device_split import FEW, best_first
 from rlgraph.compiler.placement import Counts, Divisions, ranks_of, workers
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.compiler.schedule import Event, Schedule
-from rlgraph.compiler.time_sharing import sleep_of, sleeping
-from rlgraph.compiler.transport import batch_wires
+from rlgraph.compiler.time_sharing import sleep_cost, sleep_costs
+from rlgraph.compiler.transport import batch_transports
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.microbatch_count import passes_of
@@ -22,8 +22,8 @@ from rlgraph.simulate.play import Timed
 
 def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
     """Return the processes, and the setting of each node."""
-    turns = sorted(graph.nodes, key=lambda node: events.turn(graph, node))
-    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(turns)})
+    ordered = sorted(graph.nodes, key=lambda node: events.place(graph, node))
+    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
     return crew, settings_on(graph, cluster, counts)
 
 
@@ -45,8 +45,8 @@ def scheduled(
     hosts = first_workers(crew)
     rows = max(node.rows for node in graph.nodes)
     seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
-    batches = {writer: list(by_wire.values()) for writer, by_wire in batch_wires(graph, crew).items()}
-    schedule = events.schedule(graph, hosts, seconds, costs, sleeping(graph, crew, settings, costs.sleep), batches)
+    batches = {writer: list(by_transport.values()) for writer, by_transport in batch_transports(graph, crew).items()}
+    schedule = events.schedule(graph, hosts, seconds, costs, sleep_costs(graph, crew, settings, costs.sleep), batches)
     return crew, settings, _with_chunks(schedule, graph, settings, costs, rows)
 
 
@@ -111,7 +111,7 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
     """
     crew, settings, schedule = scheduled(graph, cluster, like, costs)
     timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
-    asleep = sleeping(graph, crew, settings, costs.sleep)
+    asleep = sleep_costs(graph, crew, settings, costs.sleep)
     first = {name: worker for worker in reversed(crew) for name in worker.nodes}
     usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
 
@@ -119,7 +119,7 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
         if event.kind == "fire":
             now, then = mean_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
         elif event.kind in ("wake", "sleep"):
-            new, old = sleep_of(graph, first[event.node], there, costs.sleep), asleep[event.node]
+            new, old = sleep_cost(graph, first[event.node], there, costs.sleep), asleep[event.node]
             now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)
         else:
             return 1.0

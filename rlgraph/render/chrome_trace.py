@@ -171,6 +171,6 @@ def _version_used(spans: Sequence[Span], index: int, loop: PlannedLoop, publishe
         return span.version
     if loop.due is not None:
         return span.step + 1
-    if not loop.freshest:
+    if not loop.latest:
         return max(0, span.step - loop.depth)
     return max((version for version, source in published.items() if spans[source].end_s <= span.start_s), default=0)

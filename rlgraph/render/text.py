@@ -124,7 +124,7 @@ def _route(channel: PlannedChannel) -> str:
 
 
 def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
-    taken = "the latest published version" if loop.freshest else f"version max(0, k - {loop.depth})" if loop.depth else "version k"
+    taken = "the latest published version" if loop.latest else f"version max(0, k - {loop.depth})" if loop.depth else "version k"
     if loop.due is not None:
         taken = "the version that step k publishes"
     cost = "hidden behind other work" if loop.hidden else "which lengthens the step"

@@ -12,11 +12,11 @@ NOTICED = 0.05  # of a step: a wait, or a loss to varying times, that is worth a
 
 def advise(plan: Plan) -> tuple[str, ...]:
     """Return advice, most important first; empty where nothing stands out."""
-    rules: Sequence[Callable[[Plan], Iterator[str]]] = (_turns_and_shares, _lengths, _hosts, _moving, _cores)
+    rules: Sequence[Callable[[Plan], Iterator[str]]] = (_loop_and_shares, _lengths, _hosts, _moving, _cores)
     return tuple(line for rule in rules for line in rule(plan))
 
 
-def _turns_and_shares(plan: Plan) -> Iterator[str]:
+def _loop_and_shares(plan: Plan) -> Iterator[str]:
     events = {event.name: event for event in plan.schedule.events}
     cycle = [events[name] for name in plan.prediction.critical]
     working = [pool for pool in plan.pools if any(node.pool == pool.name for node in plan.nodes)]

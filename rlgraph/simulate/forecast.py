@@ -20,7 +20,7 @@ Settings = Mapping[str, Setting]  # of each node, by name
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """A schedule, played over `steps` steps of which those before `warm_up` fill the pipeline."""
 
     schedule: Schedule
@@ -42,7 +42,7 @@ class Outlook:
         total: dict[tuple[str, str, Reason], float] = {}
         events = {event.name: event for event in self.schedule.events}
         counted = range(self.warm_up, self.steps)
-        for before, after, back in self._turns():
+        for before, after, back in self._neighbours():
             who = events[after].pool or events[after].worker
             for cause, seconds in self._idle(before, after, back, events[before].node == events[after].node, counted):
                 if cause.reason not in ("order", "self"):
@@ -51,7 +51,7 @@ class Outlook:
         found = [PlannedWait(who, on, reason, idle) for (who, on, reason), idle in total.items() if idle > 0]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
-    def _turns(self) -> Iterator[tuple[str, str, int]]:
+    def _neighbours(self) -> Iterator[tuple[str, str, int]]:
         """Yield each event, after the one before it in the same pool or worker of the host, and how many steps before that was."""
         chains: dict[str, list[str]] = {}
         lag = {event.name: event.lag for event in self.schedule.events}
@@ -89,12 +89,12 @@ class Outlook:
         return sum(gaps) / len(gaps)
 
 
-def outlook(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Outlook:
+def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Forecast:
     """Return the schedule played with the lengths and spreads of the costs, or with plain seconds where there are none."""
     nodes = graph.nodes
     varying = [node.name for node in nodes if costs.varies(node.name)]
     if not varying:
-        return Outlook(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
+        return Forecast(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
     together = [node for node in nodes if continuous.is_played(graph, node, costs)]
     steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
@@ -124,4 +124,4 @@ def outlook(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) 
         return alone[event.name][step] if event.name in alone else event.seconds
 
     played = steps - schedule.most_lag  # what fires rounds ahead of others has drawn as many more
-    return Outlook(schedule, play(schedule, played, seconds, apart), played, played // 8)
+    return Forecast(schedule, play(schedule, played, seconds, apart), played, played // 8)

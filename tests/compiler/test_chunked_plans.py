@@ -58,8 +58,8 @@ def test_nodes_of_a_pool_work_on_a_part_in_turn_before_the_next_part() -> None:
     found = plan(Parts(2).with_passes())
     order = [event.name for event in found.schedule.events if event.pool == "train" and event.kind == "fire"]
     assert order == ["old_log_probs 1/2", "ref_log_probs 1/2", "old_log_probs 2/2", "ref_log_probs 2/2", "update"]
-    turns = {channel.name: (channel.credits, channel.chunks) for channel in found.channels if channel.kind == "order"}
-    assert turns == {"turn old_log_probs to ref_log_probs": (0, 2), "turn ref_log_probs to old_log_probs": (1, 2)}
+    orders = {channel.name: (channel.credits, channel.chunks) for channel in found.channels if channel.kind == "order"}
+    assert orders == {"turn old_log_probs to ref_log_probs": (0, 2), "turn ref_log_probs to old_log_probs": (1, 2)}
 
 
 @pytest.mark.parametrize(("chunks", "step_s"), [(1, 1.3), (2, 1.15), (4, 1.075)])

@@ -235,7 +235,7 @@ def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(
 
 
 def with_old_names(plan: rg.Plan) -> str:
-    """The plan's JSON as rlgraph wrote it when credits were tokens and chunks were parts."""
+    """The plan's JSON as rlgraph wrote it when credits were tokens, chunks were parts and latest was freshest."""
     raw = json.loads(plan.to_json())
     for dependency in raw["schedule"]["dependencies"]:
         dependency["tokens"] = dependency.pop("credits")
@@ -243,6 +243,8 @@ def with_old_names(plan: rg.Plan) -> str:
         event["part"] = event.pop("chunk")
     for channel in raw["channels"]:
         channel["tokens"], channel["parts"] = channel.pop("credits"), channel.pop("chunks")
+    for loop in raw["loops"]:
+        loop["freshest"] = loop.pop("latest")
     raw["prediction"]["critical_tokens"] = raw["prediction"].pop("critical_credits")
     return json.dumps(raw)
 

@@ -94,7 +94,7 @@ def test_tuning_finds_that_a_stale_batch_hides_a_slow_reward_in_one_pool() -> No
 def test_a_late_update_is_written_and_read_again_with_its_plan() -> None:
     plan = rg.compile(one_pool(1), rg.Cluster(cpus=1), rg.Costs(SECONDS))
     assert rg.Plan.from_json(plan.to_json()).schedule == plan.schedule
-    turn = next(channel for channel in plan.channels if channel.kind == "order")
-    assert (turn.writer, turn.readers, turn.credits) == ("rollout", ("update",), -1)
+    order = next(channel for channel in plan.channels if channel.kind == "order")
+    assert (order.writer, order.readers, order.credits) == ("rollout", ("update",), -1)
     ahead = plan.steps_ahead()
     assert (ahead["prompts"], ahead["generator"], ahead["policy"], ahead["reward"]) == (1, 1, 0, 0)

@@ -119,7 +119,7 @@ def test_a_measured_version_decides_where_its_arrow_begins(plans: dict[str, Plan
 def test_the_freshest_version_is_the_newest_one_published_before(plans: dict[str, Plan]) -> None:
     plan = plans["k_step_off"]
     (loop,) = plan.loops
-    eager = replace(plan, loops=(replace(loop, freshest=True),))
+    eager = replace(plan, loops=(replace(loop, latest=True),))
     spans = [
         Span("policy.update", "fire", 0, "trainer", 0.0, 1.0),
         Span("policy.update", "fire", 1, "trainer", 1.0, 2.0),

@@ -116,7 +116,7 @@ def _curved(points: Sequence[Point]) -> str:
 def _loop(line: LoopLine, plan: Plan, picture: Layout) -> str:
     loop, red = line.loop, line.loop.name in picture.critical.loops
     cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
-    version = "the latest version" if loop.freshest else "exactly the version of its depth"
+    version = "the latest version" if loop.latest else "exactly the version of its depth"
     tip = _title(
         f"{words.clean(loop.name)}: {words.clean(loop.writer)} → {words.clean(line.reader)}, {version}",
         words.loop_terms(loop),

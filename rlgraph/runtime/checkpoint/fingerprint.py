@@ -11,7 +11,7 @@ from rlgraph.graph.nodes import Graph
 def identity(graph: Graph, plan: Plan) -> dict[str, Any]:
     """Return what a checkpoint and the graph that goes on from it must share, as plain values."""
     nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
-    loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.freshest} for p in plan.loops}
+    loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.latest} for p in plan.loops}
     return {"name": graph.name, "nodes": nodes, "feedback": loops}
 
 

@@ -40,7 +40,7 @@ def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
     if isinstance(wait.end, PlannedChannel):
         wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier one, where a batch has chunks
         return (reader.step + reader.activity.idle) * wait.end.chunks - wait.end.credits > wanted
-    if wait.end.due is not None or wait.end.freshest:
+    if wait.end.due is not None or wait.end.latest:
         return False
     receives = reader.activity.kind == "receive" and reader.activity.edge == wait.end.name
     loaded = reader.activity.version - 1 if receives else reader.step - 1 - wait.end.depth

@@ -15,7 +15,7 @@ from rlgraph.columns import Column, Columns, repeat_rows, share
 from rlgraph.compiler.events import fire_event, load_event, publish_event
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Sampled, Span
-from rlgraph.compiler.time_sharing import Turn
+from rlgraph.compiler.time_sharing import TimeSlice
 from rlgraph.engines.api import GenerateEngine
 from rlgraph.errors import ChannelTimeout, GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
@@ -54,7 +54,7 @@ class Worker:
     streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
     kept: dict[str, list[Columns]] = field(default_factory=dict)  # parts of a batch that a checkpoint may need, by node
     doing: str = "starting"
-    turn: Turn | None = None  # that it has in its pool, where other models have the devices as well
+    time_slice: TimeSlice | None = None  # the one it is in, where models time-share the devices
     awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
 
     def __post_init__(self) -> None:
@@ -72,9 +72,9 @@ class Worker:
             self.fire(self.setup.task(name), step, part)
 
     def fire(self, task: Task, step: int, part: int = 0) -> None:
-        """Fire one node: its turn in the pool, weights, inputs, the node's own work, outputs, then the weights it publishes."""
+        """Fire one node: wait in the pool, then weights, inputs, the node's own work, outputs, and last the weights it publishes."""
         self.ledger.begin(step)
-        self.turn = self.setup.turn(task.name, part)
+        self.time_slice = self.setup.time_slice(task.name, part)
         self._take(task, step, part, "order")  # before an engine wakes: the one before it has given the memory back by then
         for loop in self.loops:
             if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
@@ -95,8 +95,8 @@ class Worker:
         self.ledger.carry(task.name, step)
         with nullcontext() if idle else self.ledger.span(fire_event(task.name, part, task.chunks), "fire", step):
             fired = self._run(task, step, part, columns)
-        if self.turn is not None and self.turn.firings[-1] == (task.name, part):  # before the next of the pool is told
-            self._sleep(self.turn, step)
+        if self.time_slice is not None and self.time_slice.firings[-1] == (task.name, part):  # before the next of the pool is told
+            self._sleep(self.time_slice, step)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
         if task.writes:
             checked_columns(task.name, task.writes, written, task.count if self.setup.worker.world == 1 else None)
@@ -135,21 +135,21 @@ class Worker:
         return next(self.streams[task.name])
 
     def _wake(self, step: int) -> None:
-        """Let an engine that has its devices in turns take their memory, unless it has it."""
-        if self.turn is None or self.awake:
+        """Let an engine that time-shares its devices take their memory, unless it has it."""
+        if self.time_slice is None or self.awake:
             return
         self.ledger.carry(self.doing, step)
-        self.on_enter(step, Activity("wake", self.turn.firings[0][0]))
-        with self.ledger.span(self.turn.wake, "wake", step):
+        self.on_enter(step, Activity("wake", self.time_slice.firings[0][0]))
+        with self.ledger.span(self.time_slice.wake, "wake", step):
             self.context.engine.wake()
         self.awake = True
 
-    def _sleep(self, turn: Turn, step: int) -> None:
+    def _sleep(self, time_slice: TimeSlice, step: int) -> None:
         """Let an engine give the memory of its devices back, if it has it: where nothing was due, it has not."""
         if not self.awake:
             return
-        self.on_enter(step, Activity("sleep", turn.firings[-1][0]))
-        with self.ledger.span(turn.sleep, "sleep", step) as moved:
+        self.on_enter(step, Activity("sleep", time_slice.firings[-1][0]))
+        with self.ledger.span(time_slice.sleep, "sleep", step) as moved:
             moved.append(self.context.engine.sleep() or 0)
         self.awake = False
 
@@ -211,14 +211,14 @@ class Worker:
         self.kept = {}
 
     def _put(self, task: Task, message: int, columns: Columns, *, again: bool = False) -> None:
-        """Put a batch into the channels of its node, and tell the next of the pool its turn; what is put `again` is no turn."""
+        """Put a batch into the channels of its node, and tell the next of the pool to fire; what is put `again` tells nobody."""
         if self.setup.saving is not None and task.name in self.setup.saving.open:
             self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
         step = message // task.chunks
         for box in self.mailbox.written_by(task.name):
             read_at = (message + box.channel.credits) // box.channel.chunks
             if read_at < min(self.setup.begin[reader] for reader in box.channel.readers):
-                continue  # read before the checkpoint that this run goes on from, or nobody's turn
+                continue  # read before the checkpoint that this run goes on from, or no message
             if again and box.channel.kind == "order":
                 continue
             self.on_enter(step, Activity("put", task.name, box.channel.name))
@@ -234,7 +234,7 @@ class Worker:
                 self._load_next(loop, node, step, step + 1)
             return
         self.load_up_to(loop, node, step, step - loop.plan.depth)
-        if loop.plan.freshest:
+        if loop.plan.latest:
             self.load_published(loop, node, step)
 
     def _newest(self, step: int) -> float:

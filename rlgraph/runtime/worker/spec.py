@@ -8,7 +8,7 @@ from rlgraph.channels.factory import Site, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.compiler.checkpoint_cut import leads, open_nodes
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
-from rlgraph.compiler.time_sharing import Turn, turns_of
+from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.prompts import Prompts
@@ -120,7 +120,7 @@ class WorkerSetup:
     listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
     local_gpus: tuple[int, ...]  # as they are counted on its host
     copies: int = 1  # versions of its model's weights that it holds at once
-    turns: tuple[Turn, ...] = ()  # of its model, where workers of other models have its GPUs as well
+    time_slices: tuple[TimeSlice, ...] = ()  # of its model, where workers of other models have its GPUs as well
     saving: Saving | None = None
     resume: Resume | None = None
     begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
@@ -137,12 +137,12 @@ class WorkerSetup:
 
     @property
     def shared(self) -> bool:
-        """Whether workers of other models have its GPUs in turns."""
-        return bool(self.turns)
+        """Whether workers of other models time-share its GPUs."""
+        return bool(self.time_slices)
 
-    def turn(self, node: str, part: int) -> Turn | None:
-        """Return the turn in which a node fires, if its model has its devices in turns with others."""
-        return next((turn for turn in self.turns if (node, part) in turn.firings), None)
+    def time_slice(self, node: str, part: int) -> TimeSlice | None:
+        """The time slice in which a node fires, if its model shares its devices with others."""
+        return next((found for found in self.time_slices if (node, part) in found.firings), None)
 
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)
@@ -176,7 +176,7 @@ def setups(
             deadline_s=deadline_s,
             listen_at=addresses[worker.host] if addresses else "",
             local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
-            turns=turns_of(plan.schedule.events, worker.nodes),
+            time_slices=time_slices(plan.schedule.events, worker.nodes),
             copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
             saving=_saving(plan, start, lead, worker) if start.folder else None,
             resume=start.resume,
