@@ -16,7 +16,7 @@ from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.errors import PlanError, PlanWarning
-from rlgraph.graph.no_signal import teaches_nothing
+from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
@@ -47,7 +47,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
-    for warning in (*plan.prediction.warnings, *teaches_nothing(graph)):
+    for warning in (*plan.prediction.warnings, *no_signal_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
     return plan
 

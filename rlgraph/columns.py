@@ -25,16 +25,16 @@ class ColumnSpec:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element; text has no fixed size and gives 0."""
+        """The bytes of one element; 0 for text, which has no fixed size."""
         return self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 0
 
 
-# Why a response ended: what number i of the column `finish_reasons` means. All but "stop" cut it off where it would have gone on.
+# Why a response ended: the column `finish_reasons` holds indices into this tuple. All but "stop" cut the response off.
 FINISH_REASONS = ("stop", "length", "turns", "abort")
 
 COLUMNS: dict[str, ColumnSpec] = {
     "prompt_texts": ColumnSpec(str, ("N",), "prompts", "prompts as text"),
-    "prompt_ids": ColumnSpec(torch.int64, ("N",), "prompts", "position of each prompt in the data order, counted over epochs"),
+    "prompt_ids": ColumnSpec(torch.int64, ("N",), "prompts", "position of each prompt in the order of the data, counted over epochs"),
     "prompts": ColumnSpec(torch.int64, ("B", "P"), "rollout", "prompt token ids"),
     "prompt_mask": ColumnSpec(torch.bool, ("B", "P"), "rollout", "true on prompt tokens, false on padding"),
     "responses": ColumnSpec(torch.int64, ("B", "T"), "rollout", "response token ids; `list[str]` parameters get them as text"),
@@ -42,18 +42,18 @@ COLUMNS: dict[str, ColumnSpec] = {
     "rollout_log_probs": ColumnSpec(torch.float32, ("B", "T"), "rollout", "log-probs of the engine when the token was sampled"),
     "weight_version": ColumnSpec(torch.int32, ("B", "T"), "rollout", "version of the weights that wrote each token"),
     "finish_reasons": ColumnSpec(
-        torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at its limit of tokens, 2 of turns, 3 aborted"
+        torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at the token limit, 2 at the turn limit, 3 aborted"
     ),
     "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
     "loss_mask": ColumnSpec(
-        torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; where given, it stands for `response_mask`"
+        torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; replaces `response_mask` where it is given"
     ),
     "current_version": ColumnSpec(torch.int32, ("B",), "policy.update", "version of the weights at the start of the update"),
     "old_log_probs": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "log-probs of the trainer at the start of the update"),
     "ref_log_probs": ColumnSpec(torch.float32, ("B", "T"), "reference.log_probs", "log-probs of the frozen reference"),
     "values": ColumnSpec(torch.float32, ("B", "T"), "critic.values", "value estimates"),
-    "rewards": ColumnSpec(torch.float32, ("B",), "reward", "one reward a response"),
-    "token_rewards": ColumnSpec(torch.float32, ("B", "T"), "kl_shaped_rewards", "rewards by token"),
+    "rewards": ColumnSpec(torch.float32, ("B",), "reward", "one reward per response"),
+    "token_rewards": ColumnSpec(torch.float32, ("B", "T"), "kl_shaped_rewards", "one reward per token"),
     "baseline_rewards": ColumnSpec(torch.float32, ("B",), "reward", "reward of the greedy response to the same prompt"),
     "sum_pi_squared": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "sum of squared probabilities over the vocabulary"),
     "advantages": ColumnSpec(torch.float32, ("B", "T"), "advantages", "advantage of each response token"),
@@ -62,19 +62,27 @@ COLUMNS: dict[str, ColumnSpec] = {
 }
 
 
-def share(count: int, rank: int, world: int) -> range:
-    """Return the rows of one of `world` ranks: those of all ranks below one another are all rows, in their order."""
+def rows_of_rank(count: int, rank: int, world: int) -> range:
+    """Give rank `rank` of `world` its contiguous share of `count` rows; the shares of all ranks, in rank order, are all the rows.
+
+    >>> [list(rows_of_rank(5, rank, world=2)) for rank in range(2)]
+    [[0, 1], [2, 3, 4]]
+    """
     return range(count * rank // world, count * (rank + 1) // world)
 
 
 def rows_of(columns: Columns) -> int:
-    """Return how many rows the columns have; every column of one batch has the same number."""
+    """Return the number of rows of a batch, which is the same for each of its columns."""
     first = next(iter(columns.values()))
     return len(first)
 
 
 def repeat_rows(column: Column, times: int) -> Column:
-    """Return the column with each row repeated `times` in place: dims [N, ...] become [N x times, ...]."""
+    """Repeat each row `times` times in place: dims [N, ...] become [N x times, ...].
+
+    >>> repeat_rows(["a", "b"], 2)
+    ['a', 'a', 'b', 'b']
+    """
     if times == 1:
         return column
     if isinstance(column, torch.Tensor):
@@ -82,11 +90,15 @@ def repeat_rows(column: Column, times: int) -> Column:
     return [row for row in column for _ in range(times)]
 
 
-def concat_rows(parts: Sequence[Columns]) -> dict[str, Column]:
-    """Return the parts below one another, as if one worker had written them; [B, T] columns are padded to the longest T."""
-    if len(parts) == 1:
-        return dict(parts[0])
-    return {name: _concat(name, [part[name] for part in parts]) for name in parts[0]}
+def concat_rows(batches: Sequence[Columns]) -> dict[str, Column]:
+    """Concatenate batches along their rows, as if one worker had written them; pad [B, T] columns to the longest T.
+
+    >>> concat_rows([{"responses": torch.tensor([[5, 6]])}, {"responses": torch.tensor([[7]])}])["responses"].tolist()
+    [[5, 6], [7, 0]]
+    """
+    if len(batches) == 1:
+        return dict(batches[0])
+    return {name: _concat(name, [batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _concat(name: str, columns: Sequence[Column]) -> Column:

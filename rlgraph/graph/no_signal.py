@@ -3,7 +3,7 @@
 from rlgraph.graph.nodes import Graph, Node
 
 
-def teaches_nothing(graph: Graph) -> tuple[str, ...]:
+def no_signal_warnings(graph: Graph) -> tuple[str, ...]:
     """Say which advantages compare responses that cannot differ: groups of one, or greedy ones.
 
     A group of one keeps its reward as it is, or 0; the responses of a greedy rollout to one prompt are all the same.

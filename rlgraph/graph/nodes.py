@@ -263,7 +263,7 @@ def declare(
     follows = None if chunks > 1 else _followed(operation, outputs, model)
     node = Node(name, operation, outputs, reads, writes, rows, model, feedback, follows.chunks if follows else chunks, follows, due)
     rules.check_rows(node)
-    rules.check_parts(node)
+    rules.check_chunks(node)
     return node
 
 

@@ -92,12 +92,12 @@ def check_rows(node: "Node") -> None:
             )
 
 
-def check_parts(node: "Node") -> None:
+def check_chunks(node: "Node") -> None:
     for output in node.inputs:
         if node.chunks > 1 and output.node.rows % node.chunks:
             raise GraphError(
                 f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
-                f"'{output.node.name}'; parts are of equal size and hold whole groups: choose a divisor, or another count of prompts"
+                f"'{output.node.name}'; chunks are of equal size and hold whole groups: choose a divisor, or another count of prompts"
             )
 
 
@@ -192,32 +192,32 @@ def passes_come_before_the_update(graph: "Graph") -> None:
             )
 
 
-def parts_are_worked_on(graph: "Graph") -> None:
+def chunks_have_a_reader(graph: "Graph") -> None:
     for rollout in (node for node in graph.nodes if node.stream is node):
         readers = list(graph.forward.successors(rollout))
         if not any(reader.follows is rollout for reader in readers):
             reasons = "; ".join(f"'{reader.name}' {_why_whole(reader, rollout)}" for reader in readers)
             raise GraphError(
-                f"node '{rollout.name}' has chunks={rollout.chunks}, but no node can work on a part while the rest is decoded: {reasons}; "
+                f"node '{rollout.name}' has chunks={rollout.chunks}, but no node can work on a chunk while the rest is decoded: {reasons}; "
                 "leave chunks out"
             )
 
 
 def _why_whole(reader: "Node", rollout: "Node") -> str:
     if reader.pool is not None and reader.pool is rollout.pool:
-        return f"shares pool '{rollout.pool.name if rollout.pool else ''}' with it and waits for its turn"
+        return f"runs in its pool '{rollout.pool.name if rollout.pool else ''}', so only after it"
     if not reader.traits.by_group:
-        return "takes the whole batch (a reward or node of your own works on parts with by_group=True)"
-    return "also reads what comes of the whole batch, or of another rollout's parts"
+        return "takes the whole batch (a reward or node of your own works on chunks with by_group=True)"
+    return "also reads a column of the whole batch, or of another rollout's chunks"
 
 
-def parts_fit_a_channel(graph: "Graph") -> None:
+def chunks_fit_a_channel(graph: "Graph") -> None:
     open_batches = 1 + max((feedback.depth for feedback in graph.feedbacks), default=0)
     for node in graph.nodes:
         if node.chunks > 1 and open_batches * node.chunks > MAX_SLOTS:
             raise GraphError(
-                f"node '{node.name}' has chunks={node.chunks}, and {open_batches} batches may be open: {open_batches * node.chunks} parts, "
-                f"but a channel has {MAX_SLOTS} slots; lower chunks or the depth"
+                f"node '{node.name}' has chunks={node.chunks}, and {open_batches} batches may be open: {open_batches * node.chunks} "
+                f"chunks, but a channel has {MAX_SLOTS} slots; lower chunks or the depth"
             )
 
 
@@ -227,7 +227,7 @@ def evaluations_delay_nobody(graph: "Graph") -> None:
         if others:
             raise GraphError(
                 f"node '{node.name}' evaluates on a generator of its own in pool '{node.pool.name if node.pool else ''}', where {others} "
-                "would wait for it: give it a pool of its own, or evaluate on the generator of the rollout, which takes turns"
+                "would wait for it: give it a pool of its own, or evaluate on the generator of the rollout, which is used between rollouts"
             )
 
 
@@ -240,8 +240,8 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     continuous_rollouts_have_their_pool_alone,
     a_model_is_updated_once,
     passes_come_before_the_update,
-    parts_are_worked_on,
-    parts_fit_a_channel,
+    chunks_have_a_reader,
+    chunks_fit_a_channel,
     evaluations_delay_nobody,
 )
 

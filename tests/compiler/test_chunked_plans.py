@@ -82,12 +82,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Parts(3),
         "chunks=3, which does not divide the 16 rows a step of 'prompts'",
     ),
-    "no node that takes a part": (
+    "no node that takes a chunk": (
         lambda: Parts(by_group=False).graph(),
-        r"chunks=4, but no node can work on a part .* 'reward' takes the whole batch .* 'update' takes the whole batch .* leave chunks out",
+        r"no node can work on a chunk .* 'reward' takes the whole batch .* 'update' takes the whole batch .* leave chunks out",
     ),
-    "a pool shared with the rollout": (lambda: shared_pool(), "'old_log_probs' shares pool 'rollout' with it and waits for its turn"),
-    "more parts than a channel holds": (lambda: Parts(8, depth=8).graph(), "9 batches may be open: 72 parts, but a channel has 64 slots"),
+    "a pool shared with the rollout": (lambda: shared_pool(), "'old_log_probs' runs in its pool 'rollout', so only after it"),
+    "more chunks than a channel holds": (lambda: Parts(8, depth=8).graph(), "9 batches may be open: 72 chunks, but a channel has 64 slots"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 
 from rlgraph import settings
-from rlgraph.columns import Column, Columns, share
+from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Request, Response
 from rlgraph.engines.hf_models.encoding import prompt_tokens
@@ -137,7 +137,7 @@ class DynamicSampler:
 
     def __call__(self, step: int, columns: Columns) -> Fired:
         world = self.context.world
-        wanted = len(share(self.operation.draws_from.count, self.context.rank, world))
+        wanted = len(rows_of_rank(self.operation.draws_from.count, self.context.rank, world))
         groups = self._sample(wanted)
         differing = [group for group in groups if not group.constant]
         unfilled = wanted - len(differing)

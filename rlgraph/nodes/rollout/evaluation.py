@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.columns import Column, Columns, share
+from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import prompt_tokens
@@ -96,7 +96,7 @@ class Answer(Operation):
 
     def fire(self, context: Context, step: int) -> dict[str, Column]:
         count = self.questions.count if self.due(step) else 0
-        mine = share(count, context.rank, context.world)
+        mine = rows_of_rank(count, context.rank, context.world)
         texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
         encoded = prompt_tokens(context.tokenizer(self.generator.path), texts) if texts else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
-from rlgraph.columns import Column, Columns, repeat_rows, share
+from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.engines.api import Request, Running, Sampling
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
@@ -262,7 +262,7 @@ class Rollout(Operation):
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Choose the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
         return [
-            [rows[place] for place in share(len(rows), context.rank, context.world)]
+            [rows[place] for place in rows_of_rank(len(rows), context.rank, context.world)]
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rlgraph.columns import Column, Columns, concat_rows, share
+from rlgraph.columns import Column, Columns, concat_rows, rows_of_rank
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.operation import Stateful
 from rlgraph.runtime.measure import averaged
@@ -174,7 +174,7 @@ def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]
 
 
 def _share(column: Column, rank: int, world: int) -> Column:
-    own = share(len(column), rank, world)
+    own = rows_of_rank(len(column), rank, world)
     return column[own.start : own.stop]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.columns import Column, Columns, repeat_rows, share
+from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.compiler.events import fire_event, load_event, publish_event
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Sampled, Span
@@ -158,7 +158,7 @@ class Worker:
         stage: Any = self.stages[task.name]
         before = stage.state() if isinstance(stage, Stateful) else None
         rank, world, count = self.context.rank, self.context.world, self.setup.prompts
-        mine = share(count, rank, world) if task.traits.work == "generate" else range(count)
+        mine = rows_of_rank(count, rank, world) if task.traits.work == "generate" else range(count)
         self.context.rank, self.context.world = 0, 1
         for prompt in mine:
             self.on_enter(step, Activity("probe", task.name, prompt=prompt))
