@@ -1,4 +1,4 @@
-"""Losses against the engine's policy itself: no pass for old log-probs, correction inside of the loss."""
+"""Losses that take the engine's policy as the old one: no pass for old log-probs, and the correction inside of the loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,13 +19,18 @@ from rlgraph.errors import GraphError
 
 @dataclass(frozen=True)
 class Bypass:
-    """A loss whose old policy is the engine's, on the tokens that the policy being trained keeps.
+    """Wrap a policy loss: its old policy is the engine's, and `correction` weighs or rejects tokens inside of the loss.
+
+        >>> Bypass(ClippedLoss(clip_high=0.28)).reads
+        ('rollout_log_probs', 'advantages')
 
     Weights and rejections come from the log-probs being trained, without gradient, at every micro-batch. Rejected tokens still
     count in the mini-batch's totals, so the loss shrinks as more are rejected. The entropy and KL terms leave them out too.
-    A loss with a ratio corrects for the engine by that ratio: giving it importance weights besides is an error.
-    Its metrics have those `rollout_corr/...` diagnostics that add up over micro-batches: KL, k3, chi-squared, perplexities, the mean
+    A loss with a ratio corrects for the engine by that ratio: giving it importance weights as well is an error.
+
+    Its metrics include those `rollout_corr/...` diagnostics that add up over micro-batches: KL, k3, chi-squared, perplexities, the mean
     weight, fractions beyond bounds and rejected.
+
     Source: Li et al., "When Speed Kills Stability", richardli.xyz/rl-collapse; verl's bypass mode.
     """
 
@@ -40,7 +45,6 @@ class Bypass:
                 f"Bypass: {type(self.loss).__name__} takes ratios against the rollout already, so importance weights would correct twice; "
                 "leave the weights out, or use Reinforce()"
             )
-
         if self.correction.weights is not None and self.correction.weights.normalize:
             raise GraphError(
                 "Bypass: weights are computed in each micro-batch, so normalize=True would depend on how the batch is split; "
@@ -54,13 +58,13 @@ class Bypass:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss is to be called with the entropy of each distribution."""
+        """Whether the caller has to give the entropy of each token's distribution."""
         return self.loss.needs_entropy
 
     def __call__(
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return this micro-batch's part of the loss and of the metrics. Raises what the loss raises."""
+        """Compute this micro-batch's share of the loss and of the metrics. Raises the errors of the inner loss."""
         mask = masked("Bypass", batch, log_probs.shape)
         rollout = tokenwise("Bypass", batch, "rollout_log_probs", mask)
         kept = self.correction.kept(log_probs.detach(), rollout, mask)

@@ -1,6 +1,6 @@
-"""Losses that hold entropy up by the few tokens whose log-prob and advantage vary together most.
+"""Losses that keep the entropy up: they restrain the few tokens whose log-prob and advantage have the largest covariance.
 
-Which tokens those are is decided within each micro-batch, so these two losses alone depend on how a batch is split.
+They choose these tokens within each micro-batch, so these two losses, and no others, depend on how a batch is split.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, P
 
 
 def covariances(tokens: Tokens) -> torch.Tensor:
-    """Return (A - mean A)(log p - mean log p) of each token `[b, T]`, -inf outside of the mask."""
+    """Compute (A - mean A)(log p - mean log p) of each token `[b, T]`; -inf outside of the mask."""
     log_probs, advantages = tokens.given, tokens.advantages
     products = (advantages - masked_mean(advantages, tokens.mask)) * (log_probs - masked_mean(log_probs, tokens.mask))
     return torch.where(tokens.mask, products, float("-inf"))
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places of the `count` largest values of a vector."""
+    """Find the indices of the `count` largest values of a vector."""
     if not count:
         return torch.empty(0, dtype=torch.int64, device=values.device)
-    # As many block maxima as are looked for bound them from below, which leaves few candidates: an eighth of topk's time.
+    # The `count` largest block maxima bound the result from below, which leaves few candidates: an eighth of topk's time.
     block = max(len(values) // (4 * count), 1)
     maxima = values[: len(values) // block * block].view(-1, block).amax(-1)
     candidates = (values >= maxima.topk(count).values[-1]).nonzero().flatten()
@@ -34,10 +34,13 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ClipCov(PolicyLoss):
-    """PPO's clipped loss without a few random tokens whose covariance is between `low` and `high`.
+    """PPO's clipped loss, without a few random tokens whose covariance is between `low` and `high`.
 
-    At most `fraction` of the micro-batch's tokens, and at least one, are dropped, by a generator seeded with `seed`: the same
-    micro-batch always loses the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
+        >>> ClipCov(fraction=1e-3, seed=1).reads
+        ('old_log_probs', 'advantages')
+
+    It drops at most `fraction` of the micro-batch's tokens, and at least one, drawn by a generator seeded with `seed`: the same
+    micro-batch always drops the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
     """
 
     clip_low: Fraction = 0.2
@@ -61,7 +64,7 @@ class ClipCov(PolicyLoss):
         return keep(lesser, ~dropped), keep(plain, tokens.safe & ~(dropped | clipped)), metrics
 
     def dropped(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
-        """Return which tokens `[b, T]` are dropped."""
+        """Choose the tokens `[b, T]` to drop, as flags."""
         covariance = covariances(tokens)
         candidates = ((covariance > self.low) & (covariance < self.high) & ~clipped).flatten().nonzero().flatten()
         most = max(int(self.fraction * int(count(tokens.mask))), 1)
@@ -75,7 +78,10 @@ class ClipCov(PolicyLoss):
 class KlCov(PolicyLoss):
     """The unclipped policy gradient -A r, plus `coef` |log r| on the tokens of largest covariance.
 
-    `fraction` of the micro-batch's tokens, and at least one, pay the penalty. Source: Cui et al., 2025, 2505.22617.
+        >>> KlCov(coef=0.2).reads
+        ('old_log_probs', 'advantages')
+
+    The penalty applies to `fraction` of the micro-batch's tokens, and to at least one. Source: Cui et al., 2025, 2505.22617.
     """
 
     fraction: PositiveFraction = 2e-4

@@ -1,6 +1,6 @@
-"""Numbers that tell how far trainer and engine are apart, and what a correction does about it. Names are verl's.
+"""Metrics of the difference between trainer and engine, and of its correction. Names are verl's.
 
-An empty mask has no diagnostics: the result is empty.
+For an empty mask the result is empty.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,14 @@ def diagnostics(
     response_mask: torch.Tensor,
     correction: RolloutCorrection | None = None,
 ) -> dict[str, float]:
-    """Return `rollout_corr/...` metrics from the trainer's and the engine's log-probs `[B, T]`: 13, and those of the correction.
+    """Measure how far trainer and engine are apart, by their log-probs `[B, T]`: 13 metrics, and those of the correction.
 
-    Perplexities, KL and chi-squared are of the two policies. Weights add 14 (`rollout_is_...`), each rejection up to 15
-    (`rollout_rs_...`) and 2 in total. An effective sample size of 0 means that every weight is 0.
+        >>> found = diagnostics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool())
+        >>> len(found), round(found["rollout_corr/kl"], 4)
+        (13, 0.5)
+
+    All names begin with `rollout_corr/`. Perplexities, KL and chi-squared are of the two policies. Weights add 14 (`rollout_is_...`),
+    each rejection up to 15 (`rollout_rs_...`) and 2 in total. An effective sample size of 0 means that every weight is 0.
 
     Raises DataError for tensors of different shapes, or a mask that is not bool.
     """
@@ -61,9 +65,9 @@ def partial_diagnostics(
     correction: RolloutCorrection,
     kept: torch.Tensor,
 ) -> dict[str, float]:
-    """Return this micro-batch's part of those `rollout_corr/...` metrics that add up: means over the mini-batch's tokens or rows.
+    """Compute this micro-batch's share of those metrics that add up over micro-batches: means over the mini-batch's tokens or rows.
 
-    Extremes, deviations and the effective sample size do not. A row without tokens adds nothing. `kept` `[b, T]` is the
+    Extremes, deviations and the effective sample size do not add up. A row without tokens adds nothing. `kept` `[b, T]` is the
     correction's own mask of what no rejection takes out.
 
     Raises DataError for tensors of different shapes, or a mask that is not bool.
@@ -89,12 +93,12 @@ def partial_diagnostics(
 
 
 def _mean(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the mean over so many tokens of values that are 0 outside of the mask."""
+    """Average values that are 0 outside of the mask over `tokens` tokens."""
     return values.sum() / (tokens.to(values.dtype) + EPSILON)
 
 
 def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tuple[Metrics, Metrics]:
-    """Return how far the two policies are apart: sums over tokens, and what is told of each row `[B]`."""
+    """Compare the two policies: sums over tokens, and statistics of each row `[B]`."""
     trainer_mean, rollout_mean = masked_mean(trainer, mask, -1), masked_mean(rollout, mask, -1)
     difference = rollout_mean - trainer_mean
     sums = {
@@ -120,7 +124,7 @@ def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Te
     bounded = weights.bounded(raw)
     low, high = weights.bounds()
     mean = _mean(bounded, tokens)
-    # Around the mean, so that a small variance does not drown in the square of the mean.
+    # Of centered weights, so that a small variance is not lost beside the square of the mean.
     variance = _mean(keep(bounded - mean, mask).square_(), tokens)
     ess_denominator = (variance + mean.square()) / (mean + 1e-8).square()
     metrics = {
@@ -172,7 +176,7 @@ def _extremes(
 def _beyond(
     weights: ImportanceWeights, log_ratio: torch.Tensor, raw: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ratios are above the bounds, and which below: those of responses `[B]`, or of tokens `[B, T]`, as weights go."""
+    """Flag the ratios above and those below the bounds: of responses `[B]` or of tokens `[B, T]`, by the level of the weights."""
     low, high = weights.bounds()
     if weights.level == "sequence":
         ratios = _ratios_of_rows(log_ratio)
@@ -185,7 +189,7 @@ def _ratios_of_rows(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _rejection(rejection: Rejection, distance: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    """Return what is told of one rejection, from the distance of each token `[B, T]`, or of each response `[B]` for all its tokens."""
+    """Describe one rejection, by the distance of each token `[B, T]`, or of each response `[B]` for all of its tokens."""
     low, high = rejection.bounds()
     two_sided = rejection.statistic.endswith("k1")
     lengths_of_rows = count(mask, -1).to(distance.dtype)
@@ -194,7 +198,7 @@ def _rejection(rejection: Rejection, distance: torch.Tensor, mask: torch.Tensor)
     selected = distance[mask] if rejection.by_token else rows
 
     def mean(values: torch.Tensor) -> torch.Tensor:
-        """Return the mean over tokens; those of a response share its value."""
+        """Average over tokens; all tokens of a response share its value."""
         return masked_mean(values, mask) if rejection.by_token else (values * lengths_of_rows).sum() / lengths(mask, values.dtype, None)
 
     capped = distance.clamp(low if two_sided else 0.0, high)

@@ -1,4 +1,4 @@
-"""DPPO: the policy gradient where the divergence from the old policy is within bounds, and nothing where it is not."""
+"""DPPO: the policy gradient on tokens whose divergence from the old policy is within bounds, and none on the others."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,7 +12,10 @@ from rlgraph.settings import AtLeastZero
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """-A sg(min(r, clip_c)) log p, without the tokens that have moved too far in the direction that A pushes them.
+    """-A sg(min(r, clip_c)) log p, without the tokens that have moved too far in the direction in which A pushes them.
+
+        >>> DPPO("kl", high=0.05).reads
+        ('old_log_probs', 'advantages')
 
     The distance of a token is the total variation ("tv") or the KL ("kl") between the two-valued distributions "this token or
     not"; `high` bounds it where A > 0, `low` otherwise. Source: 2602.04879.
@@ -34,7 +37,7 @@ class DPPO(PolicyLoss):
         return weights * tokens.given, weights, metrics
 
     def within(self, tokens: Tokens) -> torch.Tensor:
-        """Return which tokens `[b, T]` are within bounds, or move back towards the old policy."""
+        """Flag the tokens `[b, T]` that are within bounds, or that move back towards the old policy."""
         assert tokens.old is not None
         new, old = tokens.given.exp(), tokens.old.exp()
         if self.divergence == "tv":

@@ -1,7 +1,7 @@
-"""Advantages from one reward a response, compared within the group of responses to one prompt.
+"""Advantages from one reward per response, compared within the group of responses to one prompt.
 
-Every token of a response gets the same advantage, and 0 outside of the response mask. A group of one has nothing to be compared
-with: `singleton="reward"` leaves its reward as the advantage, `singleton="zero"` gives 0. Pass@k needs two.
+All tokens of a response get the same advantage; it is 0 outside of the response mask. A group of one has nothing to compare with:
+`singleton="reward"` takes its reward as the advantage, and `singleton="zero"` gives 0. Pass@k needs groups of at least two.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(ABC):
-    """Base of the estimators that compare the rewards of a group. A subclass gives the advantage `[B]` of each response."""
+    """Base of the estimators that compare the rewards of a group. A subclass implements `scores`: the advantage `[B]` of each response."""
 
     reads: ClassVar[tuple[str, ...]] = ("rewards", "response_mask", "group_ids")
     writes: ClassVar[tuple[str, ...]] = ("advantages",)
@@ -34,7 +34,7 @@ class GroupEstimator(ABC):
 
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Return `advantages` `[B, T]` in the dtype of `rewards` `[B]`.
+        """Compute `advantages` `[B, T]` in the dtype of `rewards` `[B]`.
 
         Raises DataError for a column that is missing or of another shape or dtype.
         """
@@ -45,22 +45,27 @@ class GroupEstimator(ABC):
 
     @abstractmethod
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the advantage `[B]` of each response, whose tokens are under the mask `[B, T]`."""
+        """Compute the advantage `[B]` of each response, whose tokens are under the mask `[B, T]`."""
 
     def compared(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return rewards `[B]` less their group's mean, in float64; those of a group of one as the option says."""
+        """Subtract from rewards `[B]` the mean of their group, in float64; a group of one is handled as `singleton` says."""
         return self.settled(groups.centered(rewards), rewards, groups)
 
     def settled(self, centered: torch.Tensor, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return centered rewards `[B]`, with those of a group of one as the option says."""
+        """Replace the centered rewards `[B]` of groups of one as `singleton` says."""
         return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
 
 
 @dataclass(frozen=True)
 class GRPO(GroupEstimator):
-    """Reward less its group's mean, over its group's standard deviation + 1e-6: (R - mean) / (std + 1e-6).
+    """The reward minus its group's mean, divided by the group's standard deviation: (R - mean) / (std + 1e-6).
 
-    `normalize_std=False` leaves the division out, which is Dr. GRPO. A group of one counts as mean 0 and deviation 1.
+        >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "response_mask": torch.ones(2, 1).bool(), "group_ids": torch.tensor([5, 5])}
+        >>> GRPO()(batch)["advantages"]
+        tensor([[ 0.7071],
+                [-0.7071]])
+
+    `normalize_std=False` leaves the division out, which is Dr. GRPO. A group of one has mean 0 and deviation 1.
 
     Source: Shao et al., 2024, 2402.03300; Dr. GRPO: Liu et al., 2025, 2503.20783.
     """
@@ -78,7 +83,14 @@ class GRPO(GroupEstimator):
 
 @dataclass(frozen=True)
 class RLOO(GroupEstimator):
-    """Reward less the mean of the other rewards of its group: n / (n - 1) (R - mean). Source: Ahmadian et al., 2024, 2402.14740."""
+    """The reward minus the mean of the other rewards of its group: n / (n - 1) (R - mean).
+
+        >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "response_mask": torch.ones(2, 1).bool(), "group_ids": torch.tensor([5, 5])}
+        >>> RLOO()(batch)["advantages"].tolist()
+        [[1.0], [-1.0]]
+
+    Source: Ahmadian et al., 2024, 2402.14740.
+    """
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         size = groups.sizes[groups.index]
@@ -87,9 +99,13 @@ class RLOO(GroupEstimator):
 
 @dataclass(frozen=True)
 class OPO(GroupEstimator):
-    """Reward less the mean of its group weighted by length: R - sum(n_j R_j) / sum(n_j). Source: Hao et al., 2025, 2505.23585.
+    """The reward minus its group's mean weighted by length: R - sum(n_j R_j) / sum(n_j).
 
-    A group without any response token has no weights; its advantages reach no token.
+        >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "response_mask": torch.ones(2, 1).bool(), "group_ids": torch.tensor([5, 5])}
+        >>> OPO()({**batch, "response_mask": torch.tensor([[True, False, False], [True, True, True]])})["advantages"][:, 0].tolist()
+        [0.75, -0.25]
+
+    A group without any response token has no weights, and no token for its advantages. Source: Hao et al., 2025, 2505.23585.
     """
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -101,9 +117,13 @@ class OPO(GroupEstimator):
 
 @dataclass(frozen=True)
 class GPG(GroupEstimator):
-    """Reward less its group's mean, times the batch's rows over its rewards that are not 0: a batch of few successes weighs more.
+    """The reward minus its group's mean, scaled up where few rewards of the batch are not 0.
 
-    a (R - mean) / f with a = B / max(#{R != 0}, 1). Source: Chu et al., 2025, 2504.02546.
+        >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "response_mask": torch.ones(2, 1).bool(), "group_ids": torch.tensor([5, 5])}
+        >>> GPG()(batch)["advantages"].tolist()
+        [[1.0], [-1.0]]
+
+    It is a (R - mean) / `f_norm`, with a = B / max(#{R != 0}, 1). Source: Chu et al., 2025, 2504.02546.
     """
 
     f_norm: Positive = 1.0
@@ -115,7 +135,11 @@ class GPG(GroupEstimator):
 
 @dataclass(frozen=True)
 class PassK(GroupEstimator):
-    """Only the best response of a group has an advantage: what it is ahead of the second, (R1 - R2) / (std + 1e-6), to raise pass@k.
+    """Give an advantage to the best response of a group alone, its lead over the second: (R1 - R2) / (std + 1e-6). It raises pass@k.
+
+        >>> batch = {"rewards": torch.tensor([3.0, 1.0, 0.0]), "response_mask": torch.ones(3, 1).bool(), "group_ids": torch.zeros(3).long()}
+        >>> PassK(normalize_std=False)(batch)["advantages"].tolist()
+        [[2.0], [0.0], [0.0]]
 
     A tie for the best gives 0. Raises DataError for a group of one. Source: 2503.19595.
     """
@@ -139,9 +163,14 @@ class PassK(GroupEstimator):
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline(GroupEstimator):
-    """Reward less its group's mean, whitened over the tokens of the batch. Source: Hu, 2025, 2501.03262.
+    """The reward minus its group's mean, whitened over the tokens of the batch.
 
-    Raises DataError for a batch of one response token.
+        >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "response_mask": torch.ones(2, 1).bool(), "group_ids": torch.tensor([5, 5])}
+        >>> ReinforcePlusPlusBaseline()(batch)["advantages"]
+        tensor([[ 0.7071],
+                [-0.7071]])
+
+    Raises DataError for a batch of one response token. Source: Hu, 2025, 2501.03262.
     """
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -150,9 +179,12 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class GDPO(GRPO):
-    """GRPO for each of several rewards by itself, then their weighted sum, whitened over the tokens of the batch.
+    """Apply GRPO to each of several rewards, then whiten their weighted sum over the tokens of the batch. No reward drowns the others.
 
-    `keys` name columns `[B]`, such as ("accuracy", "format"); `weights` are theirs, all 1 by default. No reward drowns the others.
+        >>> GDPO(keys=("accuracy", "format"), weights=(1.0, 0.5)).reads
+        ('accuracy', 'format', 'response_mask', 'group_ids')
+
+    `keys` name columns `[B]`, and `weights` are theirs, all 1 by default.
     Raises DataError for a batch of one response token. Source: 2601.05242.
     """
 

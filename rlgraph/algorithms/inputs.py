@@ -1,4 +1,4 @@
-"""Checks at the edge of the algorithms: options when an object is made, columns once when it is called."""
+"""Check what comes into the algorithms: options when an object is made, columns once when it is called."""
 
 from collections.abc import Collection
 
@@ -33,9 +33,9 @@ def check_choice(where: str, name: str, value: object, choices: Collection[objec
 
 
 def masked(where: str, batch: Columns, shape: torch.Size | None = None) -> torch.Tensor:
-    """Return the response mask `[B, T]`.
+    """Look up the response mask `[B, T]` of a batch and check it.
 
-    Raises DataError where it is missing, is no bool tensor, or has another shape than the log-probs.
+    Raises DataError if it is missing, is no bool tensor, or has another shape than the log-probs (`shape`).
     """
     mask = tensor(where, batch, "response_mask")
     check_mask(where, mask)
@@ -60,7 +60,7 @@ def check_tokens(where: str, mask: torch.Tensor, **columns: torch.Tensor) -> Non
 
 
 def tokenwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point column of the mask's shape `[B, T]`. Raises DataError for any other."""
+    """Look up a floating-point column with one number per token, of the mask's shape `[B, T]`. Raises DataError for any other."""
     column = tensor(where, batch, name)
     if not column.is_floating_point() or column.shape != mask.shape:
         raise DataError(
@@ -71,7 +71,7 @@ def tokenwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torc
 
 
 def rowwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point column `[B]`. Raises DataError for any other."""
+    """Look up a floating-point column `[B]`, one number per response. Raises DataError for any other."""
     column = tensor(where, batch, name)
     if not column.is_floating_point() or column.shape != mask.shape[:1]:
         raise DataError(
@@ -82,7 +82,7 @@ def rowwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.
 
 
 def reasons(where: str, batch: Columns, mask: torch.Tensor) -> torch.Tensor:
-    """Return `finish_reasons` `[B]`. Raises DataError unless it is int8, one for each row of the mask."""
+    """Look up `finish_reasons` `[B]`. Raises DataError unless it is int8 with one entry per row of the mask."""
     column = tensor(where, batch, "finish_reasons")
     if column.dtype is not torch.int8 or column.shape != mask.shape[:1]:
         raise DataError(
@@ -93,7 +93,7 @@ def reasons(where: str, batch: Columns, mask: torch.Tensor) -> torch.Tensor:
 
 
 def tensor(where: str, batch: Columns, name: str) -> torch.Tensor:
-    """Return a column that holds numbers. Raises DataError where it is missing or holds text."""
+    """Look up a column of numbers. Raises DataError if it is missing or holds text."""
     column = batch.get(name)
     if not isinstance(column, torch.Tensor):
         writer = f"; it is written by '{COLUMNS[name].written_by}'" if name in COLUMNS else ""

@@ -1,4 +1,4 @@
-"""How far two policies are apart: estimators of the KL divergence for each token, and its coefficient in the reward."""
+"""The KL divergence of two policies: estimators for each token, and its coefficient in the reward."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
@@ -20,13 +20,16 @@ LARGEST = 10.0  # of k3
 
 
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
-    """Return an estimate of KL(policy, reference) for each token, from the log-probs `[B, T]` of tokens that the policy sampled.
+    """Estimate KL(policy, reference) for each token, from the log-probs `[B, T]` of tokens that the policy sampled.
 
-    k1 is the log-ratio, which has no useful gradient as a loss; abs its magnitude; k2 half its square; k3 = exp(-d) - 1 + d is
-    positive and has the expectation of k1. k3 clamps d to [-20, 20] and itself to at most 10. A name that ends in + has the value
+        >>> kl_penalty(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), "k1")
+        tensor([[0.5000, 0.0000]])
+
+    With d the log-ratio: k1 = d, which has no useful gradient as a loss; abs = |d|; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, which is
+    at least 0 and has the expectation of k1. k3 clamps d to [-20, 20] and its value to at most 10. A name that ends in + has the value
     of the estimator and the gradient of k2, which is that of the KL. Source: Schulman, 2020, "Approximating KL divergence".
 
-    Raises GraphError for an unknown estimator, DataError for log-probs of two shapes.
+    Raises GraphError for an unknown estimator, DataError for log-probs of different shapes.
     """
     check_choice("kl_penalty", "estimator", estimator, KL_ESTIMATORS)
     if log_probs.shape != ref_log_probs.shape:
@@ -38,13 +41,13 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
 
 
 def kl_of_log_ratio(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Return what `kl_penalty` does, from the log of policy over reference."""
+    """Estimate the KL as `kl_penalty` does, from the log-ratio of policy to reference."""
     result: torch.Tensor = _KL.apply(log_ratio, estimator)  # type: ignore[no-untyped-call]
     return result
 
 
 class _KL(torch.autograd.Function):
-    """An estimate and its slope, worked out together: one tensor is kept for the backward pass."""
+    """An estimate and its slope, computed together, so that one tensor is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -69,14 +72,18 @@ def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Ten
     safe = log_ratio.clamp(-CLAMP, CLAMP)
     slope = torch.expm1(-safe).neg_()
     value = safe.sub_(slope)
-    # Where the value or the log-ratio is at its bound, moving it changes nothing.
+    # A value or a log-ratio at its bound has no slope.
     moving = (value <= LARGEST) & (log_ratio.abs() <= CLAMP)
     return value.clamp_(max=LARGEST), keep(slope, moving)
 
 
 @dataclass(frozen=True)
 class FixedKL:
-    """A coefficient that stays what it is."""
+    """A constant coefficient of the KL in the reward.
+
+    >>> FixedKL(0.05).updated(kl=0.3, rows=64)
+    FixedKL(coef=0.05)
+    """
 
     coef: AtLeastZero = 0.001
 
@@ -84,13 +91,16 @@ class FixedKL:
         settings.check(self)
 
     def updated(self, kl: float, rows: int) -> "FixedKL":
-        """Return the coefficient for the next batch: the same."""
+        """Return the coefficient for the next batch, which is the same."""
         return self
 
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A coefficient that follows the KL: raised where it is above `target`, lowered below, by at most 20 % in `horizon` rows.
+    """A coefficient that follows the KL: it rises while the KL is above `target` and falls below, by at most 20 % per `horizon` rows.
+
+        >>> AdaptiveKL(coef=0.1, target=0.1, horizon=100).updated(kl=0.3, rows=100).coef
+        0.12
 
     Source: Ziegler et al., 2019, 1909.08593.
     """
@@ -103,7 +113,7 @@ class AdaptiveKL:
         settings.check(self)
 
     def updated(self, kl: float, rows: int) -> "AdaptiveKL":
-        """Return the coefficient for the next batch, after one of `rows` responses whose KL was `kl`."""
+        """Compute the coefficient for the next batch, after a batch of `rows` responses whose KL was `kl`."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * rows / self.horizon))
 
@@ -117,9 +127,13 @@ def penalize_rewards(
     coef: float,
     estimator: str = "k1",
 ) -> tuple[torch.Tensor, float]:
-    """Return token rewards `[B, T]` less `coef` times the KL of each token, and the KL: the mean over rows of their token means.
+    """Subtract `coef` times the KL of each token from token rewards `[B, T]`; also give the KL, the mean over rows of their token means.
 
-    A batch is shaped with the coefficient from before it: give the KL to `updated` of a controller for the next.
+        >>> rewards, old, reference = torch.tensor([[0.0, 1.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.0]])
+        >>> penalize_rewards(rewards, old, reference, torch.tensor([[True, True]]), coef=0.5)
+        (tensor([[-0.5000,  1.0000]]), 0.5)
+
+    The coefficient of a batch is known before its KL: pass the KL to `updated` of `AdaptiveKL` for that of the next batch.
     Source: Ouyang et al., 2022, 2203.02155, equation 2.
 
     Raises GraphError for an unknown estimator or a negative coefficient, DataError for columns of another shape or dtype.

@@ -1,4 +1,4 @@
-"""Policy losses of one token each: clipped ratios, and plain policy gradients. All are to be minimised."""
+"""Policy losses that treat each token by itself: clipped ratios, and plain policy gradients. Trainers minimise them."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,7 +15,13 @@ class ClippedLoss(PolicyLoss):
     """PPO's clipped loss: -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)), and at most -A clip_c where A < 0.
 
     r is the ratio of new to old probability. `clip_high` above `clip_low` is DAPO's clip-higher; `clip_c` bounds the loss of
-    tokens with a negative advantage and a large ratio (dual clip), None leaves that out.
+    tokens with a negative advantage and a large ratio (dual clip), and None leaves that out.
+
+        >>> from rlgraph.algorithms import Totals
+        >>> columns = {"old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2), "response_mask": torch.ones(1, 2).bool()}
+        >>> loss, metrics = ClippedLoss()(torch.tensor([[0.0, 0.5]]), columns, Totals(tokens=2, rows=1))  # the second ratio is clipped
+        >>> print(f"{float(loss):.2f}", metrics["actor/pg_clipfrac"])
+        -1.10 0.5
 
     Source: Schulman et al., 2017, 1707.06347; dual clip: Ye et al., 2019, 1912.09729; clip-higher: Yu et al., 2025, 2503.14476.
     """
@@ -26,7 +32,7 @@ class ClippedLoss(PolicyLoss):
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         ratio, positive, negative = tokens.ratio, tokens.advantages > 0, tokens.advantages < 0
-        # The sign of A decides which bound can bind, so that one clamp of the ratio stands for the minimum of two products.
+        # The sign of A decides which bound applies, so one clamp of the ratio replaces the minimum of two products.
         too_high, too_low = positive & (ratio > 1 + self.clip_high), negative & (ratio < 1 - self.clip_low)
         far_too_high = negative & (ratio > (self.clip_c or float("inf")))
         bounded = torch.where(negative, ratio.clamp(1 - self.clip_low, self.clip_c), ratio.clamp(max=1 + self.clip_high))
@@ -41,7 +47,10 @@ class ClippedLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """The policy gradient weighted by the clipped ratio, which has no gradient itself: -sg(clip(r)) A log p.
+    """The policy gradient weighted by the clipped ratio, which itself has no gradient: -sg(clip(r)) A log p.
+
+        >>> CISPO(clip_high=0.28).reads
+        ('old_log_probs', 'advantages')
 
     Unlike in PPO, a clipped token still has a gradient. Source: MiniMax, 2025, 2506.13585.
     """
@@ -58,7 +67,10 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class Reinforce(PolicyLoss):
-    """The plain policy gradient: -A log p. GPG's loss, and with importance weights that of an off-policy REINFORCE.
+    """The plain policy gradient: -A log p. It is the loss of GPG, and of off-policy REINFORCE where importance weights are given.
+
+        >>> Reinforce(kl_coef=0.01).reads  # there is no ratio, so no old log-probs
+        ('advantages', 'ref_log_probs')
 
     Source: Williams, 1992; GPG: Chu et al., 2025, 2504.02546.
     """
@@ -71,7 +83,10 @@ class Reinforce(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class DRO(PolicyLoss):
-    """The policy gradient with a quadratic pull to the old policy: -(A log p - beta / 2 (log p - log p_old)^2).
+    """The policy gradient with a quadratic pull towards the old policy: -(A log p - beta / 2 (log p - log p_old)^2).
+
+        >>> DRO(beta=0.1).reads
+        ('old_log_probs', 'advantages')
 
     Source: Richemond et al., 2024, 2405.19107.
     """

@@ -57,20 +57,35 @@ LOSSES: Mapping[str, Callable[..., Any]] = {
 
 
 def estimator(name: str, **options: Any) -> Any:
-    """Return the advantage estimator of that name. Raises GraphError for an unknown name or option, listing those there are."""
+    """Make the advantage estimator called `name` (one of `ESTIMATORS`), with its options.
+
+        >>> estimator("dr_grpo")
+        GRPO(singleton='reward', normalize_std=False)
+
+    Raises GraphError for an unknown name, with those that exist, and for an unknown option.
+    """
     return _make("estimator", ESTIMATORS, name, options)
 
 
 def loss(name: str, **options: Any) -> Any:
-    """Return the policy loss of that name; `bypass_...` ones take the options of their inner loss.
+    """Make the policy loss called `name` (one of `LOSSES`), with its options; a `bypass_...` loss takes those of its inner loss.
 
-    Raises GraphError for an unknown name or option, listing those there are.
+        >>> loss("dapo").clip_high
+        0.28
+
+    Raises GraphError for an unknown name, with those that exist, and for an unknown option.
     """
     return _make("loss", LOSSES, name, options)
 
 
 def correction(name: str) -> RolloutCorrection:
-    """Return the rollout correction of one of verl's presets. Raises GraphError for an unknown name, listing those there are."""
+    """Look up the rollout correction that verl's preset `name` stands for.
+
+        >>> correction("decoupled_k3_rs").rejections
+        (Rejection(statistic='seq_mean_k3', high=0.01, low=None),)
+
+    Raises GraphError for an unknown name, with those that exist, and for a `bypass_...` preset, which is a loss.
+    """
     if name in BYPASS:
         raise GraphError(f"correction '{name}' takes ratios against the rollout inside of the loss; use it as a loss: loss='{name}'")
     if name not in DECOUPLED:

@@ -1,4 +1,4 @@
-"""What every policy loss shares: checked inputs, importance weights, aggregation, entropy bonus, KL term and metrics."""
+"""The base of every policy loss: checked inputs, importance weights, aggregation, entropy bonus, KL term and metrics."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens `[b, T]` of a micro-batch as a loss sees them. `given` are the new log-probs as they came, `old` the old ones."""
+    """The tokens `[b, T]` of a micro-batch as a loss reads them: `given` are the log-probs being trained, `old` the old ones."""
 
     given: torch.Tensor
     advantages: torch.Tensor
@@ -39,25 +39,25 @@ class Tokens:
 
     @cached_property
     def ratio(self) -> torch.Tensor:
-        """New over old probability, its log clamped to [-20, 20] so that it is finite; 1 outside of the mask."""
+        """The ratio of new to old probability, its log clamped to [-20, 20] so that it is finite; 1 outside of the mask."""
         return self.log_ratio.clamp(-CLAMP, CLAMP).exp_()
 
     @cached_property
     def safe(self) -> torch.Tensor:
-        """Which tokens' ratios are not clamped, so that they have a slope."""
+        """Flags of the tokens whose ratio is not clamped, so that it has a slope."""
         return self.log_ratio.abs() <= CLAMP
 
     @cached_property
     def approximate_kl(self) -> torch.Tensor:
-        """This micro-batch's part of the mean log of old over new probability, clamped like the ratio."""
+        """This micro-batch's share of the mean log of old over new probability, clamped like the ratio."""
         return -self.mean(self.log_ratio.clamp(-CLAMP, CLAMP))
 
     def fraction(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return this micro-batch's part of the fraction of the mini-batch's tokens whose flag is set."""
+        """Compute this micro-batch's share of the fraction of the mini-batch's tokens whose flag is set."""
         return count(flags & self.mask) / max(self.totals.tokens, 1)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this micro-batch's part of the mean over the mini-batch's tokens of values that are 0 outside of the mask."""
+        """Compute this micro-batch's share of the mean over the mini-batch's tokens, of values that are 0 outside of the mask."""
         return values.sum() / max(self.totals.tokens, 1)
 
 
@@ -65,8 +65,16 @@ class Tokens:
 class PolicyLoss(ABC):
     """Base of the policy losses: policy term - `entropy_coef` x entropy + `kl_coef` x KL to the reference, each aggregated alike.
 
-    Called for one micro-batch with log-probs `[b, T]` under the weights being trained, its columns, and the totals of the whole
-    mini-batch over all ranks; the losses and the metrics of all micro-batches add up to those of the mini-batch.
+    A trainer calls it for each micro-batch, with log-probs `[b, T]` under the weights being trained, the columns of the micro-batch,
+    and the totals of the whole mini-batch over all ranks. The losses and the metrics of all micro-batches add up to those of the
+    mini-batch. A loss of your own derives from it and implements `gains`:
+
+        >>> class SquaredRatio(PolicyLoss):
+        ...     def gains(self, tokens):
+        ...         gains = tokens.advantages * tokens.ratio**2
+        ...         return gains, 2 * gains, {}  # the slope in the log-prob
+        >>> SquaredRatio(kl_coef=0.01).reads
+        ('old_log_probs', 'advantages', 'ref_log_probs')
     """
 
     HOW: ClassVar[str] = "give a loss object such as rg.ClippedLoss()"
@@ -97,15 +105,16 @@ class PolicyLoss(ABC):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss is to be called with the entropy of each distribution."""
+        """Whether the caller has to give the entropy of each token's distribution."""
         return self.entropy_coef != 0
 
     def __call__(
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return this micro-batch's part of the loss (a scalar with gradient) and of the metrics.
+        """Compute this micro-batch's share of the loss (a scalar with gradient) and of the metrics.
 
-        Raises DataError for a column that is missing or of another shape or dtype, or entropy that is needed and not given.
+        `entropy` `[b, T]` is that of each token's distribution. Raises DataError for a column that is missing or of another shape or
+        dtype, and if entropy is needed and not given.
         """
         tokens = self._tokens(log_probs, batch, totals)
         loss, metrics = self.policy_term(tokens)
@@ -124,7 +133,7 @@ class PolicyLoss(ABC):
         return loss, to_floats(metrics)
 
     def policy_term(self, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        """Return the aggregated policy term and its metrics."""
+        """Compute the aggregated policy term and its metrics."""
         with torch.no_grad():
             gains, slopes, metrics = self.gains(tokens)
             if tokens.weights is not None:
@@ -136,14 +145,14 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Return what each token gains `[b, T]`, the slope of that in the token's log-prob `[b, T]`, and this part of the metrics.
+        """Compute the gain of each token `[b, T]`, its slope in the token's log-prob `[b, T]`, and the metrics of this micro-batch.
 
-        Gains are maximised. What is outside of the mask is left out later, and may be anything. Called without gradients: a loss
-        says itself where its gradient stops, and only one tensor is kept for the backward pass.
+        Training maximises the gains. Values outside of the mask are ignored later. It is called without gradients: the loss gives its
+        slopes itself, so that only one tensor is kept for the backward pass.
         """
 
     def aggregated(self, losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return this micro-batch's part of losses `[b, T]`, aggregated as the options say."""
+        """Aggregate losses `[b, T]` as the options say, to this micro-batch's share."""
         return aggregate(losses, tokens.mask, tokens.totals, self.aggregation, self.horizon)
 
     def _tokens(self, log_probs: torch.Tensor, batch: Columns, totals: Totals) -> Tokens:
@@ -155,19 +164,19 @@ class PolicyLoss(ABC):
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """Return metrics as numbers, fetched from the device all at once."""
+    """Convert metrics to numbers, fetched from the device in one copy."""
     values: list[float] = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
     return dict(zip(metrics, values, strict=True))
 
 
 def with_gradient(log_probs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the scalar `loss` as a function of `log_probs` whose gradient is `gradient`, of the same shape."""
+    """Make the scalar `loss` a function of `log_probs` whose gradient is `gradient`, of the same shape."""
     result: torch.Tensor = _Given.apply(log_probs, loss, gradient)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Given(torch.autograd.Function):
-    """A value with a gradient that was worked out beforehand."""
+    """A value with a gradient that was computed beforehand."""
 
     @staticmethod
     def forward(ctx: Any, log_probs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

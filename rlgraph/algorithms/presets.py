@@ -1,4 +1,4 @@
-"""Rollout correction as a whole: importance weights, rejections, and verl's presets by name."""
+"""Rollout correction: importance weights together with rejections, and verl's presets by name."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,15 @@ from rlgraph.errors import GraphError, shown
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Importance weights and rejections together; a token is kept if every rejection keeps it.
+    """Correct for the difference between trainer and engine, by importance weights and rejections; a token is kept if all keep it.
 
-    Called, it gives weights that are 0 on rejected tokens: these still count in the loss's denominators, so rejecting does not
-    scale up the rest (as AReaL has it). `kept` gives the mask instead: as the new `response_mask` it takes them out of the
-    denominators too, and out of advantages computed later (as verl has it).
+        >>> correction = RolloutCorrection(TruncatedIS(threshold=2.0), (Rejection("token_k3", 0.5),))
+        >>> correction(torch.tensor([[0.0, -1.0, -5.0]]), torch.tensor([[0.0, -1.5, -1.0]]), torch.ones(1, 3).bool())
+        tensor([[1.0000, 1.6487, 0.0000]])
+
+    A call gives weights that are 0 on rejected tokens. These still count in the loss's denominators, so that rejecting does not
+    scale up the rest (as in AReaL). `kept` gives the mask instead: used as the new `response_mask` it takes rejected tokens out of the
+    denominators too, and out of advantages computed later (as in verl).
     """
 
     weights: ImportanceWeights | None = None
@@ -30,7 +34,7 @@ class RolloutCorrection:
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-        """Return weights `[B, T]`: 0 on rejected tokens and outside of the mask, and 1 on the others if there are no weights.
+        """Compute weights `[B, T]`: 0 on rejected tokens and outside of the mask, and 1 on the others if there are no importance weights.
 
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
@@ -41,7 +45,7 @@ class RolloutCorrection:
         return torch.where(kept, self.weights(old_log_probs, rollout_log_probs, response_mask), 0.0)
 
     def kept(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask `[B, T]` of the tokens that no rejection takes out."""
+        """Compute the mask `[B, T]` of the tokens that no rejection takes out."""
         kept = response_mask
         for rejection in self.rejections:
             kept = kept & rejection(old_log_probs, rollout_log_probs, response_mask)
@@ -54,7 +58,7 @@ _PRODUCT = (Rejection.from_verl("seq_sum_k1", "0.5_2.0"),)
 _GEOMETRIC = (Rejection.from_verl("seq_mean_k1", "0.999_1.001"),)
 _K3 = (Rejection("seq_mean_k3", 0.01),)
 
-# Decoupled: `old_log_probs` are the trainer's. The others belong to a loss that takes ratios against the rollout, see `bypass`.
+# Decoupled presets have `old_log_probs` of the trainer. Bypass presets are part of a loss with ratios against the rollout: see `bypass`.
 DECOUPLED: dict[str, RolloutCorrection] = {
     "decoupled_token_is": RolloutCorrection(_TOKEN),
     "decoupled_seq_is": RolloutCorrection(_SEQUENCE),

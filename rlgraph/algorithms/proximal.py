@@ -1,4 +1,4 @@
-"""Proximal policies: the policy a clipped ratio is taken against, where it is neither the engine's nor computed by a pass."""
+"""Proximal policies: a clipped ratio against a policy that is interpolated between the engine's and the current one, without a pass."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,10 +23,14 @@ def proximal_log_probs(
     current_version: torch.Tensor | int,
     method: Literal["loglinear", "linear"] = "loglinear",
 ) -> torch.Tensor:
-    """Return log-probs `[B, T]` of a policy between the one that wrote each token and the current one, a version behind the latter.
+    """Interpolate log-probs `[B, T]` between the policy that sampled each token and the current one, to one version behind the latter.
 
-    With v_b the version that wrote a token and v the current one, alpha = clamp((v - 1 - v_b) / (v - v_b), 0, 1), and 0 for tokens
-    of version v or without one (below 0). "loglinear" mixes log-probs, "linear" probabilities. No gradient passes.
+        >>> new, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, -3.0]])
+        >>> proximal_log_probs(new, rollout, weight_version=torch.tensor([[6, 8]]), current_version=8)
+        tensor([[-2., -3.]])
+
+    With v_b the version that sampled a token and v the current one, alpha = clamp((v - 1 - v_b) / (v - v_b), 0, 1), and 0 for tokens
+    of version v or without one (below 0). "loglinear" mixes log-probs, "linear" probabilities. There is no gradient.
     Source: AReaL, `prox_logp_method`; Fu et al., 2025, 2505.24298.
 
     Raises GraphError for an unknown method, DataError for tensors of different shapes.
@@ -46,7 +50,10 @@ def proximal_log_probs(
 
 @dataclass(frozen=True)
 class ProximalLoss(ClippedLoss):
-    """Decoupled PPO without a pass for old log-probs: w ClippedLoss(r), r against an interpolated proximal policy.
+    """Decoupled PPO without a pass for old log-probs: w ClippedLoss(r), with r against an interpolated proximal policy.
+
+        >>> ProximalLoss(clip_high=0.28).reads
+        ('rollout_log_probs', 'weight_version', 'current_version', 'advantages')
 
     r = p / p_prox is clipped, w = sg(p_prox / p_rollout) multiplies, and is truncated at `threshold`. `current_version` `[B]` is the
     version of the weights at the start of the update. Where every token is one version old, r is taken against the rollout

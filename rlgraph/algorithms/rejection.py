@@ -1,4 +1,4 @@
-"""Leave out tokens or whole responses on which trainer and engine are too far apart."""
+"""Reject tokens or whole responses on which trainer and engine differ too much."""
 
 import math
 import re
@@ -26,12 +26,15 @@ STATISTICS = (
 class Rejection:
     """Keep tokens, or whole responses, whose distance between trainer and engine is within bounds.
 
-    With l the log-ratio of trainer over engine, clamped to [-20, 20]: k2 = l^2 / 2 and k3 = exp(l) - 1 - l are kept up to `high`.
-    k1 bounds the ratio exp(l) itself, or its sum over or mean over the response in logs, to [`low`, `high`]; `low` is 1 / `high`
-    unless given. `seq_mean_k1` is thus the geometric mean of the ratios, `seq_sum_k1` their product.
+        >>> Rejection("token_k1", high=2.0)(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -3.0]]), torch.ones(1, 2).bool())
+        tensor([[ True, False]])
 
-    verl's documentation has the same bounds, but its code keeps ratios in [1 / high, 1 / low]: `Rejection.from_verl` turns its
-    settings into these. Source: "When Speed Kills Stability", richardli.xyz/rl-collapse.
+    With l the log-ratio of trainer over engine, clamped to [-20, 20]: k2 = l^2 / 2 and k3 = exp(l) - 1 - l are kept up to `high`.
+    k1 keeps ratios exp(l) within [`low`, `high`], where `low` is 1 / `high` unless given: those of tokens, their product
+    (`seq_sum_k1`) or their geometric mean (`seq_mean_k1`) over the response.
+
+    verl's documentation gives the same bounds, but its code keeps ratios within [1 / high, 1 / low]: `Rejection.from_verl` converts
+    its settings. Source: "When Speed Kills Stability", richardli.xyz/rl-collapse.
     """
 
     statistic: Annotated[str, OneOf(STATISTICS)]
@@ -49,35 +52,35 @@ class Rejection:
 
     @classmethod
     def from_verl(cls, option: str, threshold: str | float) -> "Rejection":
-        """Return what verl 0.9 does with `rollout_rs=option` and this threshold.
+        """Convert verl 0.9's settings `rollout_rs=option` and its threshold to a rejection that does the same.
 
-            >>> Rejection.from_verl("token_k1", "0.5_2.0")  # verl keeps the ratio of engine over trainer between the two
+            >>> Rejection.from_verl("token_k1", "0.5_2.0")  # verl bounds the ratio of engine over trainer
             Rejection(statistic='token_k1', high=2.0, low=0.5)
             >>> Rejection.from_verl("seq_mean_k3", 0.01)
             Rejection(statistic='seq_mean_k3', high=0.01, low=None)
 
-        Raises GraphError for an option that is none, and a threshold that verl refuses, with the format.
+        Raises GraphError for an unknown option, and for a threshold that verl refuses, with its format.
         """
         check_choice("Rejection", "statistic", option, STATISTICS)
         two_sided = option.endswith("k1")
-        parts = _verl_numbers(threshold)
-        if parts is None or len(parts) > 1 + two_sided:
+        numbers = _verl_numbers(threshold)
+        if numbers is None or len(numbers) > 1 + two_sided:
             raise _not_verl(option, threshold)
         if not two_sided:
-            return cls(option, parts[0])
-        low, high = parts if len(parts) == 2 else (1 / parts[0], parts[0])
+            return cls(option, numbers[0])
+        low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
         if low > high:
             raise _not_verl(option, threshold)
-        return cls(option, high=1 / low if len(parts) == 2 else high, low=1 / high)
+        return cls(option, high=1 / low if len(numbers) == 2 else high, low=1 / high)
 
     @property
     def by_token(self) -> bool:
-        """Whether single tokens are rejected rather than whole responses."""
+        """Whether it rejects single tokens, rather than whole responses."""
         return self.statistic.startswith("token")
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask `[B, T]` of what is kept, from the trainer's and the engine's log-probs `[B, T]`.
+        """Compute the mask `[B, T]` of the tokens that are kept, from the trainer's and the engine's log-probs `[B, T]`.
 
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
@@ -86,7 +89,7 @@ class Rejection:
         return response_mask & (kept if self.by_token else kept[:, None])
 
     def distance(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the distance of each token `[B, T]` or response `[B]`, from log-ratios that are 0 outside of the mask."""
+        """Compute the distance of each token `[B, T]` or response `[B]`, from log-ratios that are 0 outside of the mask."""
         safe = log_ratio.clamp(-CLAMP, CLAMP)
         level, _, kind = self.statistic.rpartition("_")
         tokens = {"k1": lambda: -safe, "k2": lambda: 0.5 * safe.square(), "k3": lambda: safe.exp() - 1 - safe}[kind]()
@@ -94,31 +97,31 @@ class Rejection:
             return tokens
         if level == "seq_mean":
             return masked_mean(tokens, mask, -1)
-        # k2 and k3 are never below 0, so the 0 outside of the mask changes no maximum.
+        # k2 and k3 are at least 0, so the 0 outside of the mask changes no maximum.
         return keep(tokens, mask).sum(-1) if level == "seq_sum" else keep(tokens, mask).amax(-1)
 
     def bounds(self) -> tuple[float, float]:
-        """Return the least and the largest distance that is kept. k1 as a distance is the log of engine over trainer."""
+        """Return the smallest and the largest distance that is kept. The distance of k1 is the log of engine over trainer."""
         if not self.statistic.endswith("k1"):
             return float("-inf"), self.high
         low = 1 / self.high if self.low is None else self.low
         return -math.log(self.high), -math.log(low)
 
     def within(self, distance: torch.Tensor) -> torch.Tensor:
-        """Return which distances are kept."""
+        """Flag the distances that are kept."""
         low, high = self.bounds()
         return (distance >= low) & (distance <= high)
 
 
-# Python's own numbers may hold underscores: "2_5" would be 25.
+# float() takes underscores inside of a number: "2_5" would be 25.
 _NUMBER = re.compile(r"\s*\+?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
 
 
 def _verl_numbers(threshold: object) -> list[float] | None:
-    """Read the numbers of a threshold, between underscores; None unless all are finite and above 0."""
+    """Read the numbers of a threshold, which underscores separate; None unless all are finite and above 0."""
     if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
         return None
-    found = [float(part) if _NUMBER.fullmatch(part) else 0.0 for part in str(threshold).split("_")]
+    found = [float(text) if _NUMBER.fullmatch(text) else 0.0 for text in str(threshold).split("_")]
     return found if all(0 < number < math.inf for number in found) else None
 
 

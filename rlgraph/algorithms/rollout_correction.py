@@ -1,4 +1,4 @@
-"""Importance weights of the trainer's policy over the engine's, for samples whose log-probs the two disagree on."""
+"""Importance weights of the trainer's policy over the engine's, since the two give different log-probs to the same tokens."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from rlgraph.settings import Positive
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeights(ABC):
-    """Base of the weights: the ratio of trainer's to engine's probability, of each token or of each whole response.
+    """Base of the importance weights: the ratio of the trainer's to the engine's probability, of each token or each whole response.
 
-    `level="token"` has little variance and a bias; `"sequence"` multiplies the ratios of a response (biased by its bounds alone).
+    `level="token"` has little variance and a bias; `"sequence"` multiplies the ratios of a response, and only its bounds add a bias.
     `normalize` divides by the mean over the batch. Log-ratios are clamped to [-20, 20].
     Source: "When Speed Kills Stability", richardli.xyz/rl-collapse; Yao et al., 2025, fengyao.notion.site/off-policy-rl.
     """
@@ -32,7 +32,7 @@ class ImportanceWeights(ABC):
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-        """Return weights `[B, T]`, 0 outside of the mask, from the trainer's and the engine's log-probs `[B, T]`.
+        """Compute weights `[B, T]`, 0 outside of the mask, from the trainer's and the engine's log-probs `[B, T]`.
 
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
@@ -41,21 +41,21 @@ class ImportanceWeights(ABC):
         return weights / self.scale(weights, response_mask) if self.normalize else weights
 
     def raw(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the weights `[B, T]` before they are bounded, from log-ratios that are 0 outside of the mask."""
+        """Compute the weights `[B, T]` before they are bounded, from log-ratios that are 0 outside of the mask."""
         if self.level == "sequence":
             return keep(log_ratio.sum(-1, keepdim=True).clamp(-CLAMP, CLAMP).exp(), mask)
         return keep(log_ratio.clamp(-CLAMP, CLAMP).exp(), mask)
 
     @abstractmethod
     def bounded(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weights within their bounds."""
+        """Bound the weights."""
 
     @abstractmethod
     def bounds(self) -> tuple[float, float]:
-        """Return between which ratios a weight counts as ordinary in the diagnostics."""
+        """Return the ratios below and above which the diagnostics count a weight as extreme."""
 
     def scale(self, weights: torch.Tensor, mask: torch.Tensor) -> float:
-        """Return what `normalize` divides by: the mean weight over tokens, or over rows that have any; 1 where that is 0."""
+        """Compute the divisor of `normalize`: the mean weight over tokens, or over the rows that have tokens; 1 where that is 0."""
         if self.level == "token":
             mean = masked_mean(weights, mask)
         else:
@@ -66,7 +66,13 @@ class ImportanceWeights(ABC):
 
 @dataclass(frozen=True)
 class TruncatedIS(ImportanceWeights):
-    """Importance weights of at most `threshold`: min(w, threshold). Source: Ionides, 2008; Yao et al., 2025."""
+    """Importance weights of at most `threshold`: min(w, threshold).
+
+        >>> TruncatedIS(threshold=2.0)(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -3.0]]), torch.ones(1, 2).bool())
+        tensor([[1.6487, 2.0000]])
+
+    Source: Ionides, 2008; Yao et al., 2025.
+    """
 
     threshold: Positive = 2.0
 
@@ -79,7 +85,13 @@ class TruncatedIS(ImportanceWeights):
 
 @dataclass(frozen=True)
 class IcePop(ImportanceWeights):
-    """Importance weights within [`low`, `high`], and 0 for those outside; such tokens still count in means. Source: Ling team, 2025."""
+    """Importance weights within [`low`, `high`], and 0 for those outside; such tokens still count in means.
+
+        >>> IcePop(high=5.0)(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -3.0]]), torch.ones(1, 2).bool())
+        tensor([[1.6487, 0.0000]])
+
+    Source: Ling team, 2025.
+    """
 
     low: Positive = 0.5
     high: Positive = 5.0
@@ -97,7 +109,7 @@ class IcePop(ImportanceWeights):
 
 
 def masked_log_ratio(where: str, log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the log of trainer's over engine's probability `[B, T]`, 0 outside of the mask.
+    """Compute the log-ratio `[B, T]` of the trainer's to the engine's probability, 0 outside of the mask.
 
     Raises DataError for tensors of different shapes, or a mask that is not bool.
     """

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio or mean is that of a whole response."""
+"""Policy losses with one ratio, or one mean, for each response."""
 
 from dataclasses import dataclass
 
@@ -15,6 +15,9 @@ LARGEST_LOG_RATIO = 10.0
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
     """PPO's clipped loss with one ratio for a response: the geometric mean of its tokens' ratios. Clip bounds are small.
+
+        >>> GSPO(clip_low=3e-4, clip_high=4e-4).aggregation
+        'seq-mean-token-mean'
 
     The gradient of a token is that of its own log-prob, times the ratio of the response, whose log is at most 10.
     Source: Zheng et al., 2025, 2507.18071 (which clips at 3e-4 below and 4e-4 above).
@@ -40,6 +43,9 @@ class GSPO(PolicyLoss):
 class SAPO(PolicyLoss):
     """PPO with a soft gate in place of the clip: -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg.
 
+        >>> SAPO(tau_neg=1.1).reads
+        ('old_log_probs', 'advantages')
+
     Defined for the mean of each response's mean. Source: 2511.20347.
     """
 
@@ -59,7 +65,10 @@ class SAPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class GMPO(PolicyLoss):
-    """The geometric mean of a response's ratios, each clipped on its log to [-clip_low, clip_high]: mean over rows of -A rho.
+    """The geometric mean rho of a response's ratios, whose logs are clipped to [-clip_low, clip_high]: the mean over rows of -A rho.
+
+        >>> GMPO(clip_low=0.4, clip_high=0.4).reads
+        ('old_log_probs', 'advantages')
 
     A is the mean advantage of the response; importance weights enter by their geometric mean. The mean is over the rows that have
     tokens. Source: Zhao et al., 2025, 2507.20673 (which clips at 0.4 on both sides).
@@ -81,7 +90,7 @@ class GMPO(PolicyLoss):
         return with_gradient(tokens.given, loss, gradient), metrics
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Return what each response gains `[b]`, the slopes of that in its tokens' log-probs `[b, T]`, and this part of the metrics."""
+        """Compute the gain of each response `[b]`, its slopes in the tokens' log-probs `[b, T]`, and the metrics of this micro-batch."""
         log_ratio, positive, negative = tokens.log_ratio, tokens.advantages > 0, tokens.advantages < 0
         high, low = log_ratio > self.clip_high, log_ratio < -self.clip_low
         moving = ((positive & ~high) | (negative & ~low)) & tokens.mask

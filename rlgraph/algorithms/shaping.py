@@ -1,4 +1,4 @@
-"""DAPO's reward shaping and group filtering."""
+"""DAPO's penalty on long responses, and the groups that its dynamic sampling drops."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,10 +16,13 @@ from rlgraph.settings import Count, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty:
-    """Take from the reward of a response that runs into the last `buffer_tokens` of the `max_tokens` it may have.
+    """Lower the reward of a response that reaches into the last `buffer_tokens` of its `max_tokens`.
+
+        >>> OverlongPenalty(max_tokens=10, buffer_tokens=4).penalties(torch.tensor([7, 8, 10]))
+        tensor([-0.2500, -0.5000, -1.0000])
 
     The penalty grows from 0 to `factor` over the buffer: min(-(n - (max - buffer)) / buffer x factor, 0). n counts all tokens up
-    to the response's last, those of tools between included. Source: Yu et al., 2025, 2503.14476.
+    to the last of the response, tool tokens included. Source: Yu et al., 2025, 2503.14476.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("rewards", "response_mask")
@@ -36,19 +39,22 @@ class OverlongPenalty:
             )
 
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Return `rewards` `[B]` with the penalty. Raises DataError for a column that is missing or of another shape or dtype."""
+        """Add the penalty to `rewards` `[B]`. Raises DataError for a column that is missing or of another shape or dtype."""
         mask = masked("OverlongPenalty", batch)
         rewards = rowwise("OverlongPenalty", batch, "rewards", mask)
         return {"rewards": rewards + self.penalties(ends(mask)).to(rewards.dtype)}
 
     def penalties(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the penalties `[B]`, 0 or less, of responses of `lengths` `[B]` tokens."""
+        """Compute the penalties `[B]`, 0 or less, of responses with `lengths` `[B]` tokens."""
         exceeded = lengths - (self.max_tokens - self.buffer_tokens)
         return (-exceeded / self.buffer_tokens * self.factor).clamp(max=0)
 
 
 def constant_groups(metric: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """Return which rows `[B]` belong to a group of two or more with one value of the metric `[B]`: it teaches nothing.
+    """Flag the rows `[B]` whose group, of two or more, has one and the same value of the metric `[B]`: it gives no gradient.
+
+        >>> constant_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), group_ids=torch.tensor([3, 3, 5, 5]))
+        tensor([ True,  True, False, False])
 
     DAPO's dynamic sampling drops such groups and samples others. Equality is exact; a group of one is never constant.
     Source: Yu et al., 2025, 2503.14476.

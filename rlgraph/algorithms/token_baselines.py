@@ -1,4 +1,4 @@
-"""The baseline of least variance for each token of a group: returns weighted by the energy of the path so far."""
+"""The baseline of least variance for each token of a group: returns, weighted by the energy of the path up to the token."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +15,12 @@ from rlgraph.columns import Columns
 
 @dataclass(frozen=True)
 class OptimalTokenBaseline:
-    """Rewards that follow a token less a baseline of its own: sum(G W) / sum(W) over the group, at the same place.
+    """The rewards G that follow a token, minus a baseline of its own: sum(G W) / sum(W) over the group, at the same position.
 
-    W[t] sums 1 - 2 p + sum(p^2) over the tokens so far, p being the old probability; `sum_pi_squared` `[B, T]` is the sum over
+        >>> OptimalTokenBaseline().reads
+        ('token_rewards', 'response_mask', 'group_ids', 'old_log_probs', 'sum_pi_squared')
+
+    W[t] sums 1 - 2 p + sum(p^2) over the tokens up to t, with p the old probability; `sum_pi_squared` `[B, T]` is the sum over
     the vocabulary. `align="column"` compares tokens in the same column of the batch, `"token"` the n-th response tokens, which
     with tool tokens in between are in different columns (verl's tool-integrated variant). `weighted=True` multiplies W's terms by
     `rollout_is_weights` squared. With `zero_tail` a response that is strictly the longest has no baseline where it is alone.
@@ -36,18 +39,18 @@ class OptimalTokenBaseline:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that it needs."""
+        """The columns that it reads."""
         weights = ("rollout_is_weights",) if self.weighted else ()
         return ("token_rewards", "response_mask", "group_ids", "old_log_probs", "sum_pi_squared", *weights)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The columns that it gives."""
+        """The columns that it writes."""
         return ("advantages", "returns")
 
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Return `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
+        """Compute `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
         where = "OptimalTokenBaseline"
         mask = masked(where, batch)
         groups = groups_of(where, batch, mask)
@@ -56,8 +59,8 @@ class OptimalTokenBaseline:
         returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
         weighed, weights = rewards.new_zeros(2, len(groups.sizes), mask.shape[1])  # sums of the groups
         last = torch.empty(len(mask), dtype=torch.int32, device=mask.device)
-        parts = [(rows, Packing.of(mask[rows]) if self.align == "token" else Packing.still(mask[rows])) for rows in blocks(mask)]
-        for rows, packing in parts:
+        packings = [(rows, Packing.of(mask[rows]) if self.align == "token" else Packing.still(mask[rows])) for rows in blocks(mask)]
+        for rows, packing in packings:
             energy = log_probs[rows].exp().mul_(-2).add_(1).add_(squares[rows])
             if scale is not None:
                 energy = energy * scale[rows].square()
@@ -70,14 +73,14 @@ class OptimalTokenBaseline:
             last[rows] = ends(packing.packed)
         baselines, stops = weighed.div_(weights.add_(EPSILON)), self.stops(last, groups)[:, None]
         places = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
-        for rows, packing in parts:
+        for rows, packing in packings:
             shared = keep_bits(baselines.index_select(0, groups.index[rows]), bits(places < stops[rows], rewards))
             torch.sub(returns[rows], packing.back(shared), out=advantages[rows])
         return {"advantages": advantages, "returns": returns}
 
     def stops(self, last: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the place `[B]` at which the baselines of each row stop, from the place `[B]` behind its last token."""
-        # In the column variant verl counts empty rows as members of a group, in the other it does not.
+        """Compute the position `[B]` at which the baselines of each row stop, from the end `[B]` of the row."""
+        # As in verl: empty rows are members of a group in the column variant, and not in the other.
         members = groups.sizes if self.align == "column" else groups.sum((last > 0).long())
         stops = torch.where(members[groups.index] > 1, last, 0)
         if not self.zero_tail:

@@ -16,9 +16,14 @@ from rlgraph.settings import Count, Positive
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of values, or that of values clipped to `clip` around the old ones where it is larger.
+    """The critic's loss: half the squared error of the values, or of values clipped to `clip` around the old ones where that is larger.
+
+        >>> columns = {"returns": torch.tensor([[1.0]]), "values": torch.tensor([[0.0]]), "response_mask": torch.tensor([[True]])}
+        >>> float(ValueLoss(clip=0.5)(torch.tensor([[1.0]]), columns, Totals(tokens=1, rows=1))[0])  # clipped to 0.5, so half of 0.5^2
+        0.125
 
     1/2 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2); `clip=None` leaves the second out.
+
     Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
     """
 
@@ -38,7 +43,7 @@ class ValueLoss:
         return ("returns",) if self.clip is None else ("values", "returns")
 
     def __call__(self, values: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return this micro-batch's part of the loss (a scalar with gradient) and of the metrics, from new `values` `[b, T]`.
+        """Compute this micro-batch's share of the loss (a scalar with gradient) and of the metrics, from new `values` `[b, T]`.
 
         Raises DataError for a column that is missing or of another shape or dtype.
         """
@@ -54,7 +59,7 @@ class ValueLoss:
                 clipped = (torch.minimum(torch.maximum(new, old - self.clip), old + self.clip) - returns).square()
                 larger = clipped > losses
                 metrics["critic/vf_clipfrac"] = count(larger & mask) / tokens
-                # Where the clipped error is the larger one the value is at its bound, and moving it changes nothing.
+                # Where the clipped error is larger, the value is at its bound and has no slope.
                 losses, slopes = torch.maximum(losses, clipped), keep(slopes, ~larger)
             loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
             gradient = slopes.mul_(row_weights(losses, mask, totals, self.aggregation, self.horizon)[:, None])
