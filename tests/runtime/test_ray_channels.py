@@ -1,7 +1,10 @@
 """A job whose batches and weights go through Ray's own channels gives the oracle's bits, and a place without Ray is refused."""
 
+import importlib.util
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import fakes
 import forked
@@ -83,6 +86,31 @@ def test_rays_channels_between_gpus_are_refused() -> None:
 def test_shared_memory_may_be_said_and_is_what_a_plan_takes_by_itself() -> None:
     plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
     assert with_transport(plan, "shm") == plan
+
+
+class Teller:
+    """An actor that says what it was fired for."""
+
+    def fire(self, node: str, step: int, *batches: str) -> str:
+        return f"{node}{step}({' '.join(batches)})"
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+def test_the_forward_graph_runs_as_a_graph_of_ray_and_draws_where_graphviz_is(tmp_path: Path) -> None:
+    import ray
+
+    plan = rg.compile(fakes.vector_loop(1, ranks=2), Cluster(cpus=2))
+    actors = {worker.name: ray.remote(Teller).options(num_cpus=0).remote() for worker in plan.workers}
+    compiled = plan.ray_dag(actors).experimental_compile()
+    try:
+        rollouts = "rollout3(prompts3()) rollout3(prompts3())"  # one of each rank
+        assert ray.get(compiled.execute(3), timeout=60) == [f"update3({rollouts} score3({rollouts}))"]
+        if importlib.util.find_spec("graphviz") and shutil.which("dot"):
+            drawn = compiled.visualize(str(tmp_path / "graph"), format="svg")
+            assert drawn.count("fire") >= 5  # prompts, two ranks of the rollout, score, update
+    finally:
+        compiled.teardown(kill_actors=True)
 
 
 def test_a_graph_of_ray_wants_an_actor_for_each_worker_and_its_method() -> None:
