@@ -384,7 +384,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=150)
     sizes = {size: count for size, count in COUNTS.items() if not options.quick or size in (KIB, 16 * MIB, 256 * MIB)}
-    folder = tempfile.mkdtemp(prefix="rlgraph-")
+    folder, before = tempfile.mkdtemp(prefix="rlgraph-"), os.getloadavg()
     ray.init(include_dashboard=False, num_cpus=4, object_store_memory=STORE_BYTES, log_to_driver=False, logging_level="error")
     try:
         DAGContext.get_current().buffer_size_bytes = MIB
@@ -398,7 +398,8 @@ def main() -> None:
     for goal, figure, met in goals(rows, trips, waiting):
         console.print(f"{'met   ' if met else 'MISSED'}  {figure:10.3f}  {goal}", highlight=False)
     if options.json:
-        figures = {"machine": machine, "hops": [asdict(r) for r in rows], "round_trips": [asdict(r) for r in trips], "waiting": waiting}
+        measured = {"hops": [asdict(r) for r in rows], "round_trips": [asdict(r) for r in trips], "waiting": waiting}
+        figures = {"machine": machine, "load_average": {"before": before, "after": os.getloadavg()}, **measured}
         options.json.write_text(json.dumps(figures, indent=1))
 
 

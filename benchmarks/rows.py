@@ -59,23 +59,39 @@ def stale(what: str, file: str, script: str) -> list[Row]:
 
 
 HOPS = "channels_cpu.json"
+HOPS_BY_RAY = "channels_ray_cpu.json"  # of a busier machine, so that its rows compare with the others of the same run alone
 
 
-def hop(transport: str, size: int, form: str = "{:.1f} ms") -> Figure:
-    return ms(HOPS, "hops", {"transport": transport, "size": size}, "median_s", form=form)
+def hop(transport: str, size: int, form: str = "{:.1f} ms", file: str = HOPS) -> Figure:
+    return ms(file, "hops", {"transport": transport, "size": size}, "median_s", form=form)
 
 
 MIB = 1 << 20
+BY_RAY = "rlgraph ray"
 PEERS_OF_HOPS = ("native edge", "native edge, zero-copy", "Ray object store", "Ray object store, zero-copy", "torch.multiprocessing queue")
+HOP_SIZES = (
+    ("1 KiB", 1 << 10, "{:.2f} ms"),
+    ("1 MiB", MIB, "{:.2f} ms"),
+    ("16 MiB", 16 * MIB, "{:.1f} ms"),
+    ("256 MiB", 256 * MIB, "{:.0f} ms"),
+)
 CHANNELS = [
     *(
         Row("16 MiB from worker to worker", hop("rlgraph shm", 16 * MIB), "benchmarks/channels.py", peer, hop(peer, 16 * MIB))
         for peer in PEERS_OF_HOPS
     ),
+    *(
+        Row(f"{name} through `transport=\"ray\"`", hop(BY_RAY, size, form, HOPS_BY_RAY), "benchmarks/channels.py",
+            other, hop(other, size, form, HOPS_BY_RAY))
+        for name, size, form in HOP_SIZES
+        for other in ("rlgraph shm", f"{BY_RAY}, zero-copy", "rlgraph tcp")
+    ),
     Row("1 KiB there and back", ms(HOPS, "round_trips", {"transport": "rlgraph shm"}, "median_s", form="{:.2f} ms"),
         "benchmarks/channels.py", "torch queue", ms(HOPS, "round_trips", {"transport": "torch.multiprocessing queue"}, "median_s")),
     Row("share of a core of a worker that waits", percent(HOPS, "waiting", "rlgraph shm"), "benchmarks/channels.py",
         "native edge", percent(HOPS, "waiting", "native edge", form="{:.0f} %")),
+    Row("share of a core of a worker that waits, `transport=\"ray\"`", percent(HOPS_BY_RAY, "waiting", BY_RAY), "benchmarks/channels.py",
+        "native edge", percent(HOPS_BY_RAY, "waiting", "native edge", form="{:.0f} %")),
     Row("an empty step of 4 workers", ms("dispatch_cpu.json", "empty step, Compiled Graph", "median_s", form="{:.2f} ms"),
         "benchmarks/dispatch.py", "plain actor calls",
         ms("dispatch_cpu.json", "empty step, plain actor calls", "median_s", form="{:.2f} ms")),
@@ -350,6 +366,8 @@ TEN = [
 
 # Figures in running text, by the name in their comment.
 FIGURES: Mapping[str, Figure] = {
+    "hop-shm": hop("rlgraph shm", 16 * MIB, file=HOPS_BY_RAY),
+    "hop-ray": hop(BY_RAY, 16 * MIB, file=HOPS_BY_RAY),
     "two-gpus-gap": ms("weights_two_gpus_h200.json", "shapes", "8B", "median", "decode_gap_s", form="{:.0f} ms"),
     "tools-smollm2": share("tool_rollouts_smollm2_cpu.json", "ratio"),
     "tools-tiny": share("tool_rollouts_cpu.json", "ratio"),

@@ -33,7 +33,22 @@ if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
 
-__all__ = ["compile", "draw", "launch", "profile", "ray_dag", "record", "replay", "report", "run_here", "svg", "text", "timeline", "tune"]
+__all__ = [
+    "compile",
+    "draw",
+    "draw_ray",
+    "launch",
+    "profile",
+    "ray_dag",
+    "record",
+    "replay",
+    "report",
+    "run_here",
+    "svg",
+    "text",
+    "timeline",
+    "tune",
+]
 
 
 @checked(PlanError)
@@ -131,13 +146,24 @@ def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
     Each node calls `fire(node, step, *batches)` of its worker's actor. A job does not run it; Ray's own tools do, once compiled:
 
         compiled = plan.ray_dag(actors).experimental_compile()
-        compiled.visualize("graph", format="svg")  # needs graphviz and its program `dot`; Ray's "ascii" fails on most graphs
+        rlgraph.api.draw_ray(compiled, "graph.mmd")
 
     Raises PlanError where a worker has no actor, or one has no method `fire`.
     """
     from rlgraph.runtime.driver import ray_graph
 
     return ray_graph.ray_dag(plan, actors)
+
+
+@checked(PlanError)
+def draw_ray(compiled: Any, path: str | Path) -> None:
+    """Draw a compiled graph of Ray: as Mermaid text if the name ends in `.mmd`, by Ray and graphviz for `.svg`, `.png` and `.pdf`.
+
+    Raises PlanError where graphviz is not installed, with the commands that install it, and for any other ending.
+    """
+    from rlgraph.runtime.driver import ray_graph
+
+    ray_graph.draw(compiled, Path(path))
 
 
 def _checked_source(plan: Plan) -> Graph:

@@ -1,8 +1,7 @@
 """A job whose batches and weights go through Ray's own channels gives the oracle's bits, and a place without Ray is refused."""
 
-import importlib.util
 import os
-import shutil
+import re
 import signal
 from pathlib import Path
 
@@ -97,7 +96,7 @@ class Teller:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
-def test_the_forward_graph_runs_as_a_graph_of_ray_and_draws_where_graphviz_is(tmp_path: Path) -> None:
+def test_the_forward_graph_runs_as_a_graph_of_ray_and_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     plan = rg.compile(fakes.vector_loop(1, ranks=2), Cluster(cpus=2))
@@ -106,11 +105,27 @@ def test_the_forward_graph_runs_as_a_graph_of_ray_and_draws_where_graphviz_is(tm
     try:
         rollouts = "rollout3(prompts3()) rollout3(prompts3())"  # one of each rank
         assert ray.get(compiled.execute(3), timeout=60) == [f"update3({rollouts} score3({rollouts}))"]
-        if importlib.util.find_spec("graphviz") and shutil.which("dot"):
-            drawn = compiled.visualize(str(tmp_path / "graph"), format="svg")
-            assert drawn.count("fire") >= 5  # prompts, two ranks of the rollout, score, update
+        rg.api.draw_ray(compiled, tmp_path / "graph.mmd")
+        drawn = (tmp_path / "graph.mmd").read_text()
+        names = dict(re.findall(r'(t\d+)\["(\w+)"\]', drawn))
+        assert sorted(names.values()) == ["InputNode", "MultiOutputNode", "prompts", "rollout", "rollout", "score", "update"]
+        edges = [(names[source], names[reader]) for source, reader in re.findall(r"(t\d+) --> (t\d+)", drawn)]
+        assert edges.count(("rollout", "update")) == edges.count(("rollout", "score")) == 2  # the first skips the stage of the reward
+        assert ("score", "update") in edges
+        assert ("update", "MultiOutputNode") in edges
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(
+            PlanError, match=r"graph.svg'\): .svg needs .*the program `dot` \(apt install graphviz\); .* end the name in .mmd"
+        ):
+            rg.api.draw_ray(compiled, tmp_path / "graph.svg")
+        monkeypatch.undo()
     finally:
         compiled.teardown(kill_actors=True)
+
+
+def test_an_ending_that_nothing_draws_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"draw_ray\('graph.txt'\): a graph of Ray is drawn as .mmd, .svg, .png, .pdf"):
+        rg.api.draw_ray(None, "graph.txt")
 
 
 def test_a_graph_of_ray_wants_an_actor_for_each_worker_and_its_method() -> None:
