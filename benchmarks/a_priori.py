@@ -142,7 +142,7 @@ def updates(models: Path) -> Iterator[Compared]:
         assert costs.lengths is not None
         lengths = replace(costs.lengths, prompt_tokens=97.0)
         setting = Setting(int(ranks), int(ranks), 8, Passes(8192))
-        step_s = float(costs.law("update").seconds(setting, lengths, 1, 8)[0])
+        step_s = float(costs.cost_of("update").seconds(setting, lengths, 1, 8)[0])
         yield Compared(f"{name}, an update on {ranks}{', compiled' if options else ''}", step_s, run["step_s"], True)
 
 

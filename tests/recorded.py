@@ -30,7 +30,7 @@ def run_of(
     return plan, spans, sampled
 
 
-def law(costs: rg.Costs, node: str) -> NodeCost:
+def cost_of(costs: rg.Costs, node: str) -> NodeCost:
     found = costs.nodes[node]
     assert isinstance(found, NodeCost)
     return found

@@ -12,10 +12,10 @@ from rlgraph.compiler.plan import Plan, PlannedWorker
 from rlgraph.errors import PlanError
 
 
-def leads(plan: Plan) -> dict[str, int]:
+def lookaheads(plan: Plan) -> dict[str, int]:
     """Return for each worker how many firings a checkpoint has it ahead of the trained weights, by the worker's name.
 
-    Raises PlanError for a rollout that depends on what is trained in the same step, since its lead would need old versions.
+    Raises PlanError for a rollout that depends on what is trained in the same step, since its lookahead would need old versions.
     """
     depth = {reader: loop.depth for loop in plan.loops for reader in loop.readers}
     trained = {node.model for node in plan.nodes if node.work == "train"}
@@ -42,7 +42,7 @@ def leads(plan: Plan) -> dict[str, int]:
     return {worker.name: found[worker.model or worker.name] for worker in plan.workers}
 
 
-def open_nodes(plan: Plan, lead: Mapping[str, int], worker: PlannedWorker) -> tuple[str, ...]:
+def open_nodes(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) -> tuple[str, ...]:
     """Return the nodes of a worker whose batches lie open at a cut, since a reader is less far ahead than it is."""
     return tuple(
         dict.fromkeys(
@@ -50,6 +50,6 @@ def open_nodes(plan: Plan, lead: Mapping[str, int], worker: PlannedWorker) -> tu
             for channel in plan.channels
             if channel.kind == "batch" and channel.writer in worker.nodes
             for reader in channel.readers
-            if min(lead[home] for home in plan.node(reader).workers) < lead[worker.name]
+            if min(lookahead[home] for home in plan.node(reader).workers) < lookahead[worker.name]
         )
     )

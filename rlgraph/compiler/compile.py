@@ -71,21 +71,21 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
     """Return the plan of a graph whose pools have that many devices; `warnings` are about how it was chosen."""
     check_gpu_settings(graph, cluster)
-    crew, settings, schedule = scheduled(graph, cluster, counts, priced)
-    sleeps = sleep_costs(graph, crew, settings, priced.sleep)
-    memory = needs(graph, cluster, crew, settings, shapes, priced.lengths)
+    workers, settings, schedule = scheduled(graph, cluster, counts, priced)
+    sleeps = sleep_costs(graph, workers, settings, priced.sleep)
+    memory = needs(graph, cluster, workers, settings, shapes, priced.lengths)
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
-    channels = (*_batch_channels(graph, crew), *_order_channels(graph, schedule, crew))
-    loops = tuple(_loops(graph, crew, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
+    channels = (*_batch_channels(graph, workers), *_order_channels(graph, schedule, workers))
+    loops = tuple(_loops(graph, workers, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
     draft = Plan(
         graph=graph.name,
         cluster=cluster,
         pools=tuple(_pools(graph, cluster, counts, schedule, step_s)),
-        nodes=tuple(_nodes(graph, crew, settings, priced)),
-        workers=crew,
+        nodes=tuple(_nodes(graph, workers, settings, priced)),
+        workers=workers,
         channels=channels,
         loops=loops,
         schedule=schedule,
@@ -110,7 +110,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
-        sleeps=tuple(_sleeps(crew, settings, sleeps, priced)),
+        sleeps=tuple(_sleeps(workers, settings, sleeps, priced)),
         models=tuple(_models(graph, cluster)),
         source=graph,
     )
@@ -151,15 +151,15 @@ def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, s
     return planned
 
 
-def _nodes(graph: Graph, crew: Sequence[PlannedWorker], settings: Settings, costs: Costs) -> list[PlannedNode]:
+def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, costs: Costs) -> list[PlannedNode]:
     rows = max(node.rows for node in graph.nodes)
     return [
         PlannedNode(
             name=node.name,
             work=node.traits.work,
-            model=next((w.model for w in crew if node.name in w.nodes), None),
+            model=next((w.model for w in workers if node.name in w.nodes), None),
             pool=node.pool.name if node.pool else None,
-            workers=tuple(w.name for w in crew if node.name in w.nodes),
+            workers=tuple(w.name for w in workers if node.name in w.nodes),
             reads=node.reads,
             writes=node.writes,
             rows=node.rows,
@@ -182,8 +182,8 @@ def _models(graph: Graph, cluster: Cluster) -> Iterator[PlannedModel]:
             yield PlannedModel(name, precision.dtype, precision.why)
 
 
-def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:
-    for worker in crew:
+def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:
+    for worker in workers:
         node = worker.nodes[0]
         if worker.model is not None and worker.rank == 0 and node in sleeps:
             cost = sleeps[node]
@@ -191,10 +191,10 @@ def _sleeps(crew: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, c
             yield PlannedSleep(worker.model, cost.wake_s, cost.sleep_s, cost.bytes, source)
 
 
-def _batch_channels(graph: Graph, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
+def _batch_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """One channel for each writer and transport; it carries what its readers read, and nothing else."""
     planned = []
-    for writer, by_transport in batch_transports(graph, crew).items():
+    for writer, by_transport in batch_transports(graph, workers).items():
         for transport, found in by_transport.items():
             needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
@@ -228,16 +228,16 @@ def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
     return total
 
 
-def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWorker]) -> list[PlannedChannel]:
+def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """Plan the order channels: a node of a pool tells the next one, in another process, that it is done, unless data does so anyway."""
-    found = events.order_channels(graph, schedule.events, first_workers(crew))
+    found = events.order_channels(graph, schedule.events, first_workers(workers))
     planned = [
         PlannedChannel(
             name=order.name,
             writer=order.writer.name,
             readers=(order.reader.name,),
             columns=(),
-            transport=host_transport(crew, order.writer, order.reader),
+            transport=host_transport(workers, order.writer, order.reader),
             slots=order.slots,
             bytes=0,
             kind="order",
@@ -252,12 +252,12 @@ def _order_channels(graph: Graph, schedule: Schedule, crew: Sequence[PlannedWork
             assert feedback.source is not None
             writer = feedback.source.node
             name, slots = events.order_channel_name(writer.name, node.name), events.ahead(graph) + 1
-            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(crew, writer, node), slots, 0, "order"))
+            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(workers, writer, node), slots, 0, "order"))
     return planned
 
 
 def _loops(
-    graph: Graph, crew: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Forecast, *, on_gpus: bool
+    graph: Graph, workers: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Forecast, *, on_gpus: bool
 ) -> list[PlannedLoop]:
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
@@ -277,7 +277,7 @@ def _loops(
                 bucket_bytes=feedback.bucket_bytes,
                 checksum=feedback.checksum,
                 staleness=expected.staleness(graph, feedback),
-                transport=weights_transport(crew, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
+                transport=weights_transport(workers, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
                 slots=staged_versions(feedback, on_gpus=on_gpus),
                 publish_s=publish_s,
                 hidden=hidden,

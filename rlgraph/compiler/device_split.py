@@ -2,7 +2,7 @@
 
 A step takes no longer where each of its nodes has more devices. So the period in which every pool has the most devices of a box of
 divisions is a bound for all of that box, and boxes are halved best first: the divisions come out by their period (branch and
-bound; Land and Doig, 1960). Where a law says that more devices take longer, a division may come out a little late.
+bound; Land and Doig, 1960). Where costs say that more devices take longer, a division may come out a little late.
 """
 
 import heapq

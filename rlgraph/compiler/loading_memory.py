@@ -10,7 +10,7 @@ from rlgraph.costs.model_shapes import Shapes
 from rlgraph.graph.nodes import Graph
 
 
-def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
+def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
     """Yield the peak of each pool's GPUs and of the fullest host while all workers load their models at once.
 
     Pools and hosts with a model of unknown shape are left out, since their sum would be too small.
@@ -19,7 +19,7 @@ def loading(graph: Graph, cluster: Cluster, crew: Sequence[PlannedWorker], shape
     on_hosts: dict[int, dict[str, int]] = {}
     on_gpus: dict[str, dict[int, dict[str, int]]] = {}
     unknown = set[str | int]()
-    for worker in crew:
+    for worker in workers:
         model = models.get(worker.nodes[0]) if worker.model is not None else None
         if model is None or worker.model is None:
             continue

@@ -24,14 +24,14 @@ GIB = 1 << 30
 def needs(
     graph: Graph,
     cluster: Cluster,
-    crew: Sequence[PlannedWorker],
+    workers: Sequence[PlannedWorker],
     settings: Mapping[str, Setting],
     shapes: Shapes,
     lengths: Lengths | None,
 ) -> tuple[PlannedMemory, ...]:
     """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
     found, host = [], dict[str, int]()
-    moving = [_moving(graph, feedback, crew, shapes, cluster) for feedback in graph.feedbacks]
+    moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
     for pool in (pool for pool in graph.pools if pool.cpus is None):
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
@@ -53,7 +53,7 @@ def needs(
         total = sum(host.values())
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
     later = {need.pool: need.least_bytes for need in found}
-    return (*found, *(need for need in loading(graph, cluster, crew, shapes) if need.peak_bytes > later.get(need.pool, 0)))
+    return (*found, *(need for need in loading(graph, cluster, workers, shapes) if need.peak_bytes > later.get(need.pool, 0)))
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
@@ -115,14 +115,14 @@ class _Moving:
     bytes: int
 
 
-def _moving(graph: Graph, feedback: Feedback, crew: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
+def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
     on_gpus = cluster.gpus > 0
     assert feedback.source is not None
     writer, reading = feedback.source.node, readers(graph, feedback)
     itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
     size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
-    return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(crew, writer, reading, on_gpus=on_gpus), size)
+    return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(workers, writer, reading, on_gpus=on_gpus), size)
 
 
 def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Need:

@@ -144,7 +144,7 @@ def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[i
     return dealt
 
 
-def workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, int]) -> tuple[PlannedWorker, ...]:
+def place_workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, int]) -> tuple[PlannedWorker, ...]:
     """Return every process: one for each (model, rank), and one for each host node that may run by itself.
 
     `order` gives each node its place in the schedule; a worker fires its nodes by it.

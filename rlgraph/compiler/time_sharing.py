@@ -31,20 +31,20 @@ def sleep_event(firing: str) -> str:
     return f"sleep after {firing}"
 
 
-def shared_gpus(crew: Iterable[PlannedWorker]) -> frozenset[int]:
+def shared_gpus(workers: Iterable[PlannedWorker]) -> frozenset[int]:
     """Find the GPUs that workers of several models time-share."""
     models: dict[int, set[str | None]] = {}
-    for worker in crew:
+    for worker in workers:
         for gpu in worker.gpus:
             models.setdefault(gpu, set()).add(worker.model)
     return frozenset(gpu for gpu, found in models.items() if len(found) > 1)
 
 
-def sleep_costs(graph: Graph, crew: Sequence[PlannedWorker], settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> Sleeps:
+def sleep_costs(graph: Graph, workers: Sequence[PlannedWorker], settings: Mapping[str, Setting], costs: Mapping[str, SleepCost]) -> Sleeps:
     """Collect the sleep cost of each node's model in its setting, for the models that time-share their devices."""
     found: dict[str, SleepCost] = {}
-    gpus = shared_gpus(crew)
-    for worker in crew:
+    gpus = shared_gpus(workers)
+    for worker in workers:
         if worker.model is not None and worker.nodes[0] not in found and not gpus.isdisjoint(worker.gpus):
             found |= dict.fromkeys(worker.nodes, sleep_cost(graph, worker, settings, costs))
     return found

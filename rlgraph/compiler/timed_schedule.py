@@ -6,7 +6,7 @@ from dataclasses import replace
 from rlgraph.compiler import events
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.device_split import FEW, best_first
-from rlgraph.compiler.placement import Counts, Divisions, ranks_of, workers
+from rlgraph.compiler.placement import Counts, Divisions, place_workers, ranks_of
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.compiler.schedule import Event, Schedule
 from rlgraph.compiler.time_sharing import sleep_cost, sleep_costs
@@ -23,8 +23,8 @@ from rlgraph.simulate.play import Timed
 def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
     """Return the processes, and the setting of each node."""
     ordered = sorted(graph.nodes, key=lambda node: events.place(graph, node))
-    crew = workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
-    return crew, settings_on(graph, cluster, counts)
+    workers = place_workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
+    return workers, settings_on(graph, cluster, counts)
 
 
 def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Setting]:
@@ -41,13 +41,13 @@ def scheduled(
     graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
 ) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
     """Return processes, settings and the schedule with mean seconds."""
-    crew, settings = settled(graph, cluster, counts)
-    hosts = first_workers(crew)
+    workers, settings = settled(graph, cluster, counts)
+    hosts = first_workers(workers)
     rows = max(node.rows for node in graph.nodes)
     seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
-    batches = {writer: list(by_transport.values()) for writer, by_transport in batch_transports(graph, crew).items()}
-    schedule = events.schedule(graph, hosts, seconds, costs, sleep_costs(graph, crew, settings, costs.sleep), batches)
-    return crew, settings, _with_chunks(schedule, graph, settings, costs, rows)
+    batches = {writer: list(by_transport.values()) for writer, by_transport in batch_transports(graph, workers).items()}
+    schedule = events.schedule(graph, hosts, seconds, costs, sleep_costs(graph, workers, settings, costs.sleep), batches)
+    return workers, settings, _with_chunks(schedule, graph, settings, costs, rows)
 
 
 def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
@@ -66,9 +66,9 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
     """Return the schedule in which each chunk of a batch takes its own time: the first of a rollout takes most."""
     shares: dict[str, list[float]] = {}
     for node in (node for node in graph.nodes if node.chunks > 1):
-        law = costs.law(node.name)
+        cost = costs.cost_of(node.name)
         shares[node.name] = (
-            law.chunk_shares(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+            cost.chunk_shares(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
         )
     if not shares:
         return schedule
@@ -81,9 +81,9 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
     return replace(schedule, events=tuple(map(timed, schedule.events)))
 
 
-def first_workers(crew: Sequence[PlannedWorker]) -> dict[str, str]:
+def first_workers(workers: Sequence[PlannedWorker]) -> dict[str, str]:
     """Return the first worker of each node, by name; nodes have the same one where they run in the same processes."""
-    return {node: worker.name for worker in reversed(crew) for node in worker.nodes}
+    return {node: worker.name for worker in reversed(workers) for node in worker.nodes}
 
 
 def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
@@ -109,10 +109,10 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
 
     Which channels leave a host may differ, and with them the order of puts.
     """
-    crew, settings, schedule = scheduled(graph, cluster, like, costs)
+    workers, settings, schedule = scheduled(graph, cluster, like, costs)
     timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
-    asleep = sleep_costs(graph, crew, settings, costs.sleep)
-    first = {name: worker for worker in reversed(crew) for name in worker.nodes}
+    asleep = sleep_costs(graph, workers, settings, costs.sleep)
+    first = {name: worker for worker in reversed(workers) for name in worker.nodes}
     usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
 
     def scale(event: Event, there: Settings) -> float:

@@ -9,31 +9,31 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Node
 
 
-def host_transport(crew: Sequence[PlannedWorker], writer: Node, *readers: Node) -> str:
+def host_transport(workers: Sequence[PlannedWorker], writer: Node, *readers: Node) -> str:
     """Name the transport for columns in host memory: it reaches other hosts only where the nodes' workers are on several."""
-    return first_choice(_reach(crew, writer, *readers))
+    return first_choice(_reach(workers, writer, *readers))
 
 
-def _reach(crew: Sequence[PlannedWorker], *nodes: Node) -> Reach:
-    return "host" if len({worker.host for worker in _of(crew, *nodes)}) == 1 else "hosts"
+def _reach(workers: Sequence[PlannedWorker], *nodes: Node) -> Reach:
+    return "host" if len({worker.host for worker in _of(workers, *nodes)}) == 1 else "hosts"
 
 
-def batch_transports(graph: Graph, crew: Sequence[PlannedWorker]) -> Mapping[Node, Mapping[str, Sequence[Node]]]:
+def batch_transports(graph: Graph, workers: Sequence[PlannedWorker]) -> Mapping[Node, Mapping[str, Sequence[Node]]]:
     """Group the readers of each node by how its batch travels to them: a channel each, in the order in which the writer puts."""
-    home = {name: worker.model or worker.name for worker in crew for name in worker.nodes}
+    home = {name: worker.model or worker.name for worker in workers for name in worker.nodes}
     found: dict[Node, dict[str, list[Node]]] = {}
     for writer in graph.nodes:
         found[writer] = {}
         for reader in graph.forward.successors(writer):
-            transport = first_choice("process") if home[reader.name] == home[writer.name] else host_transport(crew, writer, reader)
+            transport = first_choice("process") if home[reader.name] == home[writer.name] else host_transport(workers, writer, reader)
             found[writer].setdefault(transport, []).append(reader)
     return found
 
 
-def weights_transport(crew: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> str:
+def weights_transport(workers: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> str:
     """Name the transport for weights: they lie on GPUs where those of the writer do, between hosts if those of all readers do too."""
-    reach = _reach(crew, writer, *readers)
-    all_on_gpus = reach == "host" or all(worker.gpus for worker in _of(crew, writer, *readers))
+    reach = _reach(workers, writer, *readers)
+    all_on_gpus = reach == "host" or all(worker.gpus for worker in _of(workers, writer, *readers))
     return first_choice(reach, "gpu" if on_gpus and all_on_gpus else "host")
 
 
@@ -84,6 +84,6 @@ def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
     return max(feedback.depth + 2 - feedback.buffers, 1) if on_gpus else feedback.depth + 1
 
 
-def _of(crew: Sequence[PlannedWorker], *nodes: Node) -> list[PlannedWorker]:
+def _of(workers: Sequence[PlannedWorker], *nodes: Node) -> list[PlannedWorker]:
     names = {node.name for node in nodes}
-    return [worker for worker in crew if names & set(worker.nodes)]
+    return [worker for worker in workers if names & set(worker.nodes)]

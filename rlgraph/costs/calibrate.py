@@ -12,7 +12,7 @@ from rlgraph.costs import outliers
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.engine_widths import with_doubling
 from rlgraph.costs.functions import Decode, NodeCost, Setting, SleepCost
-from rlgraph.costs.latency import handovers, interruptions
+from rlgraph.costs.latency import interruptions, latencies
 from rlgraph.costs.lengths import Array, Lengths
 from rlgraph.costs.regression import explained, fewest, spread, told_apart, varies
 from rlgraph.costs.trace import Trace
@@ -141,7 +141,7 @@ def _late(records: Sequence[Trace]) -> Mapping[str, float]:
     found: dict[str, list[float]] = {}
     for record in records:
         together = [node.name for node in record.plan.nodes if node.work in TOGETHER]
-        for event, seconds in handovers(record.plan.schedule, record.spans, _first(record), together).items():
+        for event, seconds in latencies(record.plan.schedule, record.spans, _first(record), together).items():
             found.setdefault(event, []).append(seconds)
     return {event: float(np.mean(seconds)) for event, seconds in found.items()}
 

@@ -1,5 +1,6 @@
 """What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -9,7 +10,7 @@ from rlgraph import settings
 from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.plan import CostSource
 from rlgraph.costs.costs_file import read, written
-from rlgraph.costs.functions import NodeCost, Setting, SleepCost, law_or_number
+from rlgraph.costs.functions import NodeCost, Setting, SleepCost, number_or_function
 from rlgraph.costs.lengths import Array, Lengths
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
@@ -26,7 +27,7 @@ class Costs:
     """Seconds of each node by name, and of moving weights.
 
     A plain number is taken for any count of devices and rows: a comparison of plans that rests on it warns. `{1: 38.2, 2: 19.0}`
-    are the seconds on 1 and on 2 devices of its pool; a `NodeCost` is a law.
+    are the seconds on 1 and on 2 devices of its pool; a `NodeCost` is a function of devices, rows and lengths.
 
     `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine;
     `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, which generating and training
@@ -52,7 +53,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if isinstance(self.nodes, Mapping):
-            object.__setattr__(self, "nodes", {name: law_or_number(name, cost) for name, cost in self.nodes.items()})
+            object.__setattr__(self, "nodes", {name: number_or_function(name, cost) for name, cost in self.nodes.items()})
         settings.check(self, PlanError)
         for name, cost in self.nodes.items():
             if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
@@ -61,12 +62,17 @@ class Costs:
                     "lengths=rg.Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
                 )
 
-    def law(self, node: str) -> NodeCost:
-        """Return the law of a node's seconds."""
+    def cost_of(self, node: str) -> NodeCost:
+        """Return the cost of a node as a function of its setting, whatever way it was given."""
         cost = self.nodes[node]
         if isinstance(cost, NodeCost):
             return cost
         return NodeCost.on(cost) if isinstance(cost, Mapping) else NodeCost(serial_s=float(cost))
+
+    def law(self, node: str) -> NodeCost:
+        """Warn, and return what `cost_of` returns: the name of an older version."""
+        warnings.warn("Costs.law(...) is now Costs.cost_of(...)", DeprecationWarning, stacklevel=2)
+        return self.cost_of(node)
 
     def is_plain(self, node: str) -> bool:
         """Whether the seconds of `node` are a plain number above 0, so that they count the same on any devices, for any rows."""
@@ -75,17 +81,17 @@ class Costs:
 
     def seconds(self, node: str, setting: Setting, steps: int, rows_drawn: int | None = None) -> Array:
         """Return the seconds `[steps]` of as many firings of `node`."""
-        return self.law(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
+        return self.cost_of(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
 
     def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
         """Return the mean seconds of one firing of `node`."""
         rows = rows_drawn or setting.rows
-        return _mean(self.law(node), setting, self.lengths, self.steps_drawn(rows) if self.varies(node) else 1, rows)
+        return _mean(self.cost_of(node), setting, self.lengths, self.steps_drawn(rows) if self.varies(node) else 1, rows)
 
     def varies(self, node: str) -> bool:
         """Return whether single firings of `node` differ."""
-        law = self.law(node)
-        return bool(law.spread) or law.by_length
+        cost = self.cost_of(node)
+        return bool(cost.spread) or cost.by_length
 
     def steps_drawn(self, rows: int) -> int:
         """Return of how many steps a prediction draws the lengths."""
@@ -93,9 +99,9 @@ class Costs:
 
     def source_at(self, node: str, setting: Setting) -> CostSource:
         """Return where the seconds of `node` come from at this setting: "scaled" if they were measured at another one."""
-        law = self.law(node)
-        counts = [count for count, _ in law.by_devices]
-        elsewhere = law.measured not in (None, setting) or (counts and setting.devices not in counts)
+        cost = self.cost_of(node)
+        counts = [count for count, _ in cost.by_devices]
+        elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts)
         return "scaled" if elsewhere else self.source
 
     def sleep_source(self, model: str, setting: Setting) -> CostSource:
@@ -134,8 +140,8 @@ class _Written(Costs):
 
 
 @lru_cache(maxsize=4096)
-def _mean(law: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows: int) -> float:
-    return float(law.seconds(setting, lengths, steps, rows).mean())
+def _mean(cost: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows: int) -> float:
+    return float(cost.seconds(setting, lengths, steps, rows).mean())
 
 
 # Device-seconds of equally large models, by kind of work: a training token costs three forward ones (Kaplan et al., 2020,

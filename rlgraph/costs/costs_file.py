@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from rlgraph.costs.functions import law_or_number
+from rlgraph.costs.functions import number_or_function
 from rlgraph.errors import PlanError
 
 C = TypeVar("C")
@@ -18,7 +18,7 @@ HEAD = """\
 #   serial_s + (parallel_s + token_s * tokens) / devices, where a pass of training on a GPU takes at least pass_s, or sharded_pass_s
 #   where ranks share the model; and for a generator `decode`: start_s + prefill_s * prompt tokens + step_s * (longest response)
 #   + sequence_s * (response tokens), by engine.
-# `measured` is the setting it was taken at, `spread` single firings over the law, `lengths` the quantiles of the responses.
+# `measured` is the setting it was taken at, `spread` single firings over what the function gives, `lengths` the quantiles of the responses.
 """
 
 
@@ -53,7 +53,7 @@ def read(path: str | Path, kind: type[C]) -> C:
         raw = msgspec.yaml.decode(file.read_text(encoding="utf-8"))
         for name, cost in _nodes(raw).items():
             if isinstance(cost, dict) and cost and all(isinstance(key, int) for key in cost):
-                law_or_number(name, cost)
+                number_or_function(name, cost)
                 raw["nodes"][name] = {"by_devices": [list(pair) for pair in sorted(cost.items())]}
         _rename_old_keys(raw)
         costs = msgspec.convert(raw, kind)

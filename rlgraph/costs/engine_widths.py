@@ -37,26 +37,26 @@ def assumed(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices
     """
     rows = max(node.rows for node in graph.nodes)
     for node in (node for node in graph.nodes if node.model is not None):
-        law, setting = costs.law(node.name), settings[node.name]
-        if law.measured is None or law.measured.width == setting.width or (law.decode is not None and law.decode.doubling is not None):
+        cost, setting = costs.cost_of(node.name), settings[node.name]
+        if cost.measured is None or cost.measured.width == setting.width or (cost.decode is not None and cost.decode.doubling is not None):
             continue
-        kept = DOUBLING if law.decode is not None else 1.0
-        seconds, *bounds = (_mean(costs, law, setting, share, rows) for share in (kept, NONE, 1.0))
+        kept = DOUBLING if cost.decode is not None else 1.0
+        seconds, *bounds = (_mean(costs, cost, setting, share, rows) for share in (kept, NONE, 1.0))
         if max(bounds) - min(bounds) > CLOSE * seconds:
             yield (
-                f"'{node.name}' was measured on {law.measured.width:.3g} {devices} an engine and is predicted on {setting.width:.3g}: "
+                f"'{node.name}' was measured on {cost.measured.width:.3g} {devices} an engine and is predicted on {setting.width:.3g}: "
                 f"{seconds:.3g} s if each doubling keeps {kept:.2g} of the ideal speed-up, {min(bounds):.3g} to {max(bounds):.3g} s if it "
                 "keeps nothing or all; profile engines of this width, or of both"
             )
 
 
-def _mean(costs: Costs, law: NodeCost, setting: Setting, kept: float, rows: int) -> float:
+def _mean(costs: Costs, cost: NodeCost, setting: Setting, kept: float, rows: int) -> float:
     """Mean seconds of a law where a doubling of the width keeps so much of the ideal speed-up."""
-    if law.decode is not None:
-        law = replace(law, decode=replace(law.decode, doubling=kept))
-    elif kept == NONE and law.measured is not None:
-        setting = replace(setting, devices=max(round(setting.engines * law.measured.width), 1))
-    return replace(costs, nodes={**costs.nodes, "": law}).mean("", setting, rows)
+    if cost.decode is not None:
+        cost = replace(cost, decode=replace(cost.decode, doubling=kept))
+    elif kept == NONE and cost.measured is not None:
+        setting = replace(setting, devices=max(round(setting.engines * cost.measured.width), 1))
+    return replace(costs, nodes={**costs.nodes, "": cost}).mean("", setting, rows)
 
 
 def with_doubling(decode: Decode, wider: Array, measured: Array, seconds: Array) -> Decode:

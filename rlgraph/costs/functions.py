@@ -1,4 +1,4 @@
-"""The laws of a node's time: how its seconds follow from its devices, engines, rows and the lengths of the responses."""
+"""Cost functions of a node: how its seconds follow from its devices, engines, rows and the lengths of the responses."""
 
 import heapq
 from bisect import bisect
@@ -68,7 +68,7 @@ class Decode:
         settings.check(self, PlanError)
 
     def at_width(self, wider: float, width: float) -> "Decode":
-        """The law of an engine `wider` times as wide as the one these times are of, `width` devices, with the host's part in it."""
+        """Scale the times to an engine `wider` times as wide, which has `width` devices, with the host's share in it."""
         kept = DOUBLING if self.doubling is None else self.doubling
         faster = wider * kept ** np.log2(max(wider, 1e-9))
         held_up = self.host_sharing ** max(np.log2(1 / max(width, 1e-9)), 0.0)
@@ -128,11 +128,11 @@ class NodeCost:
 
     The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
     of the batch, prompts included. A pass takes at least `pass_s`, however few tokens are in it, which is the host's own work to
-    launch it, and where several ranks share the model `sharded_pass_s`. `decode` is the law of a generator, by response lengths.
-    `spread` holds single firings as measured seconds over those of the law, so its mean is about 1. `measured` is the setting that
+    launch it, and where several ranks share the model `sharded_pass_s`. `decode` is the function of a generator, by response lengths.
+    `spread` holds single firings as measured seconds over those of the function, so its mean is about 1. `measured` is the setting that
     the numbers come from; for any other one they are scaled.
 
-    `by_devices` holds seconds of a firing as measured on so many devices each, in place of a law: `((1, 38.2), (2, 19.0))`, which
+    `by_devices` holds seconds of a firing as measured on so many devices each, in place of a function: `((1, 38.2), (2, 19.0))`, which
     `NodeCost.on({1: 38.2, 2: 19.0})` makes. Between and beyond these counts they follow `a + b / devices` through the nearest two.
 
     Raises PlanError for a number that is negative or none.
@@ -211,7 +211,7 @@ class NodeCost:
         return self.decode_at(self.decode, setting).chunk_shares(batch, lengths.prompt_tokens, chunks)
 
     def paces(self, steps: int) -> Sequence[float]:
-        """The seconds of single firings over those of the law."""
+        """Draw single firings as seconds over those of the function."""
         return _spread(self.spread, steps).tolist() if self.spread else [1.0] * steps
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
@@ -280,8 +280,8 @@ def refuse_seconds(name: str, value: object) -> NoReturn:
     )
 
 
-def law_or_number(name: str, cost: object) -> Any:
-    """Turn seconds by device count into a law. Raises PlanError for what is neither a law nor a number of seconds."""
+def number_or_function(name: str, cost: object) -> Any:
+    """Turn seconds by device count into a NodeCost. Raises PlanError for anything else that is no number of seconds."""
     if isinstance(cost, NodeCost):
         return cost
     try:

@@ -17,19 +17,19 @@ def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) 
     seconds may be off: that number may stand for any of the others."""
     rows = max(node.rows for node in graph.nodes)
     for node in graph.nodes:
-        law, setting = costs.law(node.name), settings[node.name]
-        found = [term for term in TERMS if law.decode is not None and getattr(law.decode, term)]
-        if law.measured is None or len(found) != 1 or costs.source != "measured":
+        cost, setting = costs.cost_of(node.name), settings[node.name]
+        found = [term for term in TERMS if cost.decode is not None and getattr(cost.decode, term)]
+        if cost.measured is None or len(found) != 1 or costs.source != "measured":
             continue
-        there, here = law.measured, replace(law.measured, rows=setting.rows, engines=setting.engines, devices=setting.devices)
-        seconds = _mean(costs, law, here, rows)
+        there, here = cost.measured, replace(cost.measured, rows=setting.rows, engines=setting.engines, devices=setting.devices)
+        seconds = _mean(costs, cost, here, rows)
         bounds = [seconds]
         for term in TERMS:
             unit: dict[str, Any] = {term: 1.0}
-            one = replace(law, decode=Decode(**unit, doubling=law.decode.doubling if law.decode else None))
+            one = replace(cost, decode=Decode(**unit, doubling=cost.decode.doubling if cost.decode else None))
             at = _mean(costs, one, there, there.rows)
             if at:
-                bounds.append(_mean(costs, one, here, rows) * _mean(costs, law, there, there.rows) / at)
+                bounds.append(_mean(costs, one, here, rows) * _mean(costs, cost, there, there.rows) / at)
         if max(bounds) - min(bounds) > CLOSE * seconds:
             yield (
                 f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses an engine and is predicted on "
@@ -38,7 +38,7 @@ def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) 
             )
 
 
-def _mean(costs: Costs, law: NodeCost, setting: Setting, rows: int) -> float:
+def _mean(costs: Costs, cost: NodeCost, setting: Setting, rows: int) -> float:
     """Mean seconds of a law without its serial part and its spread."""
-    bare = NodeCost(decode=law.decode, measured=law.measured)
+    bare = NodeCost(decode=cost.decode, measured=cost.measured)
     return replace(costs, nodes={**costs.nodes, "": bare}).mean("", setting, rows)

@@ -27,7 +27,7 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
     return found
 
 
-def handovers(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
+def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
     """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
 
     Played with its events' own seconds and these, the schedule takes as long as the run did. What waited for room in a channel

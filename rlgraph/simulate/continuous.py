@@ -61,12 +61,12 @@ def shares_steps(node: Node) -> bool:
 
 
 def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
-    """Whether what joins while a node decodes is counted: where its law knows decode steps, each response is of one turn and of one
+    """Whether what joins while a node decodes is counted: where its cost knows decode steps, each response is of one turn and of one
     batch that leaves whole, and no other node uses the model."""
-    law = costs.law(node.name)
+    cost = costs.cost_of(node.name)
     alone = all(other is node or other.model is not node.model for other in graph.nodes)
     whole = node.chunks == 1 and node.traits.one_turn and alone
-    return rule_of(node) is not None and law.decode is not None and costs.lengths is not None and whole
+    return rule_of(node) is not None and cost.decode is not None and costs.lengths is not None and whole
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Machine:
         return missing * self.load_s
 
     def fire(self, step: int, at: float, pace: float = 1.0) -> float:
-        """Decode until batch `step` is done, from `at` on, and return when that is. Decode steps take `pace` times the law's seconds."""
+        """Decode until batch `step` is done, from `at` on, and return when that is. A decode step takes `pace` times its cost."""
         self.now = at + self.decode.start_s
         self.decoded.append([0.0, 0.0, 0.0])
         self.batches = {number: batch for number, batch in self.batches.items() if number >= step}
@@ -204,18 +204,18 @@ class JoinedFirings(Engines):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A rollout whose batches join, as its engines are built from: its rule, its law and where it runs. See `Machine` for `shared`."""
+    """A rollout whose batches join, as its engines are built from: its rule, its cost and where it runs. See `Machine` for `shared`."""
 
     rule: Rule
-    law: NodeCost
+    cost: NodeCost
     setting: Setting
     lengths: Lengths
     shared: bool
 
     def machines(self, steps: int, rows: int, load_s: float, arrives: Arrivals, version: int = 0) -> list[Machine]:
         """The engines before the first step, with the responses of so many steps, as drawn for `rows`."""
-        assert self.law.decode is not None
-        setting, decode = self.setting, self.law.decode_at(self.law.decode, self.setting)
+        assert self.cost.decode is not None
+        setting, decode = self.setting, self.cost.decode_at(self.cost.decode, self.setting)
         drawn = self.lengths.batches(steps, rows)[:, : setting.rows]
         count = min(setting.engines, setting.rows)
         firsts = [setting.rows * rank // count for rank in range(count + 1)]
@@ -231,12 +231,12 @@ def decoder(node: Node, setting: Setting, costs: Costs) -> Decoder:
     rule = rule_of(node)
     assert rule is not None
     assert costs.lengths is not None
-    return Decoder(rule, costs.law(node.name), setting, costs.lengths, shares_steps(node))
+    return Decoder(rule, costs.cost_of(node.name), setting, costs.lengths, shares_steps(node))
 
 
-def beside(law: NodeCost, setting: Setting, steps: int) -> Array:
+def beside(cost: NodeCost, setting: Setting, steps: int) -> Array:
     """The seconds `[steps]` of firings besides decoding."""
-    return replace(law, decode=None, spread=()).of(setting, None, 0.0, steps)[:, 0]
+    return replace(cost, decode=None, spread=()).of(setting, None, 0.0, steps)[:, 0]
 
 
 def saturated(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
@@ -248,7 +248,7 @@ def saturated(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
 def _saturated(rollout: Decoder, steps: int, rows: int) -> float:
     each = rollout.machines(steps, rows, 0.0, never, version=steps + ALL)
     ends = np.array([[machine.fire(step, 0.0) for machine in each] for step in range(steps)])
-    return float((ends.max(axis=1) + beside(rollout.law, rollout.setting, steps))[steps // 8 :].mean())
+    return float((ends.max(axis=1) + beside(rollout.cost, rollout.setting, steps))[steps // 8 :].mean())
 
 
 def steps_drawn(costs: Costs, rows: int) -> int:
@@ -258,7 +258,7 @@ def steps_drawn(costs: Costs, rows: int) -> int:
 
 def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
     """The events of a node that are played with engines that remember, by name: its loading and its firings."""
-    feedback, law = node.feedback, costs.law(node.name)
+    feedback, cost = node.feedback, costs.cost_of(node.name)
     load = load_event(feedback.name, node.name) if feedback is not None else ""
     load_s = schedule.seconds().get(load, 0.0)
     count = min(setting.engines, setting.rows)
@@ -272,8 +272,8 @@ def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps
 
     each = decoder(node, setting, costs).machines(steps, rows, load_s, arrives if feedback is not None else never)
     loads.machines = each
-    own_s = [np.full(count, seconds) for seconds in beside(law, setting, steps)]
-    found: dict[str, Engines] = {fire_event(node.name): JoinedFirings(own_s, machines=each, paces=law.paces(steps))}
+    own_s = [np.full(count, seconds) for seconds in beside(cost, setting, steps)]
+    found: dict[str, Engines] = {fire_event(node.name): JoinedFirings(own_s, machines=each, paces=cost.paces(steps))}
     return found if feedback is None else {load: loads, **found}
 
 
@@ -326,7 +326,7 @@ def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
                     "takes a swap, and where the keys and values are recomputed, a prefill of the responses under way"
                 )
             continue
-        decode = costs.law(node.name).decode
+        decode = costs.cost_of(node.name).decode
         if rule.running == "recompute" and node.feedback is not None and decode is not None and not decode.prefill_s:
             yield (
                 f"'{node.name}' is predicted as if reading took no time: its costs tell nothing of prompts (prefill_s), so that the "

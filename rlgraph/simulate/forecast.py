@@ -101,10 +101,10 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
     relative: dict[str, Array] = {}  # of each firing `[steps, engines]`, to the mean one of the last engine
     of_chunks: dict[str, Array] = {}
     for node in (node for node in nodes if node.name in varying):
-        law = costs.law(node.name)
-        drawn = law.each(settings[node.name], costs.lengths, steps, rows)
+        cost = costs.cost_of(node.name)
+        drawn = cost.each(settings[node.name], costs.lengths, steps, rows)
         relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
-        shares = law.chunk_shares(settings[node.name], costs.lengths, steps, rows, node.chunks)
+        shares = cost.chunk_shares(settings[node.name], costs.lengths, steps, rows, node.chunks)
         of_chunks[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
 
     def times(event: Event) -> Array:

@@ -10,7 +10,7 @@ from rlgraph.compiler.plan import Plan, PlannedNode
 from rlgraph.compiler.schedule import WORK, Dependency, Event, Schedule
 from rlgraph.costs.calibrate import WARM_UP, measured_costs, setting_of
 from rlgraph.costs.functions import NodeCost, Setting
-from rlgraph.costs.latency import handovers, interruptions
+from rlgraph.costs.latency import interruptions, latencies
 from rlgraph.costs.trace import Trace
 from rlgraph.errors import PlanError, shown
 from rlgraph.simulate.play import play
@@ -73,8 +73,8 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 
 
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
-    """Return the seconds of each event in each step, its hand-over included; of several workers the longest counts."""
-    late = handovers(plan.schedule, trace.spans, steps[0])
+    """Return the seconds of each event in each step, its latency included; of several workers the longest counts."""
+    late = latencies(plan.schedule, trace.spans, steps[0])
     within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
     for span in trace.spans:
@@ -90,19 +90,19 @@ def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
 
 
 def _scaled(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, int], steps: Sequence[int]) -> Durations:
-    """Return the durations on other numbers of devices, by the laws of the run and the lengths of each step."""
+    """Return the durations on other numbers of devices, by the cost functions of the run and the lengths of each step."""
     costs = measured_costs(plan, trace.spans, trace.sampled)
     found = dict(recorded)
     for node in plan.nodes:
         old = setting_of(plan, node)
         new = _resized(plan, node, old, counts)
-        law = costs.nodes[node.name]
-        if new == old or not isinstance(law, NodeCost):
+        cost = costs.nodes[node.name]
+        if new == old or not isinstance(cost, NodeCost):
             continue
         rows = [[n for s in trace.sampled if s.step == step for n in s.response_tokens][: old.rows] for step in steps]
         batch = np.array(rows, dtype=float) if all(len(row) == old.rows for row in rows) else None
         prompts = costs.lengths.prompt_tokens if costs.lengths else 0.0
-        then, now = (replace(law, spread=()).of(s, batch, prompts, len(steps)).max(axis=1) for s in (old, new))
+        then, now = (replace(cost, spread=()).of(s, batch, prompts, len(steps)).max(axis=1) for s in (old, new))
         for event in plan.schedule.events:
             if event.node == node.name and event.kind == "fire":
                 found[event.name] = (np.asarray(recorded[event.name]) * now / np.maximum(then, 1e-12)).tolist()

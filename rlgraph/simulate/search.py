@@ -134,8 +134,8 @@ class _Problem:
         """Yield a draft for each division that fits."""
         for counts in divisions:
             try:
-                crew, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
-                check_memory(self.graph.name, needs(self.graph, self.cluster, crew, placed, self.shapes, self.costs.lengths))
+                workers, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
+                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs.lengths))
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 continue
@@ -144,13 +144,13 @@ class _Problem:
     def best_first(self, left_out: Counter[str]) -> Iterator[Counts]:
         """Yield divisions by their period, without those whose memory does not do."""
         like = next(iter(self.divisions))
-        crew = settled(self.graph, self.cluster, like)[0]
+        workers = settled(self.graph, self.cluster, like)[0]
         period = period_on(self.graph, self.cluster, self.costs, like)
 
         def period_if_it_fits(counts: Counts) -> float:
             placed = settings_on(self.graph, self.cluster, counts)
             try:
-                check_memory(self.graph.name, needs(self.graph, self.cluster, crew, placed, self.shapes, self.costs.lengths))
+                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs.lengths))
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 return float("inf")

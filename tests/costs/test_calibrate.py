@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded import STEPS, law, run_of
+from recorded import STEPS, cost_of, run_of
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
@@ -22,18 +22,18 @@ def by_length(event: str, lengths: list[int]) -> float:
 
 def test_the_laws_of_decoding_and_training_are_found() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length))
-    decode = law(costs, "rollout").decode
+    decode = cost_of(costs, "rollout").decode
     assert decode is not None
     assert (decode.step_s, decode.sequence_s) == (pytest.approx(2e-3, rel=1e-3), pytest.approx(1e-4, rel=1e-3))
-    assert law(costs, "update").token_s == pytest.approx(2e-4, rel=1e-3)
-    assert law(costs, "update").serial_s == pytest.approx(0.05, rel=1e-2)
-    assert law(costs, "reward").parallel_s == pytest.approx(0.01)
+    assert cost_of(costs, "update").token_s == pytest.approx(2e-4, rel=1e-3)
+    assert cost_of(costs, "update").serial_s == pytest.approx(0.05, rel=1e-2)
+    assert cost_of(costs, "reward").parallel_s == pytest.approx(0.01)
 
 
 def test_noise_is_no_law_and_is_kept_as_spread() -> None:
     chance = np.random.default_rng(3)
     noisy = measured_costs(*run_of(Loop(depth=1), lambda event, lengths: 0.1 * chance.uniform(0.8, 1.2)))
-    update = law(noisy, "update")
+    update = cost_of(noisy, "update")
     assert (update.token_s, update.parallel_s) == (0.0, pytest.approx(0.1, rel=0.05))
     assert np.std(update.spread) == pytest.approx(0.4 / np.sqrt(12), rel=0.3)
 
@@ -41,7 +41,7 @@ def test_noise_is_no_law_and_is_kept_as_spread() -> None:
 def test_lengths_that_hardly_vary_claim_one_number_only() -> None:
     same = Lengths((0.0, 1.0), (50.0, 50.0))
     costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=same))
-    decode = law(costs, "rollout").decode
+    decode = cost_of(costs, "rollout").decode
     assert decode is not None
     assert sum(value > 0 for value in (decode.step_s, decode.sequence_s, decode.prefill_s, decode.start_s)) == 1
 
@@ -71,7 +71,7 @@ def claimed(sizes: tuple[int, ...], seed: int) -> set[str]:
         plan, spans, sampled = run_of(Loop(depth=1, rows=size * Loop().rows), noisy, lengths=Lengths((0.0, 1.0), (50.0, 50.0)))
         return Trace(plan, spans, [replace(s, prompt_tokens=s.prompt_tokens + int(chance.integers(9))) for s in sampled])
 
-    decode = law(costs_of([recorded(size) for size in sizes]), "rollout").decode
+    decode = cost_of(costs_of([recorded(size) for size in sizes]), "rollout").decode
     assert decode is not None
     return {name for name in ("step_s", "sequence_s", "prefill_s", "start_s") if getattr(decode, name)}
 
@@ -157,7 +157,7 @@ def profiled_on(cores: int, kept: float) -> Trace:
 @pytest.mark.parametrize("kept", [0.5, 0.7, 1.0])
 def test_engines_of_two_widths_tell_what_a_wider_one_gains(kept: float) -> None:
     costs = costs_of([profiled_on(2, kept), profiled_on(1, kept)])
-    decode = law(costs, "rollout").decode
+    decode = cost_of(costs, "rollout").decode
     assert decode is not None
     assert decode.doubling == pytest.approx(kept, rel=0.02)
     for cores in (1, 2, 4):

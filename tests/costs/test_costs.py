@@ -122,3 +122,9 @@ def test_a_bad_costs_file_is_refused_with_the_place(name: str, tmp_path: Path) -
 def test_a_cost_that_is_no_time_is_refused(wrong: object) -> None:
     with pytest.raises(PlanError, match="the cost of 'node'"):
         rg.Costs({"node": wrong}, lengths=FIXED)  # type: ignore[dict-item]
+
+
+def test_the_old_name_of_a_costs_function_works_and_warns() -> None:
+    costs = rg.Costs({"update": 2.0})
+    with pytest.warns(DeprecationWarning, match=r"is now Costs\.cost_of"):
+        assert costs.law("update") == costs.cost_of("update")

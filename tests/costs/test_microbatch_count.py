@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import law, run_of
+from recorded import cost_of, run_of
 from simulated import PROMPT_TOKENS, Loop
 from tiny import batch_of
 
@@ -83,7 +83,7 @@ SHARDED = run_on_gpus(Loop(depth=1, trainers=2, micro_batch_tokens=LIMIT), (20, 
 
 
 def test_what_the_host_takes_for_a_pass_is_found() -> None:
-    update = law(costs_of(ALONE), "update")
+    update = cost_of(costs_of(ALONE), "update")
     assert update.token_s == pytest.approx(TOKEN_S, rel=0.01)
     assert update.pass_s == pytest.approx(ALONE_S, rel=0.03)
     assert (update.serial_s, update.sharded_pass_s) == (pytest.approx(0.0, abs=1e-6), 0.0)
@@ -91,8 +91,8 @@ def test_what_the_host_takes_for_a_pass_is_found() -> None:
 
 def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes() -> None:
     both, alone = costs_of([*ALONE, SHARDED]), costs_of(ALONE)
-    assert law(both, "update").sharded_pass_s == pytest.approx(SHARDED_S, rel=0.02)
-    assert replace(law(both, "update"), sharded_pass_s=0.0) == law(alone, "update")
+    assert cost_of(both, "update").sharded_pass_s == pytest.approx(SHARDED_S, rel=0.02)
+    assert replace(cost_of(both, "update"), sharded_pass_s=0.0) == cost_of(alone, "update")
     assert replace(both, nodes=alone.nodes) == alone
     assert costs_of([SHARDED, *ALONE]).on != alone.on, "the devices are those of the first"
 
@@ -104,7 +104,7 @@ def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_
     early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in both.spans if span.name == "update"]
     skewed = replace(both, spans=[*both.spans, *early])
     assert costs_of([skewed]) == costs_of([both])
-    assert law(costs_of([*ALONE, skewed]), "update") == law(costs_of([*ALONE, both]), "update")
+    assert cost_of(costs_of([*ALONE, skewed]), "update") == cost_of(costs_of([*ALONE, both]), "update")
 
 
 def decoding(loop: Loop) -> Trace:
@@ -115,14 +115,14 @@ def decoding(loop: Loop) -> Trace:
 
 def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:
     one, turns = decoding(Loop(depth=1)), decoding(Loop(depth=0, shared=True, rows=32))
-    found = law(costs_of([one, turns]), "rollout").decode
+    found = cost_of(costs_of([one, turns]), "rollout").decode
     assert found is not None
     told = [found.seconds(np.full((1, rows), 50.0), PROMPT_TOKENS, 1)[0, 0] for rows in (16, 32)]
     assert told == [pytest.approx(0.1 + 1e-3 * 16), pytest.approx(0.1 + 1e-3 * 32)]
     wide = decoding(Loop(depth=1, generators=2, rows=32))
     wide = replace(wide, plan=replace(wide.plan, pools=tuple(replace(pool, cpus=4) for pool in wide.plan.pools)))
     both, alone = costs_of([one, wide]), costs_of([one])
-    assert [law(both, node) for node in ("rollout", "update")] == [law(alone, node) for node in ("rollout", "update")]
+    assert [cost_of(both, node) for node in ("rollout", "update")] == [cost_of(alone, node) for node in ("rollout", "update")]
 
 
 @pytest.mark.parametrize("rows", [16, 48])
@@ -138,4 +138,4 @@ def test_an_update_on_other_devices_is_foretold_by_its_passes(rows: int) -> None
 
 def test_where_launching_takes_nothing_next_to_nothing_is_found() -> None:
     run = run_on_gpus(Loop(depth=1, micro_batch_tokens=LIMIT), (20, 90), 1e-6)
-    assert law(costs_of([run]), "update").pass_s < 0.1 * TOKEN_S * LIMIT
+    assert cost_of(costs_of([run]), "update").pass_s < 0.1 * TOKEN_S * LIMIT

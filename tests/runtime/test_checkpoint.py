@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.compiler.checkpoint_cut import leads
+from rlgraph.compiler.checkpoint_cut import lookaheads
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.engines.fsdp import distributed_checkpoint
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_no_step_that_its_owner_has_not_seen(tmp_path: Path) 
 
 
 def test_a_cut_has_the_rollout_ahead_by_its_depth_and_the_trained_model_not_at_all() -> None:
-    found = leads(compile_plan(fakes.vector_loop(2), Cluster(cpus=2)))
+    found = lookaheads(compile_plan(fakes.vector_loop(2), Cluster(cpus=2)))
     assert found == {"prompts": 2, "generator": 2, "score": 2, "policy": 0}
 
 

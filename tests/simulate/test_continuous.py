@@ -205,6 +205,6 @@ def test_the_law_of_decoding_is_found_in_a_run_whose_batches_joined(shared: bool
         spans.append(Span("rollout", "fire", step, "generator", at, end))
         sampled.append(Sampled("rollout", step, "generator", int(ROWS * LENGTHS.prompt_tokens), tuple(drawn[step].astype(int).tolist())))
         at = end
-    found = measured_costs(plan, spans, sampled).law("rollout").decode
+    found = measured_costs(plan, spans, sampled).cost_of("rollout").decode
     assert found is not None
     assert (found.step_s, found.sequence_s) == (pytest.approx(DECODE.step_s, rel=1e-6), pytest.approx(DECODE.sequence_s, rel=1e-6))

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.graph_settings import graph_settings
-from rlgraph.compiler.checkpoint_cut import leads
+from rlgraph.compiler.checkpoint_cut import lookaheads
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph
@@ -62,7 +62,7 @@ class Checkpoints:
 
     def open(self) -> None:
         """Take the folder: lock it, sweep what a killed job left half done, and find the newest checkpoint."""
-        leads(self.plan)  # refused here rather than in the middle of a run
+        lookaheads(self.plan)  # refused here rather than in the middle of a run
         try:
             self._take_folder()
             if self.recovery.fresh:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlgraph.channels.factory import Site, first_choice, transport_of
 from rlgraph.columns import Column
-from rlgraph.compiler.checkpoint_cut import leads, open_nodes
+from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.nodes import Due, Graph, Model, Node
@@ -153,7 +153,7 @@ def setups(
 ) -> tuple[WorkerSetup, ...]:
     """Return what each worker of the plan is started with; `addresses` are those of its hosts, where there are several."""
     start = start or Start()
-    lead = leads(plan) if start.folder else {}
+    lead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
     ahead = plan.steps_ahead()
     channels = tuple(
