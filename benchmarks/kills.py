@@ -133,7 +133,8 @@ def run_on_ray(folder: Path, depth: int, steps: int) -> None:
     """Do the same on Ray, as a user's program would."""
     with plan_of(folder, depth).launch(checkpoint=folder / "checkpoints", every=EVERY, restarts=20, deadline_s=60) as job:
         for _ in rg.record(job, steps, folder):
-            (folder / "beat").write_text(str(time.time()))
+            (folder / "beat.new").write_text(str(time.time()))
+            (folder / "beat.new").replace(folder / "beat")  # at once, so that nobody reads an empty file
 
 
 @dataclass
