@@ -1,4 +1,4 @@
-"""What a schedule guarantees for any timing, derived from its credits."""
+"""Derive what a schedule guarantees for any timing from its credits."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from rlgraph.graph.nodes import Graph
 
 
 def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
-    """Return the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered."""
+    """Derive the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered."""
     sizes = [
         None if channel.bytes is None else channel.slots * channel.bytes
         for channel in channels
@@ -28,9 +28,10 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
 
 
 def deadlock_free(schedule: Schedule) -> bool:
-    """Whether every cycle holds a credit: then the marked graph is live (Commoner, 1971).
+    """Check that every cycle holds a credit: then the marked graph is live (Commoner, 1971).
 
-    Counted in rounds no dependency has fewer than none, on the same cycles: so those without a credit wait within a round.
+    The check counts in rounds. There no dependency may have fewer than 0 credits, and those with 0, which wait for an event of
+    the same round, may not form a cycle.
     """
     lag = {event.name: event.lag for event in schedule.events}
     ahead = any(d.credits + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
@@ -38,10 +39,10 @@ def deadlock_free(schedule: Schedule) -> bool:
 
 
 def staleness_bound(graph: Graph, schedule: Schedule) -> int:
-    """How many versions a batch can be behind when it is trained: the credits on its loop, less the one in service.
+    """Bound the versions that a batch can be behind when it is trained: the credits on its loop, less the one in service.
 
-    The credits on a cycle never change, so those on the way that a version takes, from publish through rollout and update
-    to the next publish, bound the open batches. Turns in a pool can keep fewer open, but not make an older version newer.
+    The credits on a cycle never change. So the credits on the way of a version, from its publish through rollout and update to
+    the next publish, bound the open batches. The order within a pool can keep fewer batches open, but makes no version newer.
     """
     credits = _credits(d for d in schedule.dependencies if d.reason in ("loop", "data"))
     worst = 0

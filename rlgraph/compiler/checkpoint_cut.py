@@ -1,9 +1,9 @@
-"""Where a checkpoint cuts a plan: how many steps each node is ahead of the trained weights, and what lies open in between.
+"""The cut of a checkpoint through a plan: how far each worker is ahead of the trained weights, and which batches are open.
 
-A checkpoint after `step` steps holds every worker at a firing of its own, whatever the clock says: what is trained has fired
-`step` times, a rollout of depth d fires d times more, under versions that exist by then. Batches written before the
-cut and read after it are open; they are saved with it. So nobody waits for anybody, no old version is kept, and rollout
-`step + d` goes on with version `step`, as it would have (a consistent cut: Chandy and Lamport, 1985).
+A checkpoint after `step` steps takes every worker at a firing of its own, whatever the clock says. Workers that train have fired
+`step` times; a rollout of depth d has fired d times more, with versions that exist by then. Batches written before the cut and
+read after it are open, and are saved with it. So no worker waits for another, no old version is kept, and rollout `step + d`
+resumes with version `step`, as in a run without a checkpoint (a consistent cut: Chandy and Lamport, 1985).
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from rlgraph.errors import PlanError
 
 
 def lookaheads(plan: Plan) -> dict[str, int]:
-    """Return for each worker how many firings a checkpoint has it ahead of the trained weights, by the worker's name.
+    """Count for each worker, by name, the firings by which a checkpoint takes it ahead of the trained weights.
 
-    Raises PlanError for a rollout that depends on what is trained in the same step, since its lookahead would need old versions.
+    Raises PlanError for a rollout that reads what is made from weights of its own step: its lookahead would need old versions.
     """
     depth = {reader: loop.depth for loop in plan.loops for reader in loop.readers}
     trained = {node.model for node in plan.nodes if node.work == "train"}
@@ -43,7 +43,7 @@ def lookaheads(plan: Plan) -> dict[str, int]:
 
 
 def open_nodes(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) -> tuple[str, ...]:
-    """Return the nodes of a worker whose batches lie open at a cut, since a reader is less far ahead than it is."""
+    """List the nodes of a worker whose batches are open at a cut, because a reader is less far ahead."""
     return tuple(
         dict.fromkeys(
             channel.writer

@@ -1,4 +1,4 @@
-"""The cluster a graph is compiled for: counts only, nothing is looked up on a machine."""
+"""The cluster that a graph is compiled for: counts only, nothing is looked up on a machine."""
 
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
@@ -13,7 +13,13 @@ Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes a
 
 @dataclass(frozen=True)
 class Precision:
-    """What a device computes models in: "bfloat16" or "float32", and `why` in words."""
+    """The dtype that a device computes models in, "bfloat16" or "float32", and `why` in words, for the printed plan.
+
+    Raises PlanError for another dtype.
+
+    >>> Cluster(gpus=1, gpu_precision=Precision("float32", "a test compares bits")).gpu_precision.dtype
+    'float32'
+    """
 
     dtype: Annotated[str, OneOf(("bfloat16", "float32"))]
     why: str
@@ -26,12 +32,15 @@ class Precision:
 class Cluster:
     """GPUs and host cores, of all hosts together. Without GPUs the pools run on the cores.
 
-    `gpu` names the kind of GPU, as "H100": then times are estimated where none were measured. What is known of the memory of
-    a GPU and of the host lets a plan that cannot fit be refused. `gpu_precision` and `cpu_precision` are what models with
-    dtype="auto" compute in there; unless given, GPUs are taken to compute in bfloat16, cores in float32.
+    `gpu` names the kind of GPU, as "H100"; with it, times are estimated where none were measured. `gpu_memory_bytes` and
+    `host_memory_bytes` let the compiler refuse a plan that cannot fit. Models with dtype="auto" compute in `gpu_precision` or
+    `cpu_precision`; by default GPUs compute in bfloat16 and cores in float32.
 
-    A host has `gpus_per_node` GPUs, so GPUs say how many hosts there are at least; without GPUs `hosts` does, each with its
-    part of the cores. Raises PlanError for counts below zero, or more hosts than cores.
+    A host has `gpus_per_node` GPUs, so the GPUs give the least number of hosts; without GPUs `hosts` gives it, each with an equal
+    share of the cores. Raises PlanError for counts below zero, or more hosts than cores.
+
+    >>> Cluster(gpus=16, gpus_per_node=8, gpu="H100").hosts
+    2
     """
 
     gpus: Natural = 0
@@ -52,12 +61,14 @@ class Cluster:
             raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; give the cores of all hosts")
 
     def host_of_gpu(self, gpu: int) -> int:
+        """Return the host of a GPU."""
         return gpu // self.gpus_per_node
 
     def host_of_core(self, core: int) -> int:
-        """Return the host of a core; cores beyond the last are shared by the operating system of the last host."""
+        """Return the host of a core; cores beyond the last count as cores of the last host."""
         return min(core // max(self.cpus // self.hosts, 1), self.hosts - 1)
 
     @property
     def device(self) -> str:
+        """Return "gpu" or "cpu": where models run."""
         return "gpu" if self.gpus else "cpu"

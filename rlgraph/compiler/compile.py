@@ -1,4 +1,4 @@
-"""From a graph and a cluster to a plan. Pure: no Ray, no GPU, no clock, no environment."""
+"""Compile a graph for a cluster. Pure: no Ray, no GPU, no clock, no environment."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -58,7 +58,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
 
 def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
-    """Return the costs given, or an estimate: by the roofline where devices and shapes are known, else nominal.
+    """Take the costs given, or estimate them: by the roofline where devices and shapes are known, else nominal.
 
     Missing sleep costs of models that time-share devices are estimated too.
     """
@@ -69,7 +69,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
 
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
-    """Return the plan of a graph whose pools have that many devices; `warnings` are about how it was chosen."""
+    """Make the plan for pools of these device counts; `warnings` are about the choice of the counts."""
     check_gpu_settings(graph, cluster)
     workers, settings, schedule = scheduled(graph, cluster, counts, priced)
     sleeps = sleep_costs(graph, workers, settings, priced.sleep)
@@ -118,7 +118,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
 
 
 def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
-    """Return the split of least period, and warnings about the choice. Of many splits those that are worse for sure are not tried.
+    """Find the split of least period, and warnings about the choice. A split whose bound is above the best period is not tried.
 
     Raises PlanError where there is no split whose workers run on one host each.
     """
@@ -192,7 +192,7 @@ def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps
 
 
 def _batch_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
-    """One channel for each writer and transport; it carries what its readers read, and nothing else."""
+    """Plan one channel for each writer and transport; it carries the columns that its readers read."""
     planned = []
     for writer, by_transport in batch_transports(graph, workers).items():
         for transport, found in by_transport.items():
@@ -213,7 +213,7 @@ def _stream(writer: Node) -> str | None:
 
 
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
-    """Return the most bytes the tensors of one message can have, or None where a dimension has no known bound. Text is not counted."""
+    """Bound the bytes of the tensors of one message; None where a dimension has no known bound. Text is not counted."""
     trained = [node for node in graph.nodes if node.due is None]
     sizes = {dim: size for node in (*trained, writer) for dim, size in node.traits.dims.items()}
     total = 0

@@ -1,8 +1,8 @@
-"""The best ways to divide many devices among pools, without trying every one.
+"""Find the best ways to divide many devices among pools without trying every one.
 
-A step takes no longer where each of its nodes has more devices. So the period in which every pool has the most devices of a box of
-divisions is a bound for all of that box, and boxes are halved best first: the divisions come out by their period (branch and
-bound; Land and Doig, 1960). Where costs say that more devices take longer, a division may come out a little late.
+A step takes no longer when each of its nodes has more devices. So the period with the most devices that each pool has in a box of
+divisions bounds the period of every division in the box. Boxes are halved best first, and divisions come out in the order of their
+periods (branch and bound; Land and Doig, 1960). Where costs say that more devices take longer, a division may come out a little late.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class _Box:
         return sum(most - least for least, most in zip(self.least, self.most, strict=True))
 
     def halves(self) -> "tuple[_Box, _Box]":
-        """Return the box cut in two where it is longest."""
+        """Cut the box in two along its longest side."""
         axis = max(range(len(self.least)), key=lambda i: self.most[i] - self.least[i])
         middle = (self.least[axis] + self.most[axis]) // 2
         return (
@@ -45,7 +45,7 @@ class _Box:
 
 
 def best_first(divisions: Divisions, period: Callable[[Counts], float]) -> Iterator[Division]:
-    """Yield divisions with the period that `period` gives, the shortest first; none for which it is infinite."""
+    """Yield divisions by their period, the shortest first; divisions of infinite period are left out."""
     groups = [group for _, group in divisions.free]
     whole = _Box((1,) * len(groups), tuple(divisions.room // group for group in groups))
     tickets, bounds = count(), dict[tuple[int, ...], float]()
@@ -71,7 +71,7 @@ def best_first(divisions: Divisions, period: Callable[[Counts], float]) -> Itera
 
 
 def _within(divisions: Divisions, groups: Sequence[int], box: _Box) -> Counts | None:
-    """Return the most devices that each pool has in a box; None for a box without a division."""
+    """Find the most devices that each pool has in a box; None for a box without a division."""
     fewest = [n * group for n, group in zip(box.least, groups, strict=True)]
     rest = sum(group for _, group in divisions.open[len(groups) :])
     spare = divisions.room - rest - sum(fewest)

@@ -1,4 +1,4 @@
-"""From a graph to its schedule: the events of a step, and what each waits for."""
+"""Build the schedule of a graph: the events of a step, and what each waits for."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,22 +19,22 @@ AHEAD = 60  # steps that training may be ahead of an evaluation beside it, at mo
 
 
 def open_batches(graph: Graph) -> int:
-    """How many batches may be admitted to rollout and not yet published: the largest depth and one."""
+    """Count the batches that may be admitted to rollout and not yet published: the largest depth and one."""
     return 1 + max((f.depth for f in graph.feedbacks), default=0)
 
 
 def slots(graph: Graph, node: Node) -> int:
-    """How many batches the channel of `node` holds, in chunks or whole: enough never to hold up what its loop admits.
+    """Count the batches that the channel of `node` holds, whole or in chunks: enough for all that its loop admits.
 
-    What lies before the loop (prompts) has one more, so that it is ready when the loop takes its next batch.
+    The channel of a node before the loop, as prompts, holds one more, so that it is ready when the loop takes its next batch.
     """
     return open_batches(graph) + (0 if graph.feedbacks and in_loop(graph, node) else 1)
 
 
 def window(graph: Graph) -> int:
-    """How many steps may be in flight: so many that none waits for an older one to be done, whatever the times.
+    """Count the steps that may be in flight: enough that none waits for an older one to end, whatever the times.
 
-    Those that the loop admits, one for each node that a batch passes before it and beside it, and two more.
+    These are the steps that the loop admits, one for each node on the longest way outside the loop, and two more.
     """
     trained = {feedback.source.node for feedback in graph.feedbacks if feedback.source is not None}
     inside = {
@@ -45,7 +45,7 @@ def window(graph: Graph) -> int:
 
 
 def in_loop(graph: Graph, node: Node) -> bool:
-    """Whether `node` lies downstream of a rollout that a feedback edge drives."""
+    """Tell whether `node` lies downstream of a rollout that a feedback edge drives."""
     driven = [n for n in graph.nodes if n.feedback is not None]
     return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
 
@@ -72,7 +72,7 @@ class OrderChannel:
 class Puts:
     """The channels into which each node puts, one after another: those of its batch, by their readers, then the order channels.
 
-    An update also tells the evaluations beside it that it is done, and waits for one that is too far behind.
+    An update also tells the evaluations beside it that it is done, and waits for an evaluation that is too far behind.
     """
 
     batches: Mapping[Node, Sequence[Sequence[Node]]]
@@ -80,15 +80,15 @@ class Puts:
     evaluations: Mapping[Node, Sequence[Node]]
 
     def batch(self, writer: Node, reader: Node) -> int:
-        """Return the number of the put that brings a batch to a reader."""
+        """Number the put that brings a batch to a reader."""
         return next(put for put, readers in enumerate(self.batches[writer], 1) if reader in readers)
 
     def order(self, order: OrderChannel) -> int:
-        """Return the number of the put that tells the next node of a pool to fire."""
+        """Number the put that tells the next node of a pool to fire."""
         return len(self.batches[order.writer]) + 1 + list(self.orders[order.writer]).index(order)
 
     def evaluation(self, update: Node, evaluation: Node) -> int:
-        """Return the number of the put that tells an evaluation beside the training that a step is done."""
+        """Number the put that tells an evaluation beside the training that a step is done."""
         before = len(self.batches[update]) + len(self.orders.get(update, ()))
         return before + 1 + list(self.evaluations[update]).index(evaluation)
 
@@ -128,58 +128,58 @@ def order_channel_name(before: str, after: str) -> str:
 
 
 def fire_event(node: str, chunk: int = 0, chunks: int = 1) -> str:
-    """Return the name of the event that is the firing of a node, or its firing for one of several chunks of a batch."""
+    """Name the event in which a node fires, or fires for one of several chunks of a batch."""
     return node if chunks == 1 else f"{node} {chunk + 1}/{chunks}"
 
 
 def fire_events(node: Node) -> list[str]:
-    """Return the names of a node's firings of one step, in order."""
+    """Name a node's firings of one step, in order."""
     return [fire_event(node.name, chunk, node.chunks) for chunk in range(node.chunks)]
 
 
 def _firings(node: Node, host: str, seconds: float) -> list[Event]:
-    """Return the firings of one step; chunks of a batch are taken to be equally long, and a chunk to leave when its time is over."""
+    """Make the firings of one step. Chunks of a batch take equal times here; each leaves when its time is over."""
     names = fire_events(node)
     return [Event(name, "fire", node.name, host, pool_of(node), seconds / node.chunks, chunk) for chunk, name in enumerate(names)]
 
 
 def publish_event(feedback: str) -> str:
-    """The name of the event that stages a version of a feedback edge."""
+    """Name the event that stages a version of a feedback edge."""
     return f"publish {feedback}"
 
 
 def receive_event(feedback: str, reader: str) -> str:
-    """The name of the event that brings a version to the workers of node `reader`."""
+    """Name the event that brings a version to the workers of node `reader`."""
     return f"receive {feedback} for {reader}"
 
 
 def load_event(feedback: str, reader: str, *, apart: bool = False) -> str:
-    """The name of the event that puts a version into the engine of node `reader`; `apart` is an edge to that reader alone."""
+    """Name the event that puts a version into the engine of node `reader`; `apart` is for an edge to that reader alone."""
     return f"load {feedback}" if apart else f"load {feedback} for {reader}"
 
 
 def readers(graph: Graph, feedback: Feedback) -> list[Node]:
-    """Return the nodes that use the weights of a feedback edge, but for evaluations apart, which have an edge of their own."""
+    """List the nodes that use the weights of a feedback edge, without evaluations apart, which have an edge of their own."""
     return [node for node in graph.nodes if node.feedback is feedback and not graph.evaluates_apart(node)]
 
 
 def evaluations(graph: Graph, feedback: Feedback) -> list[Node]:
-    """Return the nodes that evaluate the weights of a feedback edge apart from its rollouts."""
+    """List the nodes that evaluate the weights of a feedback edge apart from its rollouts."""
     return [node for node in graph.nodes if node.feedback is feedback and graph.evaluates_apart(node)]
 
 
 def evaluation_loop(feedback: str, node: str) -> str:
-    """The name of the edge that brings the weights of a feedback edge to an evaluation apart."""
+    """Name the edge that brings the weights of a feedback edge to an evaluation apart."""
     return f"{feedback} to {node}"
 
 
 def ahead(graph: Graph) -> int:
-    """How many steps training may be ahead of an evaluation."""
+    """Count the steps that training may be ahead of an evaluation."""
     return max((min(node.due.every, AHEAD) for node in graph.nodes if node.due is not None), default=0)
 
 
 def loads(graph: Graph, feedback: Feedback) -> list[tuple[Node, list[Node]]]:
-    """Return for each model that takes the weights the node before which it loads them, and all of its nodes that use them."""
+    """List for each model that takes the weights the node before which it loads them, and all its nodes that use them."""
     users: dict[object, list[Node]] = {}
     for node in readers(graph, feedback):
         users.setdefault(node.model or node, []).append(node)
@@ -217,8 +217,8 @@ def pool_of(node: Node) -> str | None:
 def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
     """Order the events of a round: nodes by their place, weights loaded just before a rollout and published just after an update.
 
-    What happens for an older step comes after all that happens for this one.
-    An engine wakes before it loads weights, and sleeps before those that it trained are published.
+    Events for an older step come after all events for this one.
+    An engine wakes before it loads weights, and sleeps before the weights that it trained are published.
     """
     places = {node.name: place(graph, node) for node in graph.nodes}
     rank: dict[EventKind, int] = {"receive": 0, "wake": 1, "load": 2, "fire": 3, "sleep": 4, "publish": 5}
@@ -239,7 +239,7 @@ def place(graph: Graph, node: Node) -> tuple[int, int, int]:
 
 
 def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
-    """A reader starts when its batch has been put; the writer puts the next where every reader has given a slot back."""
+    """Let a reader wait for its batch, and the writer's next put for a slot that every reader has given back."""
     for writer, reader in graph.forward.edges:
         held, put, writes, reads = slots(graph, writer), puts.batch(writer, reader), fire_events(writer), fire_events(reader)
         for wrote, taken in zip(writes, reads, strict=True) if by_chunk(writer, reader) else product(writes, reads):
@@ -267,7 +267,7 @@ def _order(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
 def order_channels(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[OrderChannel]:
     """Yield the channels that keep nodes of one pool in different processes from overlapping, unless data or weights do so anyway.
 
-    Data does not where the next node loads weights, which it does before it takes its batch.
+    Data does not do so for a node that loads weights, since it loads them before it takes its batch.
     """
     found: dict[str, OrderChannel] = {}
     for pool in dict.fromkeys(event.pool for event in ordered if event.pool is not None):
@@ -288,7 +288,7 @@ def order_channels(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iter
 
 
 def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Yield each firing of a pool with the next, round and round; in the first rounds those without a lag are alone."""
+    """Yield each firing of a pool with the next one, cyclically. In the first rounds the firings without a lag are alone."""
     yield from zip(fired, [*fired[1:], *fired[:1]], strict=True)
     alone = [event for event in fired if event.lag == 0]
     if 0 < len(alone) < len(fired):
@@ -296,13 +296,13 @@ def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def _waits_for_weights(rollout: Node, update: Node, steps: int) -> bool:
-    """Whether the rollout of so many steps later waits for an update anyway."""
+    """Tell whether the rollout that is `steps` steps later waits for an update anyway."""
     feedback = rollout.feedback
     return feedback is not None and feedback.depth < steps and feedback.source is not None and feedback.source.node is update
 
 
 def by_chunk(writer: Node, reader: Node) -> bool:
-    """Whether `reader` fires for each chunk that `writer` gives."""
+    """Tell whether `reader` fires for each chunk that `writer` gives."""
     return reader.follows is not None and reader.follows is writer.stream
 
 
@@ -327,7 +327,7 @@ def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
 
 
 def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[Dependency]:
-    """An evaluation apart waits for the weights of its step; training waits for one that is too far behind."""
+    """Let an evaluation apart wait for the weights of its step, and training for an evaluation that is too far behind."""
     assert feedback.source is not None
     assert node.due is not None
     update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)
@@ -341,7 +341,7 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[
 
 
 def _in_order(ordered: Sequence[Event]) -> Iterator[Dependency]:
-    """What one worker does, it does in this order, round and round."""
+    """Let each worker do its events in this order, cyclically."""
     chains: dict[str, list[Event]] = {}
     for event in ordered:
         if event.kind != "receive":

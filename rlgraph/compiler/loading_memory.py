@@ -1,4 +1,4 @@
-"""Memory while models are loaded: each rank reads a whole model in float32, on its host and then on its GPU, before ranks share it."""
+"""Memory while models load: each rank reads a whole model in float32, on its host and then on its GPU, before the ranks shard it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,7 +11,7 @@ from rlgraph.graph.nodes import Graph
 
 
 def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
-    """Yield the peak of each pool's GPUs and of the fullest host while all workers load their models at once.
+    """Estimate the peak of each pool's GPUs and of the fullest host while all workers load their models at once.
 
     Pools and hosts with a model of unknown shape are left out, since their sum would be too small.
     """
@@ -29,7 +29,7 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
         works = {node.traits.work for node in graph.nodes if node.model is model}
         estimates = model.traits.estimates or default_estimates(works)
         size = estimates.loading_bytes(shapes[model.path].parameters, itemsize_of(model, cluster))
-        for gpu in worker.gpus:  # an engine over several has its part on each
+        for gpu in worker.gpus:  # an engine over several holds a shard on each
             held = on_gpus.setdefault(model.pool.name, {}).setdefault(gpu, {})
             held[worker.model] = held.get(worker.model, 0) + size // len(worker.gpus)
         if "generate" not in works or not worker.gpus:  # what a GPU engine reads is mapped from its file

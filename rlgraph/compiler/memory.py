@@ -1,4 +1,4 @@
-"""Peak memory of each device and of the host, from model shapes, and the refusal of a plan that cannot fit."""
+"""Estimate the peak memory of each device and of the host from model shapes, and refuse a plan that cannot fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def needs(
     if staged:
         host["weights in staging"] = staged
     if host:
-        spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # pages of a host come as they are touched
+        spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # a host allocates pages when they are touched
         total = sum(host.values())
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
     later = {need.pool: need.least_bytes for need in found}
@@ -94,7 +94,7 @@ def _need(
 
 
 def _longest(graph: Graph, lengths: Lengths | None) -> float:
-    """The most tokens that a prompt and its response can have together, as far as the generators bound them."""
+    """Bound the tokens of a prompt and its response together, by the limits of the generators."""
     models = [node.model for node in graph.nodes if node.traits.work == "generate" and node.model is not None]
     return max((_longest_of(model, lengths) for model in models), default=float(1 << 20))
 
@@ -107,7 +107,7 @@ def _longest_of(model: Model, lengths: Lengths | None) -> float:
 
 @dataclass(frozen=True)
 class _Moving:
-    """Weights on their way along a feedback edge: all versions that are staged at once."""
+    """Weights that move along a feedback edge: all versions that are staged at once."""
 
     source: Model | None
     readers: tuple[Model | None, ...]
@@ -126,8 +126,8 @@ def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], 
 
 
 def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Need:
-    """Estimate what weights take that move from GPU to GPU: each rank that trains stages its rows, and NCCL brings all of them into
-    memory of the GPU that reads, of an engine over several GPUs the first."""
+    """Estimate the memory of weights that move from GPU to GPU: each rank that trains stages its shard, and NCCL brings whole
+    versions into memory of the reading GPU, the first one of an engine over several."""
     staged = sum(w.bytes for w in moving if w.source is model and transport_of(w.transport).writer_keeps == "gpu") // setting.engines
     carried = sum(w.bytes for w in moving if model in w.readers and transport_of(w.transport).reader_keeps == "gpu")
     parts = {"weights in staging": staged, "weights carried by NCCL": carried}
@@ -135,7 +135,7 @@ def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Ne
 
 
 def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
-    """Raise PlanError for a device that cannot hold even what can't be given up, with the largest parts and a way out."""
+    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a fix."""
     for need in memory:
         if need.limit is not None and need.least_bytes > need.limit:
             largest = sorted(need.parts, key=lambda part: -part[1])[:3]
@@ -148,19 +148,19 @@ def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
 
 
 FIXES = {
-    "whole weights": "each worker reads its whole model, one that is trained or scores in float32, before the ranks share it: fewer "
-    "ranks on a host, pools of their own, or a smaller model",
+    "whole weights": "each worker reads its whole model before the ranks shard it, in float32 if it trains or scores: use fewer ranks on a "
+    "host, pools of their own, or a smaller model",
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "activations": "lower micro_batch_tokens, or set recompute=True",
     "keys and values": "lower max_context or max_tokens",
     "weights in staging": "lower depth, or use a smaller model",
-    "weights carried by NCCL": "put who trains and who generates on one host, lower depth, or use a smaller model",
+    "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",
 }
 
 
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
-    """Raise PlanError where a model's share of a GPU's memory is set and the cluster has no GPU."""
+    """Raise PlanError for a model with a share of a GPU's memory on a cluster without GPUs."""
     for node in graph.nodes:
         share = node.model.traits.memory if node.model is not None else None
         if share is not None and not cluster.gpus:

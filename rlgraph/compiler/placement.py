@@ -37,11 +37,11 @@ class Divisions:
 
     @property
     def room(self) -> int:
-        """Devices for all open pools at most."""
+        """The most devices that the open pools can have together."""
         return self.total - sum(request.group for request in self.given)
 
     def counts(self, chosen: Sequence[int]) -> Counts:
-        """Return the devices of each pool where the free ones have so many."""
+        """Give the devices of each pool when the free ones have the chosen counts."""
         found = dict(zip((name for name, _ in self.free), chosen, strict=True))
         left = self.total - sum(chosen)
         for name, group in self.open[len(self.free) :]:
@@ -52,7 +52,7 @@ class Divisions:
         return (self.counts(chosen) for chosen in self._choices([group for _, group in self.open], self.room))
 
     def __len__(self) -> int:
-        """How many there are, without making them."""
+        """Count the divisions without making them."""
         if not self.free:
             return 1
         ways = {self.room: 1}  # by what is left
@@ -77,7 +77,7 @@ class Divisions:
 
 
 def splits(graph: Graph, cluster: Cluster) -> Divisions:
-    """Return the ways to divide the cluster among the pools. Raises PlanError where the pools need more than the cluster has."""
+    """Find the ways to divide the cluster among the pools. Raises PlanError where the pools need more than the cluster has."""
     models = _models(graph)
     shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
     fixed = {p.name: p.cpus or p.gpus or 0 for p in graph.pools if p not in shared}
@@ -106,12 +106,12 @@ def _check_host_pools(graph: Graph, cluster: Cluster) -> None:
 
 
 def divided(shares: Mapping[str, float], groups: Mapping[str, int], total: int) -> dict[str, int]:
-    """Return `total` devices divided by share, in whole groups."""
+    """Divide `total` devices by share, in whole groups."""
     return _largest_remainder([_Request(name, share, groups[name]) for name, share in shares.items()], total)
 
 
 def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
-    """Divide `total` devices by share, in whole groups, at least one group each; what is left goes to the largest remainders."""
+    """Divide `total` devices by share, in whole groups, at least one group each; the rest goes to the largest remainders."""
     if not requests:
         return {}
     scale = total / sum(r.share for r in requests)
@@ -128,14 +128,14 @@ def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
 
 
 def nodes_needed(counts: Mapping[str, int], cluster: Cluster) -> int:
-    """Return how many hosts the GPU pools take: pools that fit on one host together share hosts, else each has its own."""
+    """Count the hosts of the GPU pools: pools that fit on one host together share it, else each has its own."""
     per_host = [min(n, cluster.gpus_per_node) for n in counts.values()]
     hosts = [-(-n // cluster.gpus_per_node) for n in counts.values()]
     return max(hosts, default=1) if sum(per_host) <= cluster.gpus_per_node else sum(hosts)
 
 
 def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[int, ...]]:
-    """Return the GPU numbers of each pool, dealt out in order of first use; pools on the host have none."""
+    """Deal out GPU numbers to the pools in order of first use; pools on the host get none."""
     dealt, free = {}, 0
     for pool in graph.pools:
         count = counts[pool.name] if cluster.gpus and pool.cpus is None else 0
@@ -145,7 +145,7 @@ def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[i
 
 
 def place_workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, int]) -> tuple[PlannedWorker, ...]:
-    """Return every process: one for each (model, rank), and one for each host node that may run by itself.
+    """Place the processes: one for each (model, rank), and one for each host node that can run by itself.
 
     `order` gives each node its place in the schedule; a worker fires its nodes by it.
     """
@@ -163,7 +163,7 @@ def place_workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping
 
 
 def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, int]:
-    """Return the first core of each pool, where the pools have the cores side by side; pools on GPUs have none."""
+    """Find the first core of each pool, with the pools side by side; pools on GPUs take none."""
     first, free = {}, 0
     for pool in graph.pools:
         first[pool.name] = free
@@ -210,18 +210,18 @@ def _ranks(
 
 
 def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
-    """Return the groups of devices on which a model has its workers."""
+    """Count the groups of devices on which a model has its workers."""
     return model.ranks or (count // model.group if on_gpus else 1)
 
 
 def ranks_of(model: Model, count: int, cluster: Cluster) -> int:
-    """Return how many workers a model has in a pool of `count` devices."""
+    """Count the workers of a model in a pool of `count` devices."""
     on_gpus = bool(cluster.gpus) and model.pool.cpus is None and count > 0
     return _groups(model, count, on_gpus=on_gpus) * (model.engines if on_gpus else 1)
 
 
 def _host_chains(graph: Graph) -> list[list[Node]]:
-    """Group host nodes: a node joins its producer's process if everything else it reads is there whenever the producer is done."""
+    """Group host nodes: a node joins its producer's process if all its other inputs come before that producer."""
     chains: list[list[Node]] = []
     for node in (n for n in graph.nodes if n.model is None):
         sources = set(graph.forward.predecessors(node))
@@ -240,7 +240,7 @@ def _models(graph: Graph) -> list[Model]:
 
 
 def model_names(graph: Graph) -> dict[str, Model]:
-    """Return the models of a graph by the names that plans and costs give them: their roles, numbered where there are several."""
+    """Name the models of a graph as plans and costs do: by their roles, numbered where several have one role."""
     found: dict[str, Model] = {}
     for model in _models(graph):
         found[_unique(model.role, found)] = model

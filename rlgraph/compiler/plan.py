@@ -69,7 +69,7 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class PlannedWorker:
-    """One process: rank `rank` of `world` of a model, or host nodes. It fires `nodes` in this order, once a step."""
+    """One process: rank `rank` of `world` of a model, or a process of host nodes. It fires `nodes` in this order, once a step."""
 
     name: str
     pool: str | None
@@ -190,7 +190,7 @@ class PlannedWait:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The steady state: seconds a step, the cycle that sets it, and advice in words.
+    """The predicted steady state: seconds a step, the cycle that sets it, and advice in words.
 
     `period_s` is the critical cycle's, from mean seconds until a firing's last engine is done. `simulated_s` plays the schedule
     with the lengths and spreads that the costs hold: it counts what a long response keeps waiting, and that an engine which is
@@ -214,7 +214,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What holds for any timing: derived from the schedule's credits, not observed."""
+    """What the schedule guarantees for any timing, derived from its credits."""
 
     staleness_bound: int
     deadlock_free: bool
@@ -240,9 +240,14 @@ class Facade(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a graph becomes on a cluster: placement, workers, channels, loops, schedule, prediction and certificate.
+    """A graph placed on a cluster: workers, channels, loops, schedule, prediction and certificate.
 
-    It prints, draws, compares, serialises and runs. One read back with `from_json` has no graph, so it cannot be launched.
+    It prints, draws, compares, serialises and runs. A plan that `from_json` reads has no graph, so it cannot be launched.
+
+    >>> import rlgraph as rg
+    >>> plan = rg.compile(rg.Graph("questions", rg.prompts([{"prompt": "1 + 1 ="}], count=1)), rg.Cluster(cpus=2))
+    >>> rg.Plan.from_json(plan.to_json()) == plan
+    True
     """
 
     graph: str
@@ -265,7 +270,7 @@ class Plan:
 
     @property
     def values(self) -> "Plan":
-        """The same plan without its graph: what a record of a run keeps."""
+        """Return the same plan without its graph, as a trace of a run keeps it."""
         return replace(self, source=msgspec.UNSET)
 
     def __str__(self) -> str:
@@ -295,18 +300,18 @@ class Plan:
         fresh: bool = False,
         transport: str | None = None,
     ) -> "Job":
-        """Make the job, for a `with` block: it starts the workers on Ray and ends them when the block is left.
+        """Make the job, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
         `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
         by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
 
-        `checkpoint` is a folder: a checkpoint is written into it every `every` steps and at the end, the newest `keep` are kept, and a
-        folder that holds one is gone on from (`fresh=True` moves them aside and starts anew). `restarts` is how often in a row, without
-        a further checkpoint, the job starts again by itself when a worker dies or a node fails.
+        `checkpoint` is a folder: the job writes a checkpoint into it every `every` steps and at the end, and keeps the newest `keep`. A job
+        whose folder holds checkpoints resumes from the newest (`fresh=True` moves them aside and starts anew). `restarts` is how often
+        the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
         `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
 
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
-        cannot be used: before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
+        cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
         """
         return self.facade.launch(
             self,
@@ -334,7 +339,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Read the plan written by `to_json`. Raises PlanError for text that is none, or holds a key that means nothing."""
+        """Read the plan that `to_json` wrote, in this version or an older one. Raises PlanError for other text, or an unknown key."""
         here = f"this is rlgraph {_version()}, which reads the plans that it writes: compile the graph again"
         try:
             raw = with_new_names(msgspec.json.decode(text))
@@ -348,7 +353,7 @@ class Plan:
         return plan
 
     def steps_ahead(self) -> Mapping[str, int]:
-        """How many steps each worker fires beyond the one it is to finish, since others wait for them to finish theirs.
+        """Count for each worker the steps that it fires beyond the one it finishes, because others wait for them.
 
         Where update k waits in its pool until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
         """
@@ -365,19 +370,21 @@ class Plan:
         return found
 
     def due_events(self) -> Mapping[str, Due]:
-        """The events that do not happen at each step."""
+        """Return the events that do not happen at each step, with the steps at which they do."""
         found = {name: node.due for node in self.nodes if node.due is not None for name in (node.name,)}
         ends = {d.via: (d.before, d.after) for d in self.schedule.dependencies if d.reason == "slots"}
         return found | {name: loop.due for loop in self.loops if loop.due is not None for name in ends[loop.name]}
 
     def node(self, name: str) -> PlannedNode:
+        """Return the node of this name."""
         return next(node for node in self.nodes if node.name == name)
 
     def dtype(self, model: str | None) -> str | None:
-        """The dtype that a model of this name computes in, or None for one without."""
+        """Return the dtype that a model computes in, or None for a model without one."""
         return next((found.dtype for found in self.models if found.name == model), None)
 
     def worker(self, name: str) -> PlannedWorker:
+        """Return the worker of this name."""
         return next(worker for worker in self.workers if worker.name == name)
 
 

@@ -1,4 +1,4 @@
-"""What models compute in: `dtype="auto"` becomes bfloat16 where the device computes in it, else float32."""
+"""The dtype that models compute in: `dtype="auto"` becomes bfloat16 where the device computes in it, else float32."""
 
 from rlgraph.compiler.cluster import Cluster, Precision
 from rlgraph.graph.nodes import Model
@@ -11,7 +11,7 @@ ASKED = "dtype= says so"
 
 
 def precision_of(model: Model, cluster: Cluster) -> Precision | None:
-    """What a model computes in on a cluster, and why; None for a model without a `dtype`, as one of a user's own may be."""
+    """Choose the dtype that a model computes in on a cluster, and say why; None for a model without a `dtype` setting."""
     asked = model.traits.dtype
     if asked is None:
         return None
@@ -23,6 +23,6 @@ def precision_of(model: Model, cluster: Cluster) -> Precision | None:
 
 
 def itemsize_of(model: Model | None, cluster: Cluster) -> int:
-    """The bytes of one number of what a model computes with."""
+    """Return the bytes of one number of the dtype that a model computes in."""
     precision = precision_of(model, cluster) if model is not None else None
     return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2

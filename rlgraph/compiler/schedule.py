@@ -21,9 +21,8 @@ Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that takes time once a step: a node fires, weights are published, received or loaded, or an engine that shares
-    its devices with other models wakes or sleeps: it takes their memory, or gives it back. `edge` is the feedback edge whose weights
-    move."""
+    """Something that takes time once a step: a node fires; weights are published, received or loaded; an engine that time-shares
+    its devices wakes (takes their memory) or sleeps (gives it up). `edge` is the feedback edge whose weights move."""
 
     name: str
     kind: EventKind
@@ -53,12 +52,12 @@ class Dependency:
 
     @property
     def left_at(self) -> int:
-        """The put of `before` that it waits for; 0 is its end."""
+        """Return the put of `before` that it waits for; 0 is its end."""
         return 0 if self.reason == "slots" else self.put
 
     @property
     def holds(self) -> int:
-        """The put of `after` that waits; 0 is its start."""
+        """Return the put of `after` that waits; 0 is its start."""
         return self.put if self.reason == "slots" else 0
 
 
@@ -70,15 +69,16 @@ class Schedule:
     dependencies: tuple[Dependency, ...]
 
     def seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each event, by name."""
         return {event.name: event.seconds for event in self.events}
 
     @property
     def most_lag(self) -> int:
-        """The rounds between the first and the last event of one step."""
+        """Return the rounds between the first and the last event of one step."""
         return max((event.lag for event in self.events), default=0)
 
     def within_rounds(self) -> Iterator[tuple[str, str]]:
-        """Yield what waits for an event of its own round, as (before, after)."""
+        """Yield the pairs (before, after) in which an event waits for another of its own round."""
         lag = {event.name: event.lag for event in self.events}
         yield from ((d.before, d.after) for d in self.dependencies if d.credits + lag[d.after] - lag[d.before] == 0)
 
@@ -103,13 +103,13 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Return how long it took."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """How much one worker sampled in one firing of a node: tokens of its prompts, and of each response."""
+    """The tokens that one worker sampled in one firing of a node: those of all its prompts, and those of each response."""
 
     node: str
     step: int

@@ -21,14 +21,14 @@ from rlgraph.simulate.play import Timed
 
 
 def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
-    """Return the processes, and the setting of each node."""
+    """Place the workers, and give the setting of each node."""
     ordered = sorted(graph.nodes, key=lambda node: events.place(graph, node))
     workers = place_workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
     return workers, settings_on(graph, cluster, counts)
 
 
 def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Setting]:
-    """Return the setting of each node where the pools have so many devices."""
+    """Give the setting of each node for pools of these device counts."""
     found = {}
     for node in graph.nodes:
         count = counts[node.pool.name] if node.pool else 1
@@ -40,7 +40,7 @@ def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Set
 def scheduled(
     graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
 ) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
-    """Return processes, settings and the schedule with mean seconds."""
+    """Place the workers and build the schedule with mean seconds."""
     workers, settings = settled(graph, cluster, counts)
     hosts = first_workers(workers)
     rows = max(node.rows for node in graph.nodes)
@@ -51,19 +51,19 @@ def scheduled(
 
 
 def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
-    """Return the mean seconds of a firing; of one whose batches join others, where every version is there in time."""
+    """Predict the mean seconds of a firing. Where batches join others, every version is taken to arrive in time."""
     if continuous.is_played(graph, node, costs):
         return continuous.saturated(node, setting, costs, rows)
     return costs.mean(node.name, setting, rows)
 
 
 def _rate(node: Node) -> float:
-    """Return how often a node does something, in times a step."""
+    """Return the firings of a node a step, on average."""
     return 1.0 if node.due is None else 1 / node.due.every
 
 
 def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
-    """Return the schedule in which each chunk of a batch takes its own time: the first of a rollout takes most."""
+    """Give each chunk of a batch its own time: the first chunk of a rollout takes longest."""
     shares: dict[str, list[float]] = {}
     for node in (node for node in graph.nodes if node.chunks > 1):
         cost = costs.cost_of(node.name)
@@ -82,12 +82,12 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
 
 
 def first_workers(workers: Sequence[PlannedWorker]) -> dict[str, str]:
-    """Return the first worker of each node, by name; nodes have the same one where they run in the same processes."""
+    """Name the first worker of each node; nodes that run in the same processes have the same one."""
     return {node: worker.name for worker in reversed(workers) for node in worker.nodes}
 
 
 def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
-    """Yield divisions with a bound of their period, or nearly their period where they are many; the shortest first."""
+    """Yield divisions with a lower bound of their period, or, for many divisions, nearly the period itself; the shortest first."""
     if len(divisions) > FEW:
         period = period_on(graph, cluster, costs, next(iter(divisions)))
         yield from ((division.counts, division.period_s) for division in best_first(divisions, period))
@@ -105,9 +105,9 @@ def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Division
 
 
 def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Callable[[Counts], float]:
-    """Return the function from devices to the period of the schedule that `like` gives, with the seconds of those devices.
+    """Make a function that predicts the period of other device counts, by the schedule of `like` with the seconds of those devices.
 
-    Which channels leave a host may differ, and with them the order of puts.
+    It is an approximation: with other counts other channels can leave a host, which changes the order of puts.
     """
     workers, settings, schedule = scheduled(graph, cluster, like, costs)
     timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)

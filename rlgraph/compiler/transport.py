@@ -1,4 +1,4 @@
-"""How what a node writes travels to its readers, from where their workers run, and how many versions of weights wait on the way."""
+"""Choose the transport from each node to its readers by where their workers run, and the number of weight versions that are staged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from rlgraph.graph.nodes import Feedback, Graph, Node
 
 
 def host_transport(workers: Sequence[PlannedWorker], writer: Node, *readers: Node) -> str:
-    """Name the transport for columns in host memory: it reaches other hosts only where the nodes' workers are on several."""
+    """Choose the transport for columns in host memory: one between hosts only if the nodes' workers are on several hosts."""
     return first_choice(_reach(workers, writer, *readers))
 
 
@@ -19,7 +19,7 @@ def _reach(workers: Sequence[PlannedWorker], *nodes: Node) -> Reach:
 
 
 def batch_transports(graph: Graph, workers: Sequence[PlannedWorker]) -> Mapping[Node, Mapping[str, Sequence[Node]]]:
-    """Group the readers of each node by how its batch travels to them: a channel each, in the order in which the writer puts."""
+    """Group the readers of each node by transport: one channel for each, in the order in which the writer puts."""
     home = {name: worker.model or worker.name for worker in workers for name in worker.nodes}
     found: dict[Node, dict[str, list[Node]]] = {}
     for writer in graph.nodes:
@@ -31,16 +31,16 @@ def batch_transports(graph: Graph, workers: Sequence[PlannedWorker]) -> Mapping[
 
 
 def weights_transport(workers: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> str:
-    """Name the transport for weights: they lie on GPUs where those of the writer do, between hosts if those of all readers do too."""
+    """Choose the transport for weights: GPU memory if the writer has GPUs, and between hosts only if all readers have them too."""
     reach = _reach(workers, writer, *readers)
     all_on_gpus = reach == "host" or all(worker.gpus for worker in _of(workers, writer, *readers))
     return first_choice(reach, "gpu" if on_gpus and all_on_gpus else "host")
 
 
 def with_transport(plan: Plan, asked: str) -> Plan:
-    """Let everything that crosses processes of the plan's host travel by another transport than it would by itself.
+    """Send all that crosses processes of one host by the transport that a launch asks for.
 
-    Raises PlanError for a transport that there is not, or that this plan has no use for.
+    Raises PlanError for an unknown transport, or one that this plan cannot use.
     """
     default = first_choice("host")
     offered = [name for name, found in TRANSPORTS.items() if (found.reach, found.writer_keeps, found.carrier) == ("host", "host", None)]
@@ -70,16 +70,16 @@ def with_transport(plan: Plan, asked: str) -> Plan:
 
 
 def lies_in_ray(plan: Plan) -> bool:
-    """Whether messages of the plan lie in Ray's object store."""
+    """Tell whether messages of the plan lie in Ray's object store."""
     taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
     return any(TRANSPORTS[name].needs_ray for name in taken)
 
 
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
-    """Return how many versions of the weights are staged at once, at most.
+    """Count the weight versions that are staged at once, at most.
 
-    When the last step has been fired, `depth` versions and the newest are unread, and none may wait for room. On a GPU,
-    where memory is scarce, a second buffer takes one of them.
+    After the last step `depth` versions and the newest are unread, and none may wait for room. On a GPU, where memory is
+    scarce, a second buffer of the reader holds one of them.
     """
     return max(feedback.depth + 2 - feedback.buffers, 1) if on_gpus else feedback.depth + 1
 

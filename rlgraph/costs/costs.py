@@ -1,4 +1,4 @@
-"""What each node costs: given, measured and scaled, estimated from shapes, or nominal where nobody knows yet."""
+"""The costs of a graph's nodes: given, measured and scaled, estimated from shapes, or nominal where nothing is known."""
 
 import warnings
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ LEAST_STEPS = 64
 class Costs:
     """Seconds of each node by name, and of moving weights.
 
-    A plain number is taken for any count of devices and rows: a comparison of plans that rests on it warns. `{1: 38.2, 2: 19.0}`
-    are the seconds on 1 and on 2 devices of its pool; a `NodeCost` is a function of devices, rows and lengths.
+    A plain number holds for any count of devices and rows; comparing plans by it warns. `{1: 38.2, 2: 19.0}` are the seconds on
+    1 and on 2 devices of its pool; a `NodeCost` is a function of devices, rows and lengths.
 
     `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine;
-    `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, which generating and training
-    follow where a node's cost says so. `on` says in words where the costs were taken. `sleep` is what models take that have
-    their devices in turns with others, by the names that a plan gives them ("generator", "policy"); what it lacks is estimated.
+    `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, for nodes whose cost
+    depends on tokens. `on` says in words where the costs were taken. `sleep` holds the cost of sleeping and waking for models that
+    time-share their devices, by the names that a plan gives them ("generator", "policy"); missing ones are estimated.
 
     Raises PlanError for a cost that is negative or no number, or one that needs lengths where there are none.
 
@@ -75,37 +75,37 @@ class Costs:
         return self.cost_of(node)
 
     def is_plain(self, node: str) -> bool:
-        """Whether the seconds of `node` are a plain number above 0, so that they count the same on any devices, for any rows."""
+        """Tell whether the seconds of `node` are a plain number above 0, which holds on any devices and for any rows."""
         cost = self.nodes[node]
         return self.source != "nominal" and isinstance(cost, int | float) and cost > 0
 
     def seconds(self, node: str, setting: Setting, steps: int, rows_drawn: int | None = None) -> Array:
-        """Return the seconds `[steps]` of as many firings of `node`."""
+        """Predict the seconds `[steps]` of firings of `node`."""
         return self.cost_of(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
 
     def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
-        """Return the mean seconds of one firing of `node`."""
+        """Predict the mean seconds of one firing of `node`."""
         rows = rows_drawn or setting.rows
         return _mean(self.cost_of(node), setting, self.lengths, self.steps_drawn(rows) if self.varies(node) else 1, rows)
 
     def varies(self, node: str) -> bool:
-        """Return whether single firings of `node` differ."""
+        """Tell whether single firings of `node` differ."""
         cost = self.cost_of(node)
         return bool(cost.spread) or cost.by_length
 
     def steps_drawn(self, rows: int) -> int:
-        """Return of how many steps a prediction draws the lengths."""
+        """Return the number of steps for which a prediction draws lengths."""
         return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
 
     def source_at(self, node: str, setting: Setting) -> CostSource:
-        """Return where the seconds of `node` come from at this setting: "scaled" if they were measured at another one."""
+        """Return the source of the seconds of `node` at this setting: "scaled" if they were measured at another one."""
         cost = self.cost_of(node)
         counts = [count for count, _ in cost.by_devices]
         elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts)
         return "scaled" if elsewhere else self.source
 
     def sleep_source(self, model: str, setting: Setting) -> CostSource:
-        """Return where the seconds come from in which a model wakes and sleeps at this setting."""
+        """Return the source of the seconds in which a model wakes and sleeps at this setting."""
         cost = self.sleep[model]
         if cost.estimated:
             return "estimated"
@@ -113,7 +113,7 @@ class Costs:
         return "scaled" if at is not None and (at.devices, at.engines) != (setting.devices, setting.engines) else self.source
 
     def only(self, graph: Graph) -> "Costs":
-        """Return the costs without those of nodes and models that a graph lacks."""
+        """Keep the costs of the nodes and models that a graph has."""
         nodes, models = {node.name for node in graph.nodes}, model_names(graph)
         return replace(
             self,
@@ -122,19 +122,19 @@ class Costs:
         )
 
     def to_file(self, path: str | Path) -> None:
-        """Write the costs as YAML; `Costs.from_file` reads them again."""
+        """Write the costs as YAML, which `Costs.from_file` reads."""
         Path(path).write_text(written(self), encoding="utf-8")
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Costs":
-        """Read the costs of a YAML file. Raises PlanError for a file that is missing, or holds something else."""
+        """Read the costs that `to_file` wrote. Raises PlanError for a file that is missing or holds anything else."""
         found = read(path, _Written)
         return Costs(**{each.name: getattr(found, each.name) for each in fields(Costs)})
 
 
 @dataclass(frozen=True)
 class _Written(Costs):
-    """Costs as their file holds them: what maps device counts is a NodeCost there, since msgspec tells one kind of mapping only."""
+    """Costs as their file holds them: seconds by device count are a NodeCost there, as msgspec takes one mapping in a union."""
 
     nodes: Mapping[str, float | NodeCost]
 
@@ -166,12 +166,12 @@ def _nominal(node: Node) -> NodeCost:
 
 
 def epochs_of(node: Node) -> int:
-    """Return how often an update walks its batch; 1 for what is no update."""
+    """Return the number of epochs of an update; 1 for other nodes."""
     return node.traits.epochs
 
 
 def checked(graph: Graph, costs: Costs | None) -> Costs:
-    """Return costs that name exactly the graph's nodes. Raises PlanError for an unknown or a missing node."""
+    """Check that costs name exactly the graph's nodes. Raises PlanError for an unknown or a missing node."""
     if costs is None:
         return nominal(graph)
     names = [node.name for node in graph.nodes]

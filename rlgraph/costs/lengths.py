@@ -1,4 +1,4 @@
-"""How long responses are: a distribution given by its quantiles, the batches it yields, and what it was measured from."""
+"""The lengths of responses: a distribution given by its quantiles, the batches drawn from it, and its measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +21,9 @@ class Lengths:
     """Tokens of a response: `tokens[i]` is the quantile of probability `at[i]`, with straight lines between them.
 
     `prompt_tokens` is the mean length of a prompt. Raises PlanError for quantiles that do not rise from 0 to 1.
+
+    >>> Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4000), prompt_tokens=50).mean
+    1102.5
     """
 
     at: tuple[Fraction, ...]
@@ -39,21 +42,22 @@ class Lengths:
 
     @classmethod
     def measured(cls, responses: Sequence[int], prompt_tokens: float) -> "Lengths":
-        """Return the distribution of the responses seen."""
+        """Fit the distribution to the lengths of the responses of a run."""
         found = np.quantile(np.asarray(responses, dtype=float), PROBABILITIES)
         return cls(PROBABILITIES, tuple(float(f"{value:.6g}") for value in found), float(f"{prompt_tokens:.6g}"))
 
     @property
     def mean(self) -> float:
-        """Mean tokens of a response."""
+        """Return the mean tokens of a response."""
         return float(np.trapezoid(self.tokens, self.at))
 
     @property
     def longest(self) -> float:
+        """Return the most tokens of a response."""
         return self.tokens[-1]
 
     def batches(self, steps: int, rows: int) -> Array:
-        """Return the response lengths `[steps, rows]` of that many steps; always the same ones."""
+        """Draw response lengths `[steps, rows]`; the same arguments always give the same lengths."""
         return _batches(self, steps, rows)
 
 

@@ -1,10 +1,10 @@
-"""In which round of a pool's turns a node fires: an update on the rollout's own pool comes one or more rounds later.
+"""The round of its pool in which a node fires: an update on the rollout's own pool comes one or more rounds later.
 
     depth=0    rollout 0, update 0, rollout 1, update 1, ...
     depth=1    rollout 0, rollout 1, update 0, rollout 2, update 1, ...
 
 In the second order a reward on the host works on batch k while rollout k + 1 decodes. Node n fires for step r - lag(n) in round r.
-Batches, weights and turns only ever wait for an earlier round, or for what comes before in the same one: so no such order locks up.
+Every event waits for an earlier round, or for an earlier event of its own round, so no such order deadlocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def lags(graph: "Graph") -> "Mapping[Node, int]":
-    """The rounds by which each node fires later than the rollout of its step; 0 for all where no update can give way.
+    """Count the rounds by which each node fires later than the rollout of its step; 0 for all if no update can give way.
 
-    An update gives way where it has the devices of its rollout, is stale anyway, and waits for work that is done elsewhere. One
-    round hides that work. Each depth above 2 adds another round, for several such nodes behind one another; a depth of 2 lets
-    the weights travel during a rollout, since the version it needs is a round older.
+    An update gives way if it has the devices of its rollout, a depth above 0, and waits for work on other devices. One round
+    hides that work. At depth 2 the weights can also move during a rollout, which needs a version one round older. Each depth
+    above 2 adds another round, for several such nodes one behind another.
     """
     late: set[Node] = set()
     driven = [node for node in graph.nodes if node.feedback is not None and node.feedback.depth > 0 and node.due is None]
@@ -36,7 +36,7 @@ def lags(graph: "Graph") -> "Mapping[Node, int]":
 
 
 def _after_work_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
-    """Yield what shares the rollout's pool and waits for work done elsewhere, where the update that it feeds is among that."""
+    """Yield the nodes of the rollout's pool that wait for work on other devices, if the update that publishes its weights is among them."""
     elsewhere = [node for node in nx.descendants(graph.forward, rollout) if node.pool is not rollout.pool]
     behind = {node for other in elsewhere for node in nx.descendants(graph.forward, other) if node.pool is rollout.pool}
     if rollout.feedback is not None and rollout.feedback.source is not None and rollout.feedback.source.node in behind:
@@ -44,7 +44,7 @@ def _after_work_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
 
 
 def _must_be_late(graph: "Graph", node: "Node", late: "set[Node]", most: int) -> bool:
-    """Whether a node reads from a late one, fires in the worker of one, works on the same parts, or needs its weights too soon."""
+    """Tell whether a node reads from a late one, fires in its worker, works on the same chunks, or needs its weights too soon."""
     feedback = node.feedback
     soon = feedback is not None and (graph.evaluates_apart(node) or feedback.depth < most)
     return (
