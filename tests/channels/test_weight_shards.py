@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rlgraph.channels.local import local_channel
+from rlgraph.channels.weights import endpoints
 from rlgraph.channels.weights.double_buffer import Staging
 from rlgraph.channels.weights.endpoints import SHARDS, WeightsReader, WeightsWriter
-from rlgraph.channels.weights.shards import WeightShard, check_own, parameters, whole
+from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, parameters, whole
 from rlgraph.errors import ChannelError
 
 LONG = 20.0
@@ -201,6 +202,21 @@ def test_parameters_of_one_box_are_not_copied(make_shm: Any) -> None:
     views = [found[0]._taken[0][1]._tensors for _, found in ends]
     assert received["stage.0"] is views[0]["stage.0"]
     assert received["stage.1"] is views[1]["stage.1"]
+
+
+def test_the_reader_plans_the_assembly_again_only_for_another_sharding(make_shm: Any, monkeypatch: Any) -> None:
+    ends, cuts = [make_shm() for _ in range(2)], []
+    monkeypatch.setattr(endpoints, "Assembly", lambda ranks: cuts.append(ranks) or Assembly(ranks))
+    writers = [WeightsWriter(writer, torch.float32) for writer, _ in ends]
+    reader = WeightsReader([found[0] for _, found in ends], buffers=1)
+    for version, end in ((1, 2), (2, 2), (3, 2), (4, 3), (5, 3)):
+        weight = torch.arange(8.0).view(4, 2) * version
+        for writer, shard in zip(writers, (weight[:end], weight[end:]), strict=True):
+            writer.publish(version, [WeightShard("w", (4, 2), (0 if writer is writers[0] else end, 0), shard)], LONG)
+        assert torch.equal(reader.receive(version, LONG)["w"], weight)
+        reader.done()
+        assert all(shard.tensor.is_meta for shards in reader._assembly.shards for shard in shards)
+    assert len(cuts) == 3  # the empty one it begins with, and one for each way of cutting
 
 
 def test_many_boxes_are_checked_in_no_time() -> None:

@@ -12,7 +12,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.channels.weights.shards import WeightShard, assembled, parameters
+from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward.heads import PolicyHead
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.adamw import AdamW
@@ -276,7 +276,8 @@ def test_two_ranks_take_the_step_of_one(make: Any, tied: Path, tmp_path: Path) -
     for name, tensor in engine.weights().items():
         rows = torch.cat([result["weights"][name] for result in results])
         torch.testing.assert_close(rows, tensor, atol=1e-6, rtol=0)
-    whole = assembled(parameters([[WeightShard(*shard) for shard in result["shards"]] for result in results]))
+    sent = [[WeightShard(*shard) for shard in result["shards"]] for result in results]
+    whole = Assembly(sent).assemble([[shard.tensor for shard in shards] for shards in sent])
     assert list(whole) == list(engine.weights()) == [shard.name for shard in engine.weight_shards()]
     assert all(torch.equal(tensor, torch.cat([result["weights"][name] for result in results])) for name, tensor in whole.items())
     resumed = [torch.load(tmp_path / f"{rank}.resumed.pt") for rank in range(2)]

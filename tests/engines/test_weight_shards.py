@@ -5,7 +5,7 @@ import torch
 from forked import server
 from meshes import PLACEMENTS, WHOLE, run
 
-from rlgraph.channels.weights.shards import WeightShard, assembled, parameters
+from rlgraph.channels.weights.shards import Assembly, WeightShard
 
 CASES = dict.fromkeys(PLACEMENTS, WHOLE) | {"fsdp over tp": torch.arange(48.0).view(16, 3)}
 
@@ -28,7 +28,7 @@ def test_dtensors_of_any_mesh_are_boxes_that_make_up_the_parameter(ranks, name):
         offsets, replica, values, shape = found[name]
         shards.append(WeightShard(name, tuple(whole.shape), offsets, torch.tensor(values).view(shape), replica))
     sent = [[shard] if shard.replica == 0 else [] for shard in shards]
-    assert torch.equal(assembled(parameters(sent))[name], whole)
+    assert torch.equal(Assembly(sent).assemble([[shard.tensor for shard in shards] for shards in sent])[name], whole)
     copies = sum(len(one) for one in sent)
     assert sorted(shard.replica for shard in shards) == sorted([*range(8 // copies)] * copies)
     assert all(torch.equal(shard.within(whole), shard.tensor) for shard in shards)

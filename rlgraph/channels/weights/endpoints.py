@@ -16,7 +16,7 @@ import torch
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.weights.checksum import checksums
 from rlgraph.channels.weights.double_buffer import Staging
-from rlgraph.channels.weights.shards import WeightShard, assembled, check_own, described, parameters, shards_of
+from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, described, shards_of
 from rlgraph.columns import Column
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
@@ -65,7 +65,8 @@ class WeightsReader:
     def __init__(self, readers: Sequence[Reader], buffers: int, first: int = 1) -> None:
         self.readers = readers
         self._messages: list[dict[str, torch.Tensor]] = []  # of the version that is arriving, by rank
-        self._checked: Sequence[tuple[object, ...]] = []  # how the last version was cut
+        self._sharding: Sequence[tuple[object, ...]] = []  # what the assembly depends on, of the last version
+        self._assembly = Assembly([])
         self._ahead = _Ahead(readers, first) if buffers == 2 else None
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
@@ -96,13 +97,13 @@ class WeightsReader:
             self._messages.append(_tensors(reader.take(version, timeout_s)))
         messages, self._messages = self._messages, []
         parts = [_Part.of(rank, message) for rank, message in enumerate(messages)]
-        shards = [part.shards() for part in parts]
-        cut = [(part.description, [(tensor.shape, tensor.dtype) for tensor in part.tensors]) for part in parts]
-        found = parameters(shards, checked=cut == self._checked)
-        self._checked = cut  # and not the tensors: what a version takes is free after `done`
+        sharding = [(part.description, [(tensor.shape, tensor.dtype) for tensor in part.tensors]) for part in parts]
+        if sharding != self._sharding:
+            self._assembly = Assembly([part.shards() for part in parts])
+            self._sharding = sharding
         for rank, message in enumerate(messages):
-            check(version, rank, shards[rank], [shard.tensor for shard in shards[rank]], message)
-        return assembled(found)
+            check(version, rank, self._assembly.shards[rank], parts[rank].tensors, message)
+        return self._assembly.assemble([part.tensors for part in parts])
 
 
 @dataclass(frozen=True)

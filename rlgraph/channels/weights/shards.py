@@ -1,7 +1,7 @@
 """Shards of weights: boxes of Hugging Face parameters, whatever cut a trainer makes. They are described, checked and put together here."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
@@ -75,14 +75,13 @@ class Parameter:
     boxes: list[Owned]
 
 
-def parameters(ranks: Sequence[Sequence[WeightShard]], *, checked: bool = False) -> dict[str, Parameter]:
+def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
     """Find the whole parameters that the shards of all ranks make up, in an order that keeps the order of each rank.
 
-    `checked` tells that shards of the same boxes were looked at before.
     Raises ChannelError for boxes that leave a hole, overlap, leave their parameter, or differ in its shape or dtype.
     """
     boxes = _by_name(dict(enumerate(ranks)))
-    for name, found in () if checked else boxes.items():
+    for name, found in boxes.items():
         _check(name, found)
         size, held = prod(found[0][1].global_shape), sum(shard.tensor.numel() for _, shard in found)
         if held != size:
@@ -100,21 +99,54 @@ def check_own(shards: Sequence[WeightShard]) -> None:
         _check(name, found)
 
 
-def assembled(cut: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
-    """Put every parameter together in new memory; those that came as one box stay where they are."""
-    found: dict[str, torch.Tensor] = {}
-    to: list[torch.Tensor] = []
-    of: list[torch.Tensor] = []
-    for name, parameter in cut.items():
-        boxes = [shard for _, shard in parameter.boxes if shard.tensor.numel()]
-        if len(boxes) == 1:
-            found[name] = boxes[0].tensor
-            continue
-        found[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.boxes[0][1].tensor.device)
-        to += [shard.within(found[name]) for shard in boxes]
-        of += [shard.tensor for shard in boxes]
-    copy_all(to, of)
-    return found
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Where in a whole parameter the shard of that rank and number belongs."""
+
+    rank: int
+    number: int
+    shape: Numbers
+    strides: Numbers
+    offset: int
+
+
+class Assembly:
+    """Puts shards of all ranks together to whole parameters. It is made once for all versions that are sharded alike, and holds no tensor.
+
+    Raises ChannelError as `parameters` does.
+
+    >>> halves = [WeightShard("w", (2, 2), (rank, 0), torch.full((1, 2), float(rank))) for rank in (0, 1)]
+    >>> Assembly([[halves[0]], [halves[1]]]).assemble([[halves[0].tensor], [halves[1].tensor]])
+    {'w': tensor([[0., 0.],
+            [1., 1.]])}
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[WeightShard]]) -> None:
+        self.shards = [[replace(shard, tensor=torch.empty_like(shard.tensor, device="meta")) for shard in shards] for shards in ranks]
+        at = {id(shard): (rank, number) for rank, shards in enumerate(self.shards) for number, shard in enumerate(shards)}
+        self._parameters: list[tuple[str, Numbers, list[_Box]]] = []
+        for name, parameter in parameters(self.shards).items():
+            whole = torch.empty(parameter.shape, device="meta")
+            boxes = [(shard.within(whole), *at[id(shard)]) for _, shard in parameter.boxes]
+            filled = [box for box in boxes if box[0].numel()] or boxes[:1]
+            places = [_Box(rank, number, tuple(view.shape), view.stride(), int(view.storage_offset())) for view, rank, number in filled]
+            self._parameters.append((name, tuple(parameter.shape), places))
+
+    def assemble(self, ranks: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Copy the tensors of the shards, by rank, into whole parameters of new memory; a parameter that is one box is not copied."""
+        whole: dict[str, torch.Tensor] = {}
+        to: list[torch.Tensor] = []
+        of: list[torch.Tensor] = []
+        for name, shape, boxes in self._parameters:
+            sent = [ranks[box.rank][box.number] for box in boxes]
+            if boxes[0].shape == shape:
+                whole[name] = sent[0]
+                continue
+            parameter = whole[name] = sent[0].new_empty(shape)
+            to += [parameter.as_strided(box.shape, box.strides, box.offset) for box in boxes]  # half the time of a `narrow` for each dim
+            of += sent
+        copy_all(to, of)
+        return whole
 
 
 def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
