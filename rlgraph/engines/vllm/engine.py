@@ -60,19 +60,16 @@ class VllmEngine(GenerateEngine):
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
-        context = max_model_len or self._summary.context_length
         self._on_cpu = current_platform.is_cpu()
         if self._on_cpu and tensor_parallel > 1:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         self._parallel = tensor_parallel > 1
-        share = engine_arguments.share_of_memory(memory, shared)
         weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
         self._own_bytes = weights // tensor_parallel  # of each device
+        share = engine_arguments.share_of_memory(memory, shared)
         if not self._on_cpu:
-            total = torch.cuda.get_device_properties(0).total_memory
-            share -= engines * (copies - 1) * weights / total
-            if (engines > 1 or shared) and kv_cache_bytes is None:
-                kv_cache_bytes = engine_arguments.kv_cache_of_many(total, self._own_bytes, engines, share)
+            share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, (copies - 1) * weights, self._own_bytes)
+        context = max_model_len or self._summary.context_length
         machine = engine_arguments.arguments(
             on_cpu=self._on_cpu,
             context=context,
@@ -81,26 +78,11 @@ class VllmEngine(GenerateEngine):
             share=share,
             shared=shared,
         )
-        arguments = EngineArgs(
-            model=str(path),
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # not the folder's: only `Sampling` says how to sample
-            max_model_len=context,
-            dtype=dtype,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel,
-            enable_prefix_caching=True,
-            load_format="dummy" if random_weights else "auto",
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            **(engine_arguments.PARALLEL if self._parallel else {}),
-            **machine,
-        )
+        model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         with warnings.catch_warnings():
             # vLLM looks at every attribute of every module, those included that warn when looked at.
             warnings.simplefilter("ignore", FutureWarning)
-            self._engine = LLMEngine.from_engine_args(arguments)
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**model, **machine))
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads = 0
@@ -269,6 +251,17 @@ def _prepare_process(threads: int | None) -> None:
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # without it vLLM goes back to one thread
         torch.set_num_threads(threads)
+
+
+def _memory_of_gpu(
+    share: float, kv_cache_bytes: int | None, shared: bool, engines: int, staged_bytes: int, own_bytes: int
+) -> tuple[float, int | None]:
+    """Compute the share of a GPU's memory left by the staged versions of its engines, and the bytes of each engine's KV cache if set."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    share -= engines * staged_bytes / total
+    if (engines > 1 or shared) and kv_cache_bytes is None:
+        kv_cache_bytes = engine_arguments.kv_cache_of_many(total, own_bytes, engines, share)
+    return share, kv_cache_bytes
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What vLLM is started with: on a CPU a small eager engine, on a GPU one with recorded decode steps and most of the memory."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {
@@ -33,6 +34,25 @@ def environment(gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     variables = ENVIRONMENT | (GPU_ENVIRONMENT if gpu else {})
     # vLLM's own all-reduce multicasts over NVLink too, and does not look at NCCL's variable.
     return variables | ({"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if given.get("NCCL_NVLS_ENABLE") == "0" else {})
+
+
+def of_model(path: str | Path, context: int, dtype: str, seed: int, tensor_parallel: int, *, random_weights: bool) -> dict[str, Any]:
+    """The arguments of `vllm.EngineArgs` that follow from the model and hold on every machine."""
+    return {
+        "model": str(path),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # not the folder's: only `Sampling` says how to sample
+        "max_model_len": context,
+        "dtype": dtype,
+        "seed": seed,
+        "tensor_parallel_size": tensor_parallel,
+        "enable_prefix_caching": True,
+        "load_format": "dummy" if random_weights else "auto",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **(PARALLEL if tensor_parallel > 1 else {}),
+    }
 
 
 def arguments(
