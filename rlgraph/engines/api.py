@@ -1,4 +1,4 @@
-"""What an engine is: what generators and trainers can do, and the values that pass through them."""
+"""The interfaces of engines, one that generates and one that trains, and the values that pass through them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -22,11 +22,16 @@ Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys an
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled: at most `max_tokens` of them, at `temperature` (0 is greedy), from the `top_k` most
-    likely tokens (0: all) that make up a probability of `top_p`. A response ends with its end-of-text token or one of
-    `stop_token_ids`, both of which it keeps; `ignore_eos` lets it run on past the end-of-text token.
+    """How a generator samples responses: at most `max_tokens` tokens each, at `temperature` (0 is greedy), from the `top_k` most
+    likely tokens (0: all), and of these from the most likely that together have the probability `top_p`.
 
-    Raises GraphError for a value out of its range.
+    A response ends with its end-of-text token or one of `stop_token_ids`, and includes it. With `ignore_eos` it goes on past the
+    end-of-text token. Raises GraphError for a value out of its range.
+
+    >>> import rlgraph as rg
+    >>> sampling = rg.Sampling(max_tokens=256, temperature=0.7, top_p=0.95)
+    >>> sampling.top_k, sampling.stop_token_ids
+    (0, ())
     """
 
     max_tokens: Count = 1024
@@ -42,9 +47,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be sampled. `id` is the caller's own, and no other request that the engine holds has it.
+    """A request for one response. The caller chooses `id`; no two requests that an engine holds share one.
 
-    The response depends on weights, prompt, sampling and seed, and not on what else the engine decodes.
+    The response depends on weights, prompt, sampling and seed, not on the other requests in the engine.
     """
 
     id: str
@@ -55,10 +60,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response: its token ids, and for each its log-prob under the distribution it was drawn from, and the version of
-    the weights that drew it.
+    """A sampled response: its token ids, and for each token its log-prob under the sampling distribution and the version of the
+    weights that sampled it.
 
-    `finish` says why it ended: "stop" with a stop token, "length" at its limit of tokens or of the context, "abort" when it was dropped.
+    `finish` is the reason why it ended: "stop" at a stop token, "length" at its limit of tokens or of the context, "abort" if dropped.
     """
 
     tokens: list[int]
@@ -68,65 +73,65 @@ class Response:
 
 
 class GenerateEngine(ABC):
-    """A model that writes responses, one decode step at a time, and takes new weights between two steps.
+    """A model that generates responses, one decode step at a time, and loads new weights between two steps.
 
-    An engine of your own defines the abstract methods; `step`, `abort`, `load_weights` and `generate` are built on them.
+    Your own engine defines the abstract methods; `step`, `abort`, `load_weights` and `generate` are built on them.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self._ends: dict[str, list[tuple[int, int]]] = {}  # by request: (tokens it had, version) at each change of weights
-        self._finished: dict[str, Response] = {}  # and not handed out yet
+        self._ends: dict[str, list[tuple[int, int]]] = {}  # by request: (its tokens so far, version) at each change of weights
+        self._finished: dict[str, Response] = {}  # not returned by `step` yet
 
     @abstractmethod
     def submit(self, request: Request) -> None:
-        """Take a request; it joins the others at a coming step, in the order submitted, once the engine has room.
+        """Queue a request. It joins a later decode step, in the order submitted, once the engine has room.
 
         Raises DataError for a prompt that cannot be continued, or an id that the engine holds already.
         """
 
     @abstractmethod
     def decode(self) -> dict[str, Response]:
-        """Advance by one decode step, and give what it finished, without versions. Each response says why it ended (`finish`)."""
+        """Run one decode step and return the responses that it finished, without versions. Each says why it ended (`finish`)."""
 
     @abstractmethod
     def unfinished(self) -> int:
-        """How many requests the engine holds."""
+        """Count the requests that the engine holds."""
 
     @abstractmethod
     def written(self) -> dict[str, int]:
-        """How many tokens each unfinished request has so far; 0 while it waits."""
+        """Count the tokens that each unfinished request has so far; 0 while it waits."""
 
     @abstractmethod
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
-        """End these requests, and return what they have so far, without versions. Unknown ones are left out."""
+        """End these requests and return their responses so far, without versions. Unknown ids are ignored."""
 
     @abstractmethod
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
-        """Take new weights; see `load_weights`."""
+        """Copy new weights into the model; see `load_weights`."""
 
     @abstractmethod
     def context_length(self) -> int:
-        """How many tokens prompt and response may have together."""
+        """The number of tokens that prompt and response may have together."""
 
     @abstractmethod
     def close(self) -> None:
         """Free the model."""
 
     def sleep(self) -> int | None:
-        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile.
+        """Free device memory for another model of the pool, until `wake`; nothing runs meanwhile.
 
-        Returns how many bytes of each device went to host memory, and None where that is not known.
+        Returns the bytes that each device moved to host memory, or None if unknown.
         """
         return None  # an engine that holds no device memory of note has nothing to do
 
     def wake(self) -> None:  # noqa: B027
-        """Be ready to load weights and to decode again, once this returns."""
+        """Take the device memory back, so that the engine can load weights and decode when this returns."""
 
     def step(self, prefix: str = "") -> dict[str, Response]:
-        """Advance by one decode step, if there is one to do, and give what has finished, by request id.
+        """Run one decode step, if any request is unfinished, and return the finished responses by request id.
 
-        Of several nodes that share the engine each gives the prefix of its own ids, and gets what finished in steps of the others.
+        Nodes that share the engine pass the `prefix` of their own ids. A node also gets its responses that finished in another node's step.
         """
         if self.unfinished():
             self._finished |= self._tagged(self.decode())
@@ -136,17 +141,17 @@ class GenerateEngine(ABC):
         return mine
 
     def abort(self, ids: Sequence[str]) -> dict[str, Response]:
-        """End these requests, and return what they have so far. Those that are unknown or finished are left out."""
+        """End these requests and return their responses so far. Unknown and finished ids are ignored."""
         return {name: replace(response, finish="abort") for name, response in self._tagged(self.drop(ids)).items()}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None, running: Running = "recompute") -> None:
-        """Take new weights: full tensors under their Hugging Face names. Every later token comes from them.
+        """Load new weights: full tensors by their Hugging Face names. They sample every later token.
 
-        Such tokens are of `version` (None: the next). Running requests go on: with "recompute" as if the new weights had read all
-        that they have so far, with "keep" on the keys and values that the old weights left, which is faster and gives log-probs
-        that no single version would give. Requests without a token yet know the new weights alone.
+        These tokens carry `version` (None: the next number). Running requests go on. "recompute" has the new weights read all tokens of
+        a request so far. "keep" goes on with the keys and values of the old weights; it is faster, and its log-probs are those of no
+        single version. A request without a token yet sees only the new weights.
 
-        Raises DataError unless they are all of the model's parameters, each of its full shape.
+        Raises DataError unless `weights` are exactly the model's parameters, each of its full shape.
         """
         self.replace_weights(weights, running)
         for request_id, count in self.written().items():
@@ -155,9 +160,9 @@ class GenerateEngine(ABC):
         self.version = self.version + 1 if version is None else version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """Sample one response for each prompt, in the order given. Requests submitted before go on beside them.
+        """Sample one response for each prompt, in order. Requests submitted before go on meanwhile.
 
-        Raises DataError for a prompt that cannot be continued, or where there is not one seed for each.
+        Raises DataError for a prompt that leaves no room for a response, or unless there is one seed for each prompt.
         """
         if len(prompts) != len(seeds):
             raise DataError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds; each prompt has one seed")
@@ -195,81 +200,83 @@ class PolicyLossFn(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that the loss needs besides the log-probs."""
+        """The names of the columns that the loss reads besides the log-probs."""
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss is to be called with the entropy of each distribution."""
+        """Whether the loss is called with the entropy of each distribution."""
 
     def __call__(
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Compute this micro-batch's part of the loss and of the metrics."""
+        """Compute this micro-batch's share of the loss and of the metrics."""
 
 
 class ValueLossFn(Protocol):
-    """A loss of the critic over the rows of a micro-batch: as a policy's, but of values `[b, T]`."""
+    """A loss of the critic over the rows of a micro-batch: like a policy's, but of values `[b, T]`."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that the loss needs besides the values."""
+        """The names of the columns that the loss reads besides the values."""
 
     @property
     def needs_entropy(self) -> bool:
         """False: values have none."""
 
     def __call__(self, values: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
-        """Compute this micro-batch's part of the loss and of the metrics."""
+        """Compute this micro-batch's share of the loss and of the metrics."""
 
 
 Loss: TypeAlias = PolicyLossFn | ValueLossFn
 
 
-Guard: TypeAlias = Callable[[Mapping[str, float]], bool]  # of the metrics of an optimizer step: whether it may be taken
+Guard: TypeAlias = Callable[[Mapping[str, float]], bool]  # from the metrics of an optimizer step: whether to take it
 
 
 class TrainEngine(Protocol):
-    """A model that is trained: one rank of it. All ranks are called with the same batch and in the same order."""
+    """One rank of a model that is trained. Every rank is called with the same batches in the same order."""
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
-        """Give each response token its score under the current weights, `[B, T]` float32, 0 on padding: a policy's are log-probs at
-        the `temperature` of the sampling, a critic's values."""
+        """Compute the scores of the response tokens under the current weights, `[B, T]` float32, 0 on padding.
+
+        A policy's scores are log-probs at the sampling `temperature`, a critic's are values.
+        """
 
     def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give a policy's scores and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+        """Compute a policy's scores, and for each token the sum of the squared probabilities of the vocabulary, both `[B, T]`."""
 
     def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
         """Take one optimizer step over the batch and return its metrics, the same on every rank.
 
-        `guard` sees the metrics, with the norm of the gradients among them, before the step; where it says False, or raises, weights
-        and moments stay as they are. It answers alike on every rank.
+        `guard` gets the metrics, including the gradient norm, before the step. If it returns False or raises, weights and moments stay
+        as they are. It must return the same on every rank.
         """
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield the boxes of Hugging Face parameters that this rank holds, live and without a copy.
+        """Yield the shards of Hugging Face parameters that this rank holds, live and without a copy.
 
-        Each rank yields names of its own. The boxes of all ranks hold every element of every parameter once; what several ranks hold
-        alike is numbered by `WeightShard.replica`, and number 0 is sent.
+        Ranks may yield different names. Together the shards hold every element of every parameter once; equal shards of several ranks
+        are numbered by `WeightShard.replica`, and only replica 0 is sent.
         """
 
     def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
-        """Copy all that is needed to go on from here, and give the function that writes the copy into `folder`.
+        """Copy the training state, and return a function that writes the copy into `folder`.
 
-        Every rank calls both, the function on a thread of its own while training goes on; it makes the folder, returns the files that
-        this rank wrote, and raises CheckpointError where the disk refuses or another rank does not answer within `deadline_s`.
+        Every rank calls both, the function in its own thread while training goes on. The function makes the folder and returns the files
+        that this rank wrote. It raises CheckpointError if the disk fails or another rank does not answer within `deadline_s`.
         """
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, whatever the number of ranks that wrote it. Raises CheckpointError for another model's."""
+        """Load a state that `save` wrote, with any number of ranks. Raises CheckpointError for the state of another model."""
 
     def sleep(self) -> int | None:
-        """Give device memory back until `wake`, where another model of the pool needs it; nothing runs meanwhile.
+        """Free device memory for another model of the pool, until `wake`; nothing runs meanwhile.
 
-        Returns how many bytes of the device went to host memory, and None where that is not known.
+        Returns the bytes moved to host memory, or None if unknown.
         """
 
     def wake(self) -> None:
-        """Be ready to compute again, once this returns."""
+        """Take the device memory back, so that the engine can compute when this returns."""
 
     def close(self) -> None:
         """Free the model."""
@@ -279,7 +286,7 @@ def check_request(request: Request, held: Container[str], context: int, vocab: i
     """Raise DataError unless the id is new, and the prompt is token ids of the vocabulary and leaves room for a response."""
     where = f"request '{request.id}'"
     if request.id in held:
-        raise DataError(f"{where}: the engine holds a request of that id; give each its own")
+        raise DataError(f"{where}: the engine already holds a request with this id; give each request its own")
     if not 1 <= len(request.prompt) < context:
         raise DataError(
             f"{where}: the prompt has {len(request.prompt)} tokens; a prompt has at least 1 and leaves room for a response in the "

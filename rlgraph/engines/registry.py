@@ -1,6 +1,6 @@
-"""The engines by name: what each loads, which settings it takes, and what a plan is to know of it.
+"""The engines by name: how each is loaded, the settings it takes, and the estimates that a plan needs.
 
-A new engine is one file with a `SPEC` and one line in a table below. Nothing outside of this folder compares an engine's name.
+A new engine is one file with a `SPEC` and one line in a table below. Nothing outside this folder compares an engine's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ TrainerSetting: TypeAlias = Literal["micro_batch_tokens", "recompute", "compiled
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Estimates):
-    """An engine that generates: `rg.Generator(model, pool=…, engine=…)` takes its name or the spec itself.
+    """Describe an engine that generates: `rg.Generator(model, pool=…, engine=…)` takes its name or the spec itself.
 
-    `load(generator, place)` makes the engine in the worker that runs it, and is what is sent there: a function of a module.
-    `settings` are the fields of `Generator` that it takes among `max_sequences`, `memory`, `engines_per_gpu` and `self_test`, and
-    `tensor_parallel` if it `spans_devices`; a setting that it does not take is an error. It `shares_steps` if responses that join later
-    take one decode step together with those under way. See `Estimates` for the rest.
+    `load(generator, place)` makes the engine in the worker that runs it; it is sent there, so it is a function of a module.
+    `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`.
+    It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It `shares_steps` if responses that join later
+    are decoded in the same step as those under way. See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -42,17 +42,17 @@ class EngineSpec(Estimates):
     shares_steps: bool = True
 
     def takes(self, setting: str) -> bool:
-        """Whether it takes a setting that not every engine does."""
+        """Whether the engine takes this optional setting."""
         return setting in self.settings or (setting == "tensor_parallel" and self.spans_devices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Estimates):
-    """An engine that trains: `rg.Policy(model, pool=…, trainer=…)` takes its name or the spec itself; `Critic` and `Reference` too.
+    """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` take its name or the spec itself.
 
-    `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` are the fields of
-    the model that it takes among `micro_batch_tokens`, `recompute`, `compiled` and `self_test`. The defaults of `Estimates` are those of
-    float32 weights, gradients and AdamW's moments that ranks share, of which the moments sleep.
+    `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
+    fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`. The default estimates assume
+    float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host memory in `sleep`.
 
     Example:
         >>> from rlgraph.engines.registry import TrainerSpec
@@ -69,12 +69,12 @@ class TrainerSpec(Estimates):
     memory_estimate: Callable[[Workload], Need] = fully_sharded
 
     def takes(self, setting: str) -> bool:
-        """Whether it takes a setting that not every trainer does."""
+        """Whether the trainer takes this optional setting."""
         return setting in self.settings
 
 
 class SpecTable(Generic[S]):
-    """Specs by name. One that is known by its module is imported when it is asked for first."""
+    """Specs by name. A spec given by its module is imported at its first use."""
 
     def __init__(self, known: Mapping[str, str | S]) -> None:
         self._known: dict[str, str | S] = dict(known)
@@ -84,20 +84,20 @@ class SpecTable(Generic[S]):
         return tuple(self._known)
 
     def register(self, spec: S) -> None:
-        """Add a spec under its name, in the process that declares graphs; workers get it with the model.
+        """Add a spec by its name, in the process that declares graphs; workers get it with the model.
 
-        Raises GraphError where another has that name.
+        Raises GraphError if another spec has that name.
         """
         if self._known.setdefault(spec.name, spec) is not spec:
             raise GraphError(f"register({type(spec).__name__}(name={spec.name!r})): there is one of that name; choose another name")
 
     def find(self, asked: str | S) -> S:
-        """The spec of a name that the table has; a spec is its own."""
+        """Look up a spec by its name; a spec is returned as it is."""
         found: Any = self._known[asked] if isinstance(asked, str) else asked
         return import_module(found).SPEC if isinstance(found, str) else found
 
     def with_setting(self, name: str) -> list[str]:
-        """The names of those that take a setting."""
+        """List the names of the specs that take a setting."""
         return [known for known in self._known if self.find(known).takes(name)]
 
 
@@ -106,12 +106,12 @@ TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp.spec
 
 
 def engine_of(generator: Any) -> EngineSpec:
-    """The spec of the engine of a `Generator`. Raises GraphError for a setting that is given and that the engine does not take."""
+    """Look up the engine spec of a `Generator`. Raises GraphError for a setting that the engine does not take."""
     return _checked(generator, "engine", ENGINES, ("tensor_parallel", *get_args(EngineSetting)))
 
 
 def trainer_of(model: Any) -> TrainerSpec:
-    """The spec of a trained model's trainer. Raises GraphError as `engine_of` does."""
+    """Look up the trainer spec of a model. Raises GraphError for a setting that the trainer does not take."""
     return _checked(model, "trainer", TRAINERS, get_args(TrainerSetting))
 
 

@@ -59,7 +59,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int], rule: s
 
 
 def test_a_request_needs_an_id_of_its_own() -> None:
-    with pytest.raises(DataError, match="request 'mine': the engine holds a request of that id"):
+    with pytest.raises(DataError, match="request 'mine': the engine already holds a request with this id"):
         check_request(Request("mine", [1], Sampling(), 0), ("mine",), context=8, vocab=99)
 
 

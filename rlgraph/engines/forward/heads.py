@@ -33,7 +33,7 @@ class Head(torch.nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+        self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
         """Give a number `[N]` for each target of a micro-batch and behind it, if asked for, entropies or sums of squares `[N]`."""
 
@@ -60,10 +60,10 @@ class PolicyHead(Head):
         return layers_of(backbone_of(self.model))
 
     def forward(
-        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+        self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        logits = self._shape(self.model.get_output_embeddings()(predicting_states(backbone_of(self.model), part)))
-        log_probs, entropies = token_scores(logits, part.targets, temperature=temperature, entropy=entropy)
+        logits = self._shape(self.model.get_output_embeddings()(predicting_states(backbone_of(self.model), micro_batch)))
+        log_probs, entropies = token_scores(logits, micro_batch.targets, temperature=temperature, entropy=entropy)
         more = sum_pi_squared(logits, temperature=temperature) if squares else entropies
         return (log_probs,) if more is None else (log_probs, more)
 
@@ -98,10 +98,10 @@ class ValueHead(Head):
         return layers_of(self.model)
 
     def forward(
-        self, part: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+        self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
-        return (torch.mv(predicting_states(self.model, part).float(), self.score.weight.float()[0]),)
+        return (torch.mv(predicting_states(self.model, micro_batch).float(), self.score.weight.float()[0]),)
 
     def loss(
         self, loss: ValueLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals

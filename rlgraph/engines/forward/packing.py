@@ -69,8 +69,8 @@ def plan_micro_batches(
     ranks, passes = micro_batches(sizes, world, micro_batch_tokens, padded=not flat)
     count = int(passes.max(initial=-1)) + 1
     plans: list[list[list[PackedSequence]]] = [[[] for _ in range(count)] for _ in range(world)]
-    for sequence, rank, part in zip(sequences, ranks[0].tolist(), passes[0].tolist(), strict=True):
-        plans[rank][part].append(sequence)
+    for sequence, rank, index in zip(sequences, ranks[0].tolist(), passes[0].tolist(), strict=True):
+        plans[rank][index].append(sequence)
     return plans
 
 

@@ -156,8 +156,8 @@ def _laid_out(model: Any, batch: dict[str, torch.Tensor], way: str, kind: str) -
     head = PolicyHead(model)
     found = torch.zeros(batch["responses"].shape)
     for sequences in plan_micro_batches(batch, 1, 1 << 20, flat=way == FLAT, shared=way == SHARED)[0]:
-        part = (pack_flat if way == FLAT else pack)(batch, sequences)
-        found[part.rows[part.row], part.column] = head(part.to(model.device))[0].cpu()
+        micro_batch = (pack_flat if way == FLAT else pack)(batch, sequences)
+        found[micro_batch.rows[micro_batch.row], micro_batch.column] = head(micro_batch.to(model.device))[0].cpu()
     return found
 
 

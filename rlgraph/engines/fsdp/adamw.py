@@ -1,4 +1,4 @@
-"""The settings of the optimizer."""
+"""Settings of the optimizer."""
 
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
@@ -12,9 +12,14 @@ Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at 
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW with clipping of the gradient's norm to `grad_clip`, and a learning rate that rises over `warmup_steps`.
+    """AdamW that clips the norm of the gradients to `grad_clip`. The learning rate rises linearly over `warmup_steps` optimizer steps.
 
     Raises GraphError for a value out of its range. Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
+
+    >>> import rlgraph as rg
+    >>> optimizer = rg.AdamW(lr=1e-6, warmup_steps=2)
+    >>> optimizer.lr_at(0), optimizer.lr_at(1), optimizer.lr_at(9)
+    (5e-07, 1e-06, 1e-06)
     """
 
     lr: Annotated[float, Range(above=0, rule="a learning rate above 0")] = 1e-6

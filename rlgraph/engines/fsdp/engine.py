@@ -24,7 +24,7 @@ from rlgraph.engines.fsdp.sharding import full, join, local, placed, prepare_lay
 
 
 class FsdpEngine:
-    """A `TrainEngine`: one of `world` ranks, each with its rows of every parameter and its part of each batch.
+    """A `TrainEngine`: one of `world` ranks, each with its rows of every parameter and its share of each batch.
 
     `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more
     than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the
@@ -32,8 +32,8 @@ class FsdpEngine:
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
     kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
-    behind each other share one copy of their prompt, unless `shared` is False. `passed` hears how many of all micro-batches of an
-    update, or of scores, are done.
+    behind each other share one copy of their prompt, unless `shared` is False. `on_progress(done, total)` is called after
+    each micro-batch of an update or of scores.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FsdpEngine:
         compiled: bool = False,
         flat: bool | None = None,
         shared: bool = True,
-        passed: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         self._made_group = join(rank, world)
@@ -69,7 +69,7 @@ class FsdpEngine:
             head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
         )
         self._offloaded = OffloadedMoments(self._optimizer)
-        self._passed = passed
+        self._on_progress = on_progress
         self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
         self._saver = distributed_checkpoint.Saver(rank, world)
 
@@ -85,9 +85,9 @@ class FsdpEngine:
     def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
         result = torch.zeros(1 + squares, *_shape(batch), device=self._device)
         with torch.no_grad():
-            for part in self._passes(batch):
-                for column, scores in zip(result, self._head(part, temperature=temperature, squares=squares), strict=True):
-                    column[part.rows[part.row], part.column] = scores
+            for micro_batch in self._passes(batch):
+                for column, scores in zip(result, self._head(micro_batch, temperature=temperature, squares=squares), strict=True):
+                    column[micro_batch.rows[micro_batch.row], micro_batch.column] = scores
         for unit in self._units:  # else the next pass would compute with these, whatever happens to the weights in between
             unit.reshard()
         if self._world > 1:
@@ -103,17 +103,17 @@ class FsdpEngine:
         """
         width = _shape(batch)[1]
         totals = Totals.of(_tensor(batch, "response_mask"))
-        parts: list[dict[str, float]] = []
-        for part in self._passes(batch):
-            scores = self._head(part, temperature=temperature, entropy=loss.needs_entropy)
-            if len(part.rows) == 0:
+        found: list[dict[str, float]] = []
+        for micro_batch in self._passes(batch):
+            scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy)
+            if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
-            placed = tuple(_unpack(score, part, width) for score in scores)
-            value, metrics = self._head.loss(loss, placed, _rows(batch, part.rows, self._device), totals)
+            placed = tuple(_unpack(score, micro_batch, width) for score in scores)
+            value, metrics = self._head.loss(loss, placed, _rows(batch, micro_batch.rows, self._device), totals)
             value.backward()
-            parts.append({self._head.loss_name: value.item()} | metrics)
-        return self._step({self._head.loss_name: 0.0} | _summed(parts, self._world, self._device), totals.tokens > 0, guard)
+            found.append({self._head.loss_name: value.item()} | metrics)
+        return self._step({self._head.loss_name: 0.0} | _summed(found, self._world, self._device), totals.tokens > 0, guard)
 
     def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
         norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
@@ -134,9 +134,9 @@ class FsdpEngine:
         parts = plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat, shared=self._shared)
         passes = parts[self._rank]
         for done, sequences in enumerate(passes):
-            self._passed(done, len(passes))
+            self._on_progress(done, len(passes))
             yield arrange(batch, sequences).to(self._device)
-        self._passed(len(passes), len(passes))
+        self._on_progress(len(passes), len(passes))
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}
@@ -206,9 +206,9 @@ class FsdpEngine:
             dist.destroy_process_group()
 
 
-def _unpack(values: torch.Tensor, part: MicroBatch, width: int) -> torch.Tensor:
+def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
     """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
-    return values.new_zeros(len(part.rows), width).index_put((part.row, part.column), values)
+    return values.new_zeros(len(micro_batch.rows), width).index_put((micro_batch.row, micro_batch.column), values)
 
 
 def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
@@ -218,21 +218,21 @@ def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
     return {name: pick(column) for name, column in batch.items()}
 
 
-def _summed(parts: list[dict[str, float]], world: int, device: torch.device) -> dict[str, float]:
-    """Sum the metrics over micro-batches and ranks, in the order of the ranks, the same on every rank."""
-    gathered = _gathered(parts, world, device) if world > 1 else [parts]
+def _summed(metrics: list[dict[str, float]], world: int, device: torch.device) -> dict[str, float]:
+    """Sum the metrics of all micro-batches of all ranks, in the order of the ranks: the same bits on every rank."""
+    ranks = _gathered(metrics, world, device) if world > 1 else [metrics]
     total: dict[str, float] = {}
-    for part in (part for parts in gathered for part in parts):
-        for name, value in part.items():
+    for micro_batch in (micro_batch for rank in ranks for micro_batch in rank):
+        for name, value in micro_batch.items():
             total[name] = total.get(name, 0.0) + value
     return total
 
 
-def _gathered(parts: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
-    """Gather the parts of all ranks."""
-    mine = msgspec.msgpack.encode([[*part.items()] for part in parts])
-    told = (msgspec.msgpack.decode(part, type=list[list[tuple[str, float]]]) for part in gathered(mine, world, device))
-    return [[dict(part) for part in parts] for parts in told]
+def _gathered(metrics: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
+    """Gather the metrics of each rank's micro-batches."""
+    own = msgspec.msgpack.encode([[*micro_batch.items()] for micro_batch in metrics])
+    ranks = (msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, world, device))
+    return [[dict(micro_batch) for micro_batch in rank] for rank in ranks]
 
 
 def _tensor(batch: Columns, name: str) -> torch.Tensor:

@@ -8,10 +8,10 @@ from rlgraph.engines.fsdp.sharding import backends
 TCP = "tcp://"
 
 
-def meet(at: str, rank: int, world: int, meeting: int = -1) -> None:
+def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
     """Join the process group of a model's ranks; blocks until all are there.
 
-    `at` is `file://` and a path, or `tcp://address:port`, at which rank 0 listens already: `meeting` is the descriptor of its socket,
+    `at` is `file://` and a path, or `tcp://address:port`, at which rank 0 listens already: `listen_fd` is the descriptor of its socket,
     which is used up. So nobody else can take the port, and rank 0 is reached at that address alone.
     """
     if not at.startswith(TCP):
@@ -25,6 +25,6 @@ def meet(at: str, rank: int, world: int, meeting: int = -1) -> None:
         is_master=rank == 0,
         timeout=default_pg_timeout,
         wait_for_workers=False,
-        master_listen_fd=meeting if rank == 0 else None,
+        master_listen_fd=listen_fd if rank == 0 else None,
     )
     dist.init_process_group(backends(), store=store, rank=rank, world_size=world)

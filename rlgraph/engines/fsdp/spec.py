@@ -41,7 +41,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         compiled=model.compiled,
         flat=flat,
         shared=shared,
-        passed=lambda done, total: place.counted(done, total, "micro-batches"),
+        on_progress=lambda done, total: place.counted(done, total, "micro-batches"),
     )
 
 

@@ -73,24 +73,24 @@ class LogitShape:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def predicting_states(backbone: Any, part: MicroBatch) -> torch.Tensor:
+def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """The last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
     more: dict[str, Any] = {}
-    if part.starts is not None:
-        more = {"cu_seq_lens_q": part.starts, "max_length_q": part.longest}
-    elif part.mask is not None:
-        more = {"shared_positions": part.positions}
-    with _attention(backbone, part):
+    if micro_batch.starts is not None:
+        more = {"cu_seq_lens_q": micro_batch.starts, "max_length_q": micro_batch.longest}
+    elif micro_batch.mask is not None:
+        more = {"shared_positions": micro_batch.positions}
+    with _attention(backbone, micro_batch):
         hidden = backbone(
-            input_ids=part.tokens, attention_mask=part.mask, position_ids=part.positions, use_cache=False, **more
+            input_ids=micro_batch.tokens, attention_mask=micro_batch.mask, position_ids=micro_batch.positions, use_cache=False, **more
         ).last_hidden_state
-    states: torch.Tensor = hidden.flatten(0, 1)[part.predicts]
+    states: torch.Tensor = hidden.flatten(0, 1)[micro_batch.predicts]
     return states
 
 
-def _attention(backbone: Any, part: MicroBatch) -> AbstractContextManager[None]:
+def _attention(backbone: Any, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     """The attention kernel for an input: on a CPU the backward pass of the fused one is slow for short sequences."""
-    short = part.starts is None and part.tokens.device.type == "cpu" and part.tokens.shape[1] <= SHORT_SEQUENCE
+    short = micro_batch.starts is None and micro_batch.tokens.device.type == "cpu" and micro_batch.tokens.shape[1] <= SHORT_SEQUENCE
     again = getattr(backbone, "is_gradient_checkpointing", False)  # outside of this context, where each pass has to take the same kernel
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if short and not again else nullcontext()
     return context

@@ -234,9 +234,16 @@ def _without_bars() -> Iterator[None]:
 
 
 def model_folder(name: str, folder: str | Path = ".models") -> str:
-    """Return the folder of a model: `smollm2` and `tiny` are made inside `folder` at the first call, any other name is a path.
+    """Look up the folder of a model. `smollm2` and `tiny` are made inside `folder` at the first call; any other name is a path.
 
     Raises DataError for a path that holds no model.
+
+    >>> import rlgraph as rg
+    >>> generator = rg.Generator(rg.model_folder("tiny"), pool=rg.Pool("rollout"))  # doctest: +SKIP
+    >>> rg.model_folder("no/such/model")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    rlgraph.errors.DataError: model 'no/such/model': no such folder; give a folder that holds config.json and *.safetensors...
     """
     makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024)}
     if name in makers:

@@ -12,7 +12,7 @@ from rlgraph import notices
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import open_reader, open_writer
 from rlgraph.channels.host.address import bound, dial, listen
-from rlgraph.channels.host.connection import Link
+from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Span
@@ -48,7 +48,7 @@ class Process:
         self.name = setup.worker.name
         offer_stacks(setup.folder, self.name)
         self.status = StatusWriter(status_path(setup.folder, self.name))
-        self.control = Link(dial(f"worker '{self.name}'", driver, setup.deadline_s), setup.authkey, setup.deadline_s, server=False)
+        self.control = Connection(dial(f"worker '{self.name}'", driver, setup.deadline_s), setup.authkey, setup.deadline_s, server=False)
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
         self.mailbox = Mailbox()
         self.meeting = -1
@@ -79,9 +79,9 @@ class Process:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         worker = self.setup.worker
         if self.setup.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
-            meeting = listen(f"ranks of {worker.model}", f"{self.setup.listen_at}:0", worker.world)
-            self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(meeting)}"
-            self.meeting = meeting.detach()  # the engine's to close: from here on nobody else can take the port
+            listener = listen(f"ranks of {worker.model}", f"{self.setup.listen_at}:0", worker.world)
+            self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(listener)}"
+            self.meeting = listener.detach()  # the engine's to close: from here on nobody else can take the port
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> Writer:

@@ -13,8 +13,8 @@ from rlgraph.engines.fsdp.rendezvous import meet
 from rlgraph.errors import ChannelError
 
 
-def be_rank(at: str, rank: int, meeting: socket.socket | None, out: Path) -> None:
-    meet(at, rank, 2, meeting.detach() if meeting else -1)
+def be_rank(at: str, rank: int, listener: socket.socket | None, out: Path) -> None:
+    meet(at, rank, 2, listener.detach() if listener else -1)
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
     found = [line.split()[1] for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
