@@ -27,7 +27,7 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     import torch
 
-    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.weights.endpoints import WeightsWriter
     from rlgraph.channels.weights.shards import WeightShard
     from rlgraph.engines.hf_models.pretrained import parameter_shapes
@@ -40,7 +40,7 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
         places[name] = first * torch.Size(others).numel()
         rows[name] = torch.randn(min(chunk, length - first), *others, device="cuda").mul_(0.02)
         shards.append(WeightShard(name, (length, *others), (first, *(0 for _ in others)), rows[name]))
-    writer = WeightsWriter(ShmWriter("weights", slots=1, readers=engines, authkey=KEY, address=addresses[rank]), torch.bfloat16, 512 << 20)
+    writer = WeightsWriter(HostWriter("weights", slots=1, readers=engines, authkey=KEY, address=addresses[rank]), torch.bfloat16, 512 << 20)
     while (version := orders.get()) is not None:
         with torch.no_grad():
             torch._foreach_mul_(list(rows.values()), 1.001)
@@ -56,13 +56,13 @@ def trainer(folder: str, addresses: list[str], rank: int, engines: int, orders: 
 def engine(folder: str, addresses: list[str], gpu: int, ready: Any, results: Any) -> None:
     """Decode, receive and swap version after version, and say when each had come, what the swap cost, and what was loaded."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import WeightsReader
     from rlgraph.engines.vllm.engine import VllmEngine
 
     copies = fills()
     generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=0.6, max_sequences=SEQUENCES)
-    weights = WeightsReader([ShmReader("weights", KEY, address, 120) for address in addresses], buffers=2)
+    weights = WeightsReader([HostReader("weights", KEY, address, 120) for address in addresses], buffers=2)
     decoding = Decoding(generator)
     for version in range(1, VERSIONS + WARM_UP + 1):
         normal = decoding.settle()

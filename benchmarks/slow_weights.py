@@ -23,7 +23,7 @@ import ray
 import torch
 
 import rlgraph as rg
-from rlgraph.channels.host.channel import ShmReader
+from rlgraph.channels.host.channel import HostReader
 from rlgraph.channels.weights.double_buffer import Staging
 from rlgraph.columns import Column
 from rlgraph.runtime.driver.ray_dispatch import start_ray
@@ -37,9 +37,9 @@ class FarGenerator(fakes.VectorGenerator):
     """A generator to which weights take TRANSFER_S to come, in whichever thread receives them."""
 
     def load(self, context: Any) -> Any:
-        take, fill = ShmReader.take, Staging.fill
+        take, fill = HostReader.take, Staging.fill
 
-        def slow_take(reader: ShmReader, step: int, timeout_s: float) -> dict[str, Column]:
+        def slow_take(reader: HostReader, step: int, timeout_s: float) -> dict[str, Column]:
             found = take(reader, step, timeout_s)
             time.sleep(TRANSFER_S if reader._end.channel.startswith("weights") else 0.0)
             return found
@@ -48,7 +48,7 @@ class FarGenerator(fakes.VectorGenerator):
             fill(staging, *given)
             time.sleep(TRANSFER_S)
 
-        ShmReader.take, Staging.fill = slow_take, slow_fill  # type: ignore[method-assign,assignment]
+        HostReader.take, Staging.fill = slow_take, slow_fill  # type: ignore[method-assign,assignment]
         return super().load(context)
 
 

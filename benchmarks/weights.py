@@ -64,14 +64,14 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
-    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.weights.endpoints import WeightsWriter
     from rlgraph.channels.weights.shards import whole
     from rlgraph.engines.hf_models.pretrained import parameter_shapes
 
     torch.manual_seed(1)
     weights = {name: torch.randn(shape, device="cuda").mul_(0.02) for name, shape in parameter_shapes(folder).items()}
-    writer = WeightsWriter(ShmWriter("weights", 1, 1, KEY, address), torch.bfloat16, *how)
+    writer = WeightsWriter(HostWriter("weights", 1, 1, KEY, address), torch.bfloat16, *how)
     group = None
     while (order := orders.get()) is not None:
         if order == "vllm":
@@ -188,14 +188,14 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
     if width == 1:
         arguments = vllm.EngineArgs
         vllm.EngineArgs = lambda **given: arguments(weight_transfer_config=WeightTransferConfig(backend="nccl"), **given)
-    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import WeightsReader
     from rlgraph.engines.vllm.engine import VllmEngine
 
     copies = fills()
     memory = 0.6 if width == 1 else 0.3  # beside the trainer
     generator = VllmEngine(folder, random_weights=True, max_model_len=1024, memory=memory, max_sequences=SEQUENCES, tensor_parallel=width)
-    weights = WeightsReader([ShmReader("weights", KEY, address, 120)], buffers=2)
+    weights = WeightsReader([HostReader("weights", KEY, address, 120)], buffers=2)
     decoding = Decoding(generator)
     rows = []
     for version in range(1, VERSIONS + WARM_UP + 1):

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.transfer import Finish
 
@@ -20,7 +20,7 @@ def read(address: str, signal_number: int) -> None:
         return lambda: os.kill(os.getpid(), signal_number)
 
     Gloo.receive = receive  # type: ignore[method-assign]
-    reader = ShmReader("edge", b"key", address, 60)
+    reader = HostReader("edge", b"key", address, 60)
     signal.pause()
     reader.close()
 
@@ -33,7 +33,7 @@ def write(pipe: Connection, signal_number: int) -> None:
         raise AssertionError
 
     Gloo.send = send  # type: ignore[method-assign]
-    writer = ShmWriter("edge", 1, 1, b"key", "127.0.0.1:0", "gloo")
+    writer = HostWriter("edge", 1, 1, b"key", "127.0.0.1:0", "gloo")
     pipe.send(writer.address)
     writer.put(0, {"x": LARGE}, 60)
     signal.pause()

@@ -14,8 +14,8 @@ from typing import Any
 import fakes
 import torch
 
-from rlgraph.channels import ShmReader
-from rlgraph.channels.host.connection import Link
+from rlgraph.channels import HostReader
+from rlgraph.channels.host.connection import Connection
 from rlgraph.columns import Columns
 from rlgraph.graph.nodes import Graph
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -37,13 +37,13 @@ def _hold_the_interpreter() -> None:
 
 def _cut_channels() -> None:
     gc.unfreeze()  # a worker freezes what it has started with, which hides it from the next line
-    for link in (found for found in gc.get_objects() if type(found) is Link):
+    for link in (found for found in gc.get_objects() if type(found) is Connection):
         if "driver" not in str(link._socket.getpeername()):
             link.end()
 
 
 def _keep_slots() -> None:
-    ShmReader.release = lambda self: None  # type: ignore[method-assign]
+    HostReader.release = lambda self: None  # type: ignore[method-assign]
 
 
 def _raise() -> None:

@@ -2,14 +2,14 @@
 
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.channels.factory import TRANSPORTS, Site, Transport, open_reader, open_writer
-from rlgraph.channels.host.channel import ShmReader, ShmWriter
+from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.local import local_channel
 
 __all__ = [
     "TRANSPORTS",
+    "HostReader",
+    "HostWriter",
     "Reader",
-    "ShmReader",
-    "ShmWriter",
     "Site",
     "Statistics",
     "Transport",

@@ -14,7 +14,7 @@ import torch
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
-MAX_SLOTS = 64  # the tokens of so many messages always fit into the buffer of a socket, so that sending one never waits
+MAX_SLOTS = 64  # the control messages of this many slots always fit into a socket's buffer, so sending one never waits
 
 
 @dataclass(frozen=True)

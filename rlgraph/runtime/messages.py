@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rlgraph.channels.host.connection import UNREADABLE, Garbled, Link
+from rlgraph.channels.host.connection import UNREADABLE, Connection, Garbled
 from rlgraph.compiler.plan import ChannelEnd
 from rlgraph.compiler.schedule import Sampled, Span
 
@@ -127,15 +127,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def send(link: Link, message: Message) -> None:
+def send(connection: Connection, message: Message) -> None:
     """Send one message. Raises OSError if the other end is gone."""
-    link.send(_encoder.encode(message))
+    connection.send(_encoder.encode(message))
 
 
-def receive(link: Link) -> Message:
+def receive(connection: Connection) -> Message:
     """Return the next message, waiting for it. Raises EOFError if the other end is gone, OSError if it sends nonsense."""
-    link.wait()  # for as long as the peer lives: to have nothing to say is no fault
+    connection.wait()  # for as long as the peer lives: to have nothing to say is no fault
     try:
-        return _decoder.decode(link.receive(MOST_BYTES))
+        return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:
         raise Garbled(f"what is no message ({error})") from error

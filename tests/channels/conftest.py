@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 import pytest
 
-from rlgraph.channels import TRANSPORTS, Reader, ShmReader, ShmWriter, Site, Writer, open_reader, open_writer
+from rlgraph.channels import TRANSPORTS, HostReader, HostWriter, Reader, Site, Writer, open_reader, open_writer
 from rlgraph.channels.host.protocol import Kind
 
 Ends: TypeAlias = tuple[Writer, list[Reader]]
-MakeShm: TypeAlias = Callable[..., tuple[ShmWriter, list[ShmReader]]]
+MakeShm: TypeAlias = Callable[..., tuple[HostWriter, list[HostReader]]]
 WITHOUT_GPUS = [
     pytest.param(name, marks=pytest.mark.ray if found.needs_ray else ())
     for name, found in TRANSPORTS.items()
@@ -23,11 +23,11 @@ WITHOUT_GPUS = [
 def make_shm(tmp_path: Path) -> Iterator[MakeShm]:
     numbers, made = itertools.count(), []
 
-    def make(slots: int = 2, readers: int = 1, address: str = "", carrier: Kind | None = None) -> tuple[ShmWriter, list[ShmReader]]:
-        writer = ShmWriter("edge", slots, readers, b"key", address or str(tmp_path / str(next(numbers))), carrier)
+    def make(slots: int = 2, readers: int = 1, address: str = "", carrier: Kind | None = None) -> tuple[HostWriter, list[HostReader]]:
+        writer = HostWriter("edge", slots, readers, b"key", address or str(tmp_path / str(next(numbers))), carrier)
         made.append(writer)
         for _ in range(readers):
-            made.append(ShmReader("edge", b"key", writer.address, 10))
+            made.append(HostReader("edge", b"key", writer.address, 10))
         return writer, made[-readers:]
 
     yield make

@@ -1,4 +1,4 @@
-"""What a broken or hostile peer may send: malformed frames, tokens, headers, memory and messages, made from a seed."""
+"""What a broken or hostile peer may send: malformed frames, control messages, headers, memory and columns, made from a seed."""
 
 import os
 import pickle
@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol, serialization
 from rlgraph.channels.host.address import close_listener, set_deadline
-from rlgraph.channels.host.connection import Link
+from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.host.cuda_ipc import Mapped
-from rlgraph.channels.host.protocol import Failed, Free, Full, Goodbye, More, Token, Welcome
+from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Welcome
 from rlgraph.channels.host.shared_memory import new_segment
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
@@ -96,10 +96,10 @@ def mutated(dice: random.Random, data: bytes) -> bytes:
     return bytes(changed)
 
 
-def token(dice: random.Random) -> bytes:
-    """Return a token that is wrong in some way, or is right in the wrong place."""
+def control_message(dice: random.Random) -> bytes:
+    """Make a control message that is wrong in some way, or is right in the wrong place."""
     fulls = [Full(0, 0, 10, 100, 4096), Full(0, 0, 10, 100, 4096, 0, 2)]
-    others: list[Token] = [Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1)]
+    others: list[ControlMessage] = [Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1)]
     valid = dice.choice([*fulls, *others])
     match dice.randrange(5):
         case 0:
@@ -163,21 +163,21 @@ def framed(dice: random.Random, data: bytes) -> bytes:
     return struct.pack("!I", length) + data
 
 
-def _pair(peer: str) -> tuple[Link, Link]:
-    near, far = Link.pair(peer)
+def _pair(peer: str) -> tuple[Connection, Connection]:
+    near, far = Connection.pair(peer)
     set_deadline(near._socket, STALLED_S)
     return near, far
 
 
 def told_reader(dice: random.Random) -> str:
-    """Send malformed tokens, memory and messages to a reader; return how it took them."""
+    """Send malformed control messages, memory and messages to a reader; return how it took them."""
     near, far = _pair("a hostile writer")
     reader = _reader(near)
     try:
         far._socket.settimeout(1)
         for _ in range(dice.randrange(1, 4)):
             if dice.random() < 0.5:
-                far._socket.sendall(framed(dice, token(dice)))
+                far._socket.sendall(framed(dice, control_message(dice)))
             else:
                 _send_message(dice, far)
         if dice.random() < 0.9:
@@ -190,23 +190,23 @@ def told_reader(dice: random.Random) -> str:
         far.close()
 
 
-def _reader(near: Link) -> ShmReader:
+def _reader(near: Connection) -> HostReader:
     connect = protocol.connect
     protocol.connect = lambda *arguments: (near, Welcome(2))
     try:
-        return ShmReader("edge", b"key", "/nowhere", 1)
+        return HostReader("edge", b"key", "/nowhere", 1)
     finally:
         protocol.connect = connect
 
 
-def _take_all(reader: ShmReader) -> None:
+def _take_all(reader: HostReader) -> None:
     for step in range(3):
         reader.take(step, 0.02)
         reader.release()
 
 
-def _send_message(dice: random.Random, far: Link) -> None:
-    """Send a token that announces memory, and the memory, either of which may be wrong."""
+def _send_message(dice: random.Random, far: Connection) -> None:
+    """Send a control message that announces memory, and the memory, either of which may be wrong."""
     head = header(dice)
     handle, segment = new_segment("edge", 4096)
     if dice.random() < 0.2:  # memory that could shrink under the reader's hands
@@ -227,13 +227,13 @@ def _send_message(dice: random.Random, far: Link) -> None:
 
 
 def told_writer(dice: random.Random) -> str:
-    """Send malformed tokens to a writer; return how it took them."""
+    """Send malformed control messages to a writer; return how it took them."""
     near, far = _pair("a hostile reader")
-    writer = ShmWriter("edge", 2, 1, b"key", f"{tempfile.gettempdir()}/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}")
-    writer._door.links.append(near)
+    writer = HostWriter("edge", 2, 1, b"key", f"{tempfile.gettempdir()}/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}")
+    writer._acceptor.connections.append(near)
     try:
         for _ in range(dice.randrange(1, 4)):
-            far._socket.sendall(framed(dice, token(dice)))
+            far._socket.sendall(framed(dice, control_message(dice)))
         if dice.random() < 0.9:
             far.end(socket.SHUT_WR)
 
@@ -244,7 +244,7 @@ def told_writer(dice: random.Random) -> str:
         return outcome(put)
     finally:
         writer.close()
-        close_listener(writer._door._listener, writer.address)  # the door believes that its reader came in through it
+        close_listener(writer._acceptor._listener, writer.address)  # the acceptor believes that it accepted this reader
         far.close()
 
 
@@ -283,7 +283,7 @@ def knocked(dice: random.Random, key: bytes = b"key") -> str:
         far.sendall(dice.randbytes(dice.choice([0, 1, 31, 32, 33, 64, 96, 500])))
         far.shutdown(socket.SHUT_WR)
         try:
-            Link(near, key, 1.0, server=dice.random() < 0.5).close()
+            Connection(near, key, 1.0, server=dice.random() < 0.5).close()
         except (OSError, EOFError, Exception) as error:  # noqa: BLE001 (which one it is, is what is looked at)
             return "rejected" if type(error).__name__ in ("AuthenticationError", "EOFError", "BrokenPipeError") else repr(error)
     return "LET IN"
@@ -301,8 +301,8 @@ def outcome(work: Callable[[], Any]) -> str:
 
 TARGETS: dict[str, Callable[[random.Random], str]] = {
     "handshake": knocked,
-    "tokens and memory to a reader": told_reader,
-    "tokens to a writer": told_writer,
+    "control messages and memory to a reader": told_reader,
+    "control messages to a writer": told_writer,
     "headers in a slot": read_layout,
     "messages to the driver": told_driver,
 }

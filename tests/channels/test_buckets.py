@@ -143,7 +143,7 @@ def test_a_writer_that_tells_of_tensors_that_cannot_be_there_is_cut_off(make_shm
     gate.open.release()
     assert reader.arrived(0, LONG) == 1
     writer._tell(More(1, tensors))
-    with pytest.raises(ChannelBroken, match="where no such token belongs"):
+    with pytest.raises(ChannelBroken, match="where no such message belongs"):
         reader.arrived(1, LONG)
     gate.open.release(2)
 
@@ -154,7 +154,7 @@ def test_no_number_of_buckets_fills_the_socket_of_a_reader_that_does_not_listen(
     columns = {str(number): torch.full((2,), number) for number in range(500)}
     for step in range(slots):
         writer.put(step, columns, LONG, bucket_bytes=1)
-    assert len(writer._laid[0]._buckets[1]) * slots <= MAX_SLOTS
+    assert len(writer._write_views[0]._buckets[1]) * slots <= MAX_SLOTS
     for step in range(slots):
         assert reader.take(step, LONG)["499"].tolist() == [499, 499]
 

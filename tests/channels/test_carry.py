@@ -13,7 +13,7 @@ import pytest
 import torch
 from carrying import LARGE
 
-from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.remote import relay
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
@@ -25,7 +25,7 @@ HERE = "127.0.0.1:0"
 
 
 @pytest.fixture
-def carried(make_shm: Any) -> Callable[..., tuple[ShmWriter, list[ShmReader]]]:
+def carried(make_shm: Any) -> Callable[..., tuple[HostWriter, list[HostReader]]]:
     return lambda slots=2, readers=1: make_shm(slots, readers, HERE, "gloo")
 
 
@@ -113,7 +113,7 @@ def test_channels_carry_in_both_directions_at_once(carried: Any) -> None:
     ends = [carried(slots=2, readers=2) for _ in range(3)]
     seen: list[bool] = []
 
-    def read(reader: ShmReader) -> None:
+    def read(reader: HostReader) -> None:
         for step in range(4):
             seen.append(torch.equal(reader.take(step, LONG)["x"], LARGE[step:]))
             reader.release()
@@ -164,7 +164,7 @@ def test_a_writer_that_closes_or_goes_lets_its_reader_take_what_was_put(carried:
 
 
 def test_a_reader_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(process: Any) -> None:
-    writer = ShmWriter("edge", 1, 1, b"key", HERE, "gloo")
+    writer = HostWriter("edge", 1, 1, b"key", HERE, "gloo")
     process(carrying.read, writer.address, signal.SIGKILL)
     writer.put(0, {"x": LARGE}, START_S)
     since = time.monotonic()
@@ -183,7 +183,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
         monkeypatch.setattr(Gloo, "receive", lambda self, memory: lambda: go_on.wait(LONG))
     here, there = forked.server.Pipe()
     process(carrying.write, there, signal.SIGKILL)
-    reader = ShmReader("edge", b"key", here.recv(), LONG)
+    reader = HostReader("edge", b"key", here.recv(), LONG)
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer \(at 127.0.0.1, port \d+\) died"):
         reader.take(0, LONG)
@@ -197,7 +197,7 @@ def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader
     here, there = forked.server.Pipe()
     process(carrying.write, there, signal.SIGSTOP)
     threads = set(threading.enumerate())
-    reader = ShmReader("edge", b"key", here.recv(), LONG)
+    reader = HostReader("edge", b"key", here.recv(), LONG)
     with pytest.raises(ChannelTimeout, match=r"'edge', a reader, step 0: waited 0\.5 s, no message came"):
         reader.take(0, 0.5)
     reader.close()
@@ -205,7 +205,7 @@ def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader
 
 
 def test_a_reader_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_writer(process: Any) -> None:
-    writer = ShmWriter("edge", 1, 1, b"key", HERE, "gloo")
+    writer = HostWriter("edge", 1, 1, b"key", HERE, "gloo")
     process(carrying.read, writer.address, signal.SIGSTOP)
     writer.put(0, {"x": LARGE}, START_S)
     with pytest.raises(ChannelTimeout, match=r"'edge', the writer, step 1: waited 0\.5 s, all 1 slots are taken"):
@@ -231,11 +231,13 @@ def test_a_transfer_that_hangs_breaks_the_channel_at_both_ends(carried: Any, mon
     monkeypatch.setattr(Gloo, "send", lambda self, memory: lambda: go_on.wait(LONG))
     writer.put(1, {"x": torch.ones(3)}, LONG)
     with pytest.raises(
-        ChannelBroken, match=r"'edge', a reader, step 1: the writer .* columns on a GPU were not carried: no end of it within 0\.3 s"
+        ChannelBroken,
+        match=r"'edge', a reader, step 1: the writer .* columns on a GPU failed: it did not end within 0\.3 s",
     ):
         reader.take(1, LONG)
     with pytest.raises(
-        ChannelBroken, match=r"'edge', the writer, step 2: a reader .* columns on a GPU were not carried: no end of it within 0\.3 s"
+        ChannelBroken,
+        match=r"'edge', the writer, step 2: a reader .* columns on a GPU failed: it did not end within 0\.3 s",
     ):
         writer.put(2, {"x": torch.ones(3)}, LONG)
     go_on.set()
@@ -249,13 +251,13 @@ def test_what_a_carrier_cannot_do_breaks_the_channel_with_its_words(carried: Any
     writer, [reader] = carried(slots=1)
     monkeypatch.setattr(Gloo, method, fails)
     writer.put(0, {"x": torch.ones(3)}, LONG)
-    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer .* columns on a GPU were not carried: out of memory"):
+    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer .* columns on a GPU failed: out of memory"):
         reader.take(0, LONG)
-    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader .* columns on a GPU were not carried: out of memory"):
+    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader .* columns on a GPU failed: out of memory"):
         writer.put(1, {}, LONG)
 
 
-def put_both(writer: ShmWriter) -> None:
+def put_both(writer: HostWriter) -> None:
     for step in range(2):
         writer.put(step, {}, LONG)
 
@@ -270,27 +272,27 @@ def test_a_carrier_that_one_end_cannot_make_breaks_the_channel_with_its_words(ca
 
     monkeypatch.setattr(Gloo, "__init__", fails)
     writer, [reader] = carried(slots=1)
-    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: .* columns on a GPU were not carried: no library"):
+    with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: .* columns on a GPU failed: no library"):
         reader.take(0, LONG)
-    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step [01]: .* columns on a GPU were not carried: no library"):
+    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step [01]: .* columns on a GPU failed: no library"):
         put_both(writer)
 
 
 def test_a_carrier_is_refused_at_a_path() -> None:
     with pytest.raises(ChannelError, match=r"'edge' listens at the path '/tmp/x' and has the carrier 'nccl'.* give an address host:port"):
-        ShmWriter("edge", 1, 1, b"key", "/tmp/x", "nccl")
+        HostWriter("edge", 1, 1, b"key", "/tmp/x", "nccl")
 
 
 def test_nccl_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ChannelError, match="'edge': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU"):
-        ShmWriter("edge", 1, 1, b"key", HERE, "nccl")
+        HostWriter("edge", 1, 1, b"key", HERE, "nccl")
 
 
 def test_no_thread_and_no_handle_is_left_when_both_ends_have_closed(carried: Any) -> None:
     threads, handles = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    writer = ShmWriter("edge", 2, 1, b"key", HERE, "gloo")
-    reader = ShmReader("edge", b"key", writer.address, LONG)
+    writer = HostWriter("edge", 2, 1, b"key", HERE, "gloo")
+    reader = HostReader("edge", b"key", writer.address, LONG)
     writer.put(0, {"x": LARGE}, LONG)
     reader.take(0, LONG)
     reader.release()

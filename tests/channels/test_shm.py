@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels import HostReader, HostWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
 LONG, SHORT = 20.0, 0.02
@@ -145,11 +145,11 @@ def test_a_batch_that_cannot_be_stored_leaves_its_slot_free(make_shm):
 
 def test_the_first_put_waits_for_all_readers(tmp_path):
     address = str(tmp_path / "a")
-    writer = ShmWriter("edge", 1, 2, b"key", address)
-    one = ShmReader("edge", b"key", address, LONG)
+    writer = HostWriter("edge", 1, 2, b"key", address)
+    one = HostReader("edge", b"key", address, LONG)
     with pytest.raises(ChannelTimeout, match=r"step 0: waited 0\.02 s, 1 of 2 readers have connected"):
         writer.put(0, {}, SHORT)
-    two = ShmReader("edge", b"key", address, LONG)
+    two = HostReader("edge", b"key", address, LONG)
     writer.put(0, {}, LONG)
     assert (one.take(0, LONG), two.take(0, LONG)) == ({}, {})
     for end in (writer, one, two):
@@ -159,9 +159,9 @@ def test_the_first_put_waits_for_all_readers(tmp_path):
 def test_a_reader_waits_for_its_writer(tmp_path):
     address = str(tmp_path / "a")
     readers = []
-    thread = threading.Thread(target=lambda: readers.append(ShmReader("edge", b"key", address, LONG)))
+    thread = threading.Thread(target=lambda: readers.append(HostReader("edge", b"key", address, LONG)))
     thread.start()
-    writer = ShmWriter("edge", 1, 1, b"key", address)
+    writer = HostWriter("edge", 1, 1, b"key", address)
     thread.join()
     writer.put(0, {}, LONG)
     assert readers[0].take(0, LONG) == {}
@@ -171,15 +171,15 @@ def test_a_reader_waits_for_its_writer(tmp_path):
 
 def test_a_reader_without_a_writer_times_out(tmp_path):
     with pytest.raises(ChannelTimeout, match=r"channel 'edge', a reader: waited 0\.02 s, no writer listens at"):
-        ShmReader("edge", b"key", str(tmp_path / "a"), SHORT)
+        HostReader("edge", b"key", str(tmp_path / "a"), SHORT)
 
 
 def test_a_wrong_authkey_is_refused_and_leaves_the_place_free(tmp_path):
     address = str(tmp_path / "a")
-    writer = ShmWriter("edge", 1, 1, b"key", address)
+    writer = HostWriter("edge", 1, 1, b"key", address)
     with pytest.raises(ChannelError, match="refused the authkey"):
-        ShmReader("edge", b"another", address, LONG)
-    reader = ShmReader("edge", b"key", address, LONG)
+        HostReader("edge", b"another", address, LONG)
+    reader = HostReader("edge", b"key", address, LONG)
     writer.put(0, {}, LONG)
     assert reader.take(0, LONG) == {}
     writer.close()
@@ -188,7 +188,7 @@ def test_a_wrong_authkey_is_refused_and_leaves_the_place_free(tmp_path):
 
 def test_a_socket_path_that_is_too_long_is_refused():
     with pytest.raises(ChannelError, match=r"channel 'edge': the socket path .* has 200 bytes"):
-        ShmWriter("edge", 1, 1, b"key", "/" + "a" * 199)
+        HostWriter("edge", 1, 1, b"key", "/" + "a" * 199)
 
 
 def test_a_waiting_reader_sleeps_until_its_message_comes(make_shm):
@@ -246,7 +246,7 @@ def test_another_thread_ends_a_wait(make_shm, role, method, error):
 
 
 def test_another_thread_ends_a_wait_for_readers(tmp_path):
-    writer = ShmWriter("edge", 1, 1, b"key", str(tmp_path / "a"))
+    writer = HostWriter("edge", 1, 1, b"key", str(tmp_path / "a"))
     threading.Timer(0.1, writer.close).start()
     with pytest.raises(ChannelClosed):
         writer.put(0, {}, LONG)
@@ -254,16 +254,16 @@ def test_another_thread_ends_a_wait_for_readers(tmp_path):
 
 def test_a_path_is_that_of_one_channel(tmp_path):
     address = str(tmp_path / "a")
-    writer = ShmWriter("edge", 1, 1, b"key", address)
+    writer = HostWriter("edge", 1, 1, b"key", address)
     with pytest.raises(ChannelError, match=r"channel 'other': .* is taken"):
-        ShmWriter("other", 1, 1, b"key", address)
+        HostWriter("other", 1, 1, b"key", address)
     writer.close()
 
 
 def test_messages_cross_between_processes(tmp_path, peer):
     address = str(tmp_path / "a")
     peer("write", address, 50)
-    reader = ShmReader("edge", b"key", address, START_S)
+    reader = HostReader("edge", b"key", address, START_S)
     for step in range(50):
         got = reader.take(step, LONG)
         assert (got["x"].tolist(), got["who"]) == ([step] * 1000, ["écrivain"])
@@ -274,7 +274,7 @@ def test_messages_cross_between_processes(tmp_path, peer):
 def test_a_killed_writer_breaks_the_channel_within_a_second_and_leaves_nothing(tmp_path, peer):
     address = str(tmp_path / "a")
     process = peer("write", address, 2)
-    reader = ShmReader("edge", b"key", address, START_S)
+    reader = HostReader("edge", b"key", address, START_S)
     kept = reader.take(0, LONG)["x"]
     assert process.stdout.readline() == b"done\n"
     assert shared_memory(process.pid) == {"/memfd:rlgraph edge (deleted)"}  # which has no name that could be left
@@ -292,7 +292,7 @@ def test_a_killed_writer_breaks_the_channel_within_a_second_and_leaves_nothing(t
 
 def test_a_killed_reader_breaks_the_channel_within_a_second(tmp_path, peer):
     address = str(tmp_path / "a")
-    writer = ShmWriter("edge", 2, 1, b"key", address)
+    writer = HostWriter("edge", 2, 1, b"key", address)
     process = peer("read", address, 1)
     for step in range(3):
         writer.put(step, {"x": torch.full((1000,), step)}, START_S)
@@ -323,8 +323,8 @@ def test_nothing_is_left_after_close(make_shm, tmp_path, last):
 
 def test_a_writer_closed_before_its_readers_came_leaves_nothing(tmp_path):
     before, threads = handles(), set(threading.enumerate())
-    writer = ShmWriter("edge", 1, 2, b"key", str(tmp_path / "a"))
-    reader = ShmReader("edge", b"key", str(tmp_path / "a"), LONG)
+    writer = HostWriter("edge", 1, 2, b"key", str(tmp_path / "a"))
+    reader = HostReader("edge", b"key", str(tmp_path / "a"), LONG)
     writer.close()
     with pytest.raises(ChannelClosed):
         reader.take(0, LONG)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.channels import ShmReader, ShmWriter
+from rlgraph.channels import HostReader, HostWriter
 from rlgraph.errors import ChannelBroken, ChannelError
 
 LONG, START_S = 20.0, 90.0
@@ -34,23 +34,23 @@ def test_a_port_in_use_is_refused_with_the_remedy():
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ChannelError, match=f"'edge' cannot listen at '{address}': .*another program has that port; leave it 0"):
-            ShmWriter("edge", 1, 1, b"key", address)
+            HostWriter("edge", 1, 1, b"key", address)
 
 
 def test_an_address_of_no_interface_is_refused():
     with pytest.raises(ChannelError, match="no network interface of this host has that address"):
-        ShmWriter("edge", 1, 1, b"key", "203.0.113.7:0")
+        HostWriter("edge", 1, 1, b"key", "203.0.113.7:0")
 
 
 def test_a_wrong_key_is_refused_over_tcp():
-    writer = ShmWriter("edge", 1, 1, b"key", HERE)
+    writer = HostWriter("edge", 1, 1, b"key", HERE)
     with pytest.raises(ChannelError, match="refused the authkey"):
-        ShmReader("edge", b"another", writer.address, LONG)
+        HostReader("edge", b"another", writer.address, LONG)
     writer.close()
 
 
 def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_within_a_second(tmp_path):
-    writer = ShmWriter("edge", 2, 1, b"key", HERE)
+    writer = HostWriter("edge", 2, 1, b"key", HERE)
     process = subprocess.Popen([sys.executable, Path(__file__).with_name("peer.py"), "read", writer.address, "1"])
     for step in range(3):
         writer.put(step, {"x": torch.full((1000,), step)}, START_S)
@@ -66,8 +66,8 @@ def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_within_a_sec
 def test_no_thread_and_no_handle_is_left_when_both_ends_have_closed():
     gc.collect()  # what other tests left open is not to close in the middle of this one
     threads, handles = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    writer = ShmWriter("edge", 2, 1, b"key", HERE)
-    reader = ShmReader("edge", b"key", writer.address, LONG)
+    writer = HostWriter("edge", 2, 1, b"key", HERE)
+    reader = HostReader("edge", b"key", writer.address, LONG)
     writer.put(0, {"x": torch.ones(10)}, LONG)
     reader.take(0, LONG)
     reader.release()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rlgraph as rg
-from rlgraph.channels.host.channel import ShmReader, ShmWriter
+from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard, whole
@@ -33,8 +33,8 @@ def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_fo
 @pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
 def test_no_version_of_a_run_that_ends_waits_for_a_step_that_never_comes(tmp_path: Path, depth: int, buffers: int, on_gpus: bool) -> None:
     slots = staged_versions(rg.feedback("weights", depth=depth, buffers=buffers), on_gpus=on_gpus)
-    end = ShmWriter("weights", slots, 1, b"key", f"{tmp_path}/w")
-    reader = WeightsReader([ShmReader("weights", b"key", f"{tmp_path}/w", 5.0)], buffers)
+    end = HostWriter("weights", slots, 1, b"key", f"{tmp_path}/w")
+    reader = WeightsReader([HostReader("weights", b"key", f"{tmp_path}/w", 5.0)], buffers)
     writer = WeightsWriter(end, torch.float32)
     for step in range(6):
         if step > depth:

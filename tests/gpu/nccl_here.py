@@ -13,12 +13,12 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
-    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.remote.nccl import Nccl
     from rlgraph.channels.weights.endpoints import WeightsWriter
     from rlgraph.channels.weights.shards import whole
 
-    batches, weights = (ShmWriter(name, 2, 1, b"key", "127.0.0.1:0", "nccl") for name in ("batches", "weights"))
+    batches, weights = (HostWriter(name, 2, 1, b"key", "127.0.0.1:0", "nccl") for name in ("batches", "weights"))
     addresses.put((batches.address, weights.address))
     for step, size in enumerate(SIZES):
         columns = {"x": torch.arange(size, device="cuda"), "mask": torch.arange(size) % 3 == 0, "who": [str(step)]}
@@ -42,11 +42,11 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
-    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import WeightsReader
     from rlgraph.errors import ChannelBroken
 
-    batches, weights = (ShmReader(name, b"key", at, 60) for name, at in zip(("batches", "weights"), addresses.get(), strict=True))
+    batches, weights = (HostReader(name, b"key", at, 60) for name, at in zip(("batches", "weights"), addresses.get(), strict=True))
     receiver = WeightsReader([weights], buffers=2)
     for step, size in enumerate(SIZES):
         got = batches.take(step, 60)

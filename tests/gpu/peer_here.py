@@ -24,12 +24,12 @@ def write(address: str, done: Any, kill: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
-    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.host.protocol import More
     from rlgraph.channels.weights.endpoints import WeightsWriter
     from rlgraph.channels.weights.shards import whole
 
-    class Dying(ShmWriter):
+    class Dying(HostWriter):
         def _tell(self, token: Any, handle: int | None = None) -> None:
             if kill and isinstance(token, More) and token.tensors == 5 and self.statistics().messages == VERSIONS - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -50,11 +50,11 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
-    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import WeightsReader
     from rlgraph.errors import ChannelBroken
 
-    receiver = WeightsReader([ShmReader("weights", b"key", address, 60)], buffers=2)
+    receiver = WeightsReader([HostReader("weights", b"key", address, 60)], buffers=2)
     try:
         for version in range(1, VERSIONS + 1):
             received = receiver.receive(version, 60)

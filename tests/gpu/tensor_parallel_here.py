@@ -43,9 +43,9 @@ def write(folder: Path, address: str, done: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     import torch
 
-    from rlgraph.channels.host.channel import ShmWriter
+    from rlgraph.channels.host.channel import HostWriter
 
-    writer = ShmWriter("weights", 1, 1, b"key", address)
+    writer = HostWriter("weights", 1, 1, b"key", address)
     writer.put(0, versions(folder)[-1], 60, dtype=torch.bfloat16)
     done.get()
     writer.close()
@@ -79,7 +79,7 @@ def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def loads(kind: str) -> None:
-    from rlgraph.channels.host.channel import ShmReader
+    from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.double_buffer import Staging
     from rlgraph.channels.weights.shards import whole
     from rlgraph.engines.api import Request, Sampling
@@ -126,7 +126,7 @@ def loads(kind: str) -> None:
     address = os.path.abspath("w")
     process = context.Process(target=write, args=(folder, address, done), daemon=True)
     process.start()
-    reader = ShmReader("weights", b"key", address, 60)
+    reader = HostReader("weights", b"key", address, 60)
     engine.load_weights(reader.take(0, 60))  # type: ignore[arg-type]  # another process's memory, on the second GPU
     bits.append(check(engine, known[3]))
     engine.wake()

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.channels.host.address import listen
-from rlgraph.channels.host.channel import ShmReader, ShmWriter
-from rlgraph.channels.host.connection import Link
+from rlgraph.channels.host.channel import HostReader, HostWriter
+from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.compiler.cluster import Cluster
@@ -173,8 +173,8 @@ def test_a_node_whose_name_reads_like_a_message_is_followed_like_any_other() -> 
 
 def test_a_broken_channel_says_as_values_which_it_is_and_which_process_was_at_its_other_end(tmp_path: Path) -> None:
     address = str(tmp_path / "rollout")
-    writer = ShmWriter("rollout", 1, 1, b"key", address)
-    reader = ShmReader("rollout", b"key", address, 20)
+    writer = HostWriter("rollout", 1, 1, b"key", address)
+    reader = HostReader("rollout", b"key", address, 20)
     reader.fail("enough")
     with pytest.raises(ChannelBroken) as raised:
         writer.put(0, {"values": torch.zeros(1)}, 20)
@@ -256,15 +256,15 @@ def test_strangers_at_the_drivers_door_are_not_let_in_and_do_not_stop_it(tmp_pat
             stranger.sendall(noise)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
-        link = Link(sock, b"key", 20, server=False)
-        messages.send(link, messages.Hello("nobody", 1))  # knows the key, but is no worker of the plan
+        connection = Connection(sock, b"key", 20, server=False)
+        messages.send(connection, messages.Hello("nobody", 1))  # knows the key, but is no worker of the plan
         with pytest.raises(EOFError):
-            messages.receive(link)
+            messages.receive(connection)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
-        link = Link(sock, b"key", 20, server=False)
-        messages.send(link, messages.Hello("policy", os.getpid()))
-        messages.send(link, messages.Opened("policy", {"a": "b"}))
+        connection = Connection(sock, b"key", 20, server=False)
+        messages.send(connection, messages.Hello("policy", os.getpid()))
+        messages.send(connection, messages.Opened("policy", {"a": "b"}))
         with pytest.raises(ChannelTimeout):
             crew.until_open(lambda missing: crew.watchdog.look(["policy"], 0, 1) if len(missing) == 3 else None)
         assert list(crew.connections) == ["policy"]
@@ -275,9 +275,9 @@ def test_a_worker_that_sends_nonsense_is_named(tmp_path: Path) -> None:
     crew, listener, address = crew_of(tmp_path)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
-        link = Link(sock, b"key", 20, server=False)
-        messages.send(link, messages.Hello("policy", os.getpid()))
-        link.send(b"\x93nonsense")
+        connection = Connection(sock, b"key", 20, server=False)
+        messages.send(connection, messages.Hello("policy", os.getpid()))
+        connection.send(b"\x93nonsense")
         with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried what is no message"):
             crew.until_open(lambda missing: None)
     listener.close()

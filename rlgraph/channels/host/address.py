@@ -117,7 +117,7 @@ def dial(where: str, address: str, timeout_s: float) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """Between hosts: send tokens at once, and notice within seconds that the other host is gone."""
+    """Between hosts: send small messages at once, and notice within seconds that the other host is gone."""
     sock.settimeout(None)
     if sock.family == socket.AF_UNIX:
         return

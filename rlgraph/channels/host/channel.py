@@ -1,9 +1,9 @@
-"""Channels between processes: tokens on a socket, columns in shared memory that has no name.
+"""Channels between processes: control messages on a socket, columns in unnamed shared memory.
 
-A slot is a memfd segment of the writer, whose handle travels over the socket: when the last process that maps it ends, however it
-ends, the memory is gone. Columns on a GPU stay in its memory, where a reader on any GPU of the host maps them. Where the channel
-listens at a port instead of a path, readers may be on other hosts: a relay on each side carries tokens and bytes over TCP, and a
-carrier the columns on a GPU, if there is one.
+A slot is a memfd segment of the writer, whose handle travels over the socket. The memory is freed when the last process that maps it
+ends, however it ends. Columns on a GPU stay in GPU memory; a reader on any GPU of the host maps them. A channel that listens at a
+port instead of a path may have readers on other hosts: a relay on each side passes control messages and bytes over TCP. Columns on a
+GPU go by NCCL if the channel has that carrier.
 """
 
 import functools
@@ -20,32 +20,35 @@ from rlgraph.channels.api import MAX_SLOTS, End, Meter, Statistics, Stop, Taken,
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import address as places
 from rlgraph.channels.host import protocol, serialization
-from rlgraph.channels.host.acceptor import Door
-from rlgraph.channels.host.connection import Garbled, Link
+from rlgraph.channels.host.acceptor import Acceptor
+from rlgraph.channels.host.connection import Connection, Garbled
 from rlgraph.channels.host.cuda_ipc import DeviceMemory, Handle, Mapped
-from rlgraph.channels.host.protocol import Failed, Free, Full, Goodbye, Kind, Lost, More, Token
+from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, Kind, Lost, More
 from rlgraph.channels.host.shared_memory import map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
-from rlgraph.channels.remote.transfer import DEVICES, Cargo
+from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 
 
-def open_writer(transport: Transport, site: Site) -> "ShmWriter":
+def open_writer(transport: Transport, site: Site) -> "HostWriter":
     address = f"{site.host}:0" if transport.reach == "hosts" else site.address
-    return ShmWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier)
+    return HostWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier)
 
 
-def open_reader(transport: Transport, site: Site) -> "ShmReader":
-    return ShmReader(site.channel, site.authkey, site.address, site.timeout_s)
+def open_reader(transport: Transport, site: Site) -> "HostReader":
+    return HostReader(site.channel, site.authkey, site.address, site.timeout_s)
 
 
-class ShmWriter:
-    """The writer; listens at `address` for `readers` readers that know `authkey`: at a path in a folder of the job, or at
-    `host:port` for readers of any host (port 0 is one that is free; `address` tells which). There `carrier` "nccl" takes columns
-    on a GPU from GPU to GPU ("gloo" those in host memory, as NCCL would); without one they go through the memory of both hosts.
+class HostWriter:
+    """The writer. It listens at `address` for `readers` readers that know `authkey`.
 
-    Returns at once; the first `put` waits for the readers. Raises ChannelError for slots, readers or an address that cannot be.
+    The address is a path in a folder of the job, or `host:port` for readers on any host (port 0 takes a free one, and `address` says
+    which). Between hosts `carrier="nccl"` sends columns on a GPU from GPU to GPU ("gloo" does the same for host memory); without a
+    carrier they go through the memory of both hosts.
+
+    The constructor returns at once; the first `put` waits for the readers. Raises ChannelError for an impossible number of slots or
+    readers, or an impossible address.
     """
 
     def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str, carrier: Kind | None = None) -> None:
@@ -55,18 +58,18 @@ class ShmWriter:
         self._meter = Meter(slots)
         self._readers = readers
         self._free = list(range(slots))
-        self._unread: dict[int, list[Link]] = {}  # for each slot, the readers that have not released it
+        self._unread: dict[int, list[Connection]] = {}  # for each slot, the readers that have not released it
         self._layout: serialization.MessageLayout | None = None  # of the last message
-        self._laid: dict[int, serialization.Laid] = {}  # for each slot, what lies there
+        self._write_views: dict[int, serialization.WriteView] = {}  # for each slot, its memory laid out for the last message
         self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
-        self._cargo = None if carrier is None else Cargo.here(name, carrier)
+        self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier)
         self._local = places.is_path(address)  # a relay passes on whole messages alone
         self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
         self._stop: Stop | None = None
         self._lock = threading.Lock()  # close() and fail() may come from another thread
-        self._door = Door(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._cargo)
-        self.address = self._door.address
+        self._acceptor = Acceptor(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._buffers)
+        self.address = self._acceptor.address
 
     def put(
         self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
@@ -81,7 +84,7 @@ class ShmWriter:
             slot = self._free[-1]  # the one used last: its pages are the warmest
             size = self._send(step, slot, self._layout, columns, self._bucket_bytes(bucket_bytes, self._layout))
             self._free.pop()
-            self._unread[slot] = list(self._door.links)
+            self._unread[slot] = list(self._acceptor.connections)
             self._meter.message(size, self._meter.slots - len(self._free))
 
     def close(self) -> None:
@@ -94,19 +97,19 @@ class ShmWriter:
         return self._meter.statistics()
 
     def _send(self, step: int, slot: int, wanted: serialization.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
-        """Fill the slot and tell the readers, with `bucket_bytes` of each bucket; return the message's bytes."""
-        laid, handle = self._laid.get(slot), None
-        if laid is None or laid.layout is not wanted:
-            laid, segment, handle = self._lay(slot, wanted)
+        """Fill the slot and tell the readers, with `bucket_bytes` after each bucket; return the message's bytes."""
+        view, handle = self._write_views.get(slot), None
+        if view is None or view.layout is not wanted:
+            view, segment, handle = self._lay(slot, wanted)
         else:
             segment = self._segments[slot]
         try:
-            carried = 0 if self._cargo is None else wanted.device_size
+            carried = 0 if self._buffers is None else wanted.device_size
             coming = 0 if bucket_bytes is None else wanted.tensors
-            full = Full(step, slot, laid.header, laid.size, 0 if handle is None else len(segment), carried, coming)
+            full = Full(step, slot, view.header, view.size, 0 if handle is None else len(segment), carried, coming)
             if coming:
                 self._tell(full, handle)
-            for tensors in laid.write(columns, bucket_bytes):
+            for tensors in view.write(columns, bucket_bytes):
                 if coming:
                     self._tell(More(slot, tensors))
             if not coming:
@@ -114,96 +117,96 @@ class ShmWriter:
         finally:
             if handle is not None:
                 os.close(handle)
-        self._segments[slot], self._laid[slot] = segment, laid
-        return laid.size + wanted.device_size
+        self._segments[slot], self._write_views[slot] = segment, view
+        return view.size + wanted.device_size
 
     def _bucket_bytes(self, wanted: int | None, of: serialization.MessageLayout) -> int | None:
-        """Return the size of buckets whose tokens fit into the socket's buffer with those of all slots; None for a single one."""
+        """The size of buckets whose control messages fit into the socket's buffer with those of all slots; None for a single one."""
         most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
         return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
 
-    def _tell(self, token: Full | More, handle: int | None = None) -> None:
-        for link in self._door.links:
-            protocol.send(link, token, handle)
+    def _tell(self, message: Full | More, handle: int | None = None) -> None:
+        for connection in self._acceptor.connections:
+            protocol.send(connection, message, handle)
 
-    def _lay(self, slot: int, wanted: serialization.MessageLayout) -> tuple[serialization.Laid, mmap.mmap, int | None]:
-        """Return the layout in the slot's memory, that memory, and its handle where it is new."""
-        self._laid.pop(slot, None)
+    def _lay(self, slot: int, wanted: serialization.MessageLayout) -> tuple[serialization.WriteView, mmap.mmap, int | None]:
+        """Lay the message out in the slot's memory; return the view, the memory, and the memory's handle if it is new."""
+        self._write_views.pop(slot, None)
         memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
         header = wanted.header(exported)
         size = serialization.size_of(wanted, header)
         handle, segment = segment_of(self._end.channel, self._segments.get(slot), size)
-        return serialization.Laid(wanted, header, segment, memory), segment, handle
+        return serialization.WriteView(wanted, header, segment, memory), segment, handle
 
     def _room(self, slot: int, wanted: serialization.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
-        """Return the slot's memory on the layout's device, and under which handle readers of this host map it."""
-        if self._cargo is not None:
+        """The slot's memory on the layout's device, and the handle under which readers of this host map it."""
+        if self._buffers is not None:
             new = functools.partial(torch.empty, dtype=torch.uint8, device=wanted.device)
-            return self._cargo.room(slot, wanted.device_size, new), None
+            return self._buffers.of_slot(slot, wanted.device_size, new), None
         if slot not in self._device or self._device[slot].handle.size < wanted.device_size:
             self._device[slot] = DeviceMemory(wanted.device_size, wanted.device)
         return self._device[slot].bytes, self._device[slot].handle
 
     def _await(self, step: int, timeout_s: float) -> None:
-        """Return when there is a free slot and every reader has come, or the channel has stopped."""
+        """Wait for a free slot and all readers, or until the channel has stopped."""
         deadline = time.monotonic() + timeout_s
         self._hear(deadline=0)
-        while self._stop is None and not (self._free and self._door.full):
+        while self._stop is None and not (self._free and self._acceptor.full):
             with self._meter.blocked():
                 heard = self._hear(deadline)
             if not heard and self._stop is None:
                 raise self._end.timeout(step, timeout_s, self._state())
 
     def _hear(self, deadline: float) -> bool:
-        """Wait until a reader says something or comes in, then hear all there is; return False if the deadline passes first."""
+        """Wait until a reader connects or sends, then receive all messages; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and (handles := places.ready(self._door.handles(), deadline)):
+        while self._stop is None and (handles := places.ready(self._acceptor.handles(), deadline)):
             heard, deadline = True, 0
             with self._lock:
-                for link in self._door.news(handles) if self._stop is None else ():
-                    self._obey(protocol.receive(link), link)
+                for connection in self._acceptor.news(handles) if self._stop is None else ():
+                    self._obey(protocol.receive(connection), connection)
         return heard
 
-    def _obey(self, token: Token | Lost, link: Link) -> None:
-        if not isinstance(token, Free) or link not in self._unread.get(token.slot, ()):
-            self._stop = self._stop or protocol.stop(token, "a reader", link)
+    def _obey(self, message: ControlMessage | Lost, connection: Connection) -> None:
+        if not isinstance(message, Free) or connection not in self._unread.get(message.slot, ()):
+            self._stop = self._stop or protocol.stop(message, "a reader", connection)
             return
-        self._unread[token.slot].remove(link)
-        if not self._unread[token.slot]:
-            self._free.append(token.slot)
+        self._unread[message.slot].remove(connection)
+        if not self._unread[message.slot]:
+            self._free.append(message.slot)
             self._meter.use(self._meter.slots - len(self._free))
 
     def _state(self) -> str:
-        if not self._door.full:
-            return f"{len(self._door.links)} of {self._readers} readers have connected; the others were not made, or died before"
+        if not self._acceptor.full:
+            return f"{len(self._acceptor.connections)} of {self._readers} readers have connected; the others were not made, or died before"
         return f"all {self._meter.slots} slots are taken: a reader has stopped, or is slower than this deadline"
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
         with self._lock:
             self._stop = stop
-            self._door.shut(last)
-            self._laid.clear()
+            self._acceptor.shut(last)
+            self._write_views.clear()
             self._segments.clear()
             self._device.clear()
 
 
-class ShmReader:
-    """A reader of the writer that listens at `address`; waits up to `timeout_s` for the writer to be there.
+class HostReader:
+    """A reader of the writer that listens at `address`. The constructor waits up to `timeout_s` for the writer.
 
-    Raises ChannelTimeout if it is not, ChannelError if it refuses the authkey.
+    Raises ChannelTimeout if no writer listens in time, ChannelError if it refuses the authkey.
     """
 
     def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float) -> None:
         places.check_address(name, address)
         self._end = End(name, "a reader")
-        link, welcome = protocol.connect(name, address, authkey, timeout_s)
-        cargo = None if welcome.carrier is None else Cargo.here(name, welcome.carrier)
-        self._carried = {} if cargo is None else cargo.memories
-        self._link = link if link.local else relayed(name, link, outward=False, cargo=cargo)
+        connection, welcome = protocol.connect(name, address, authkey, timeout_s)
+        buffers = None if welcome.carrier is None else DeviceBuffers.here(name, welcome.carrier)
+        self._carried = {} if buffers is None else buffers.memories
+        self._connection = connection if connection.local else relayed(name, connection, outward=False, buffers=buffers)
         self._meter = Meter(welcome.slots)
         self._segments: dict[int, mmap.mmap] = {}
         self._mapped = Mapped()
-        self._found: dict[int, tuple[serialization.Found, Taken]] = {}  # for each slot, what was read there last
+        self._read_views: dict[int, tuple[serialization.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
         self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
         self._taken: deque[tuple[int, Taken]] = deque()
@@ -242,7 +245,7 @@ class ShmReader:
             try:
                 columns, taken = self._read(full)
             except serialization.Malformed as error:
-                self._stop = Stop(f"the writer ({self._link.peer})", f"put what is no message: {error}", self._link.pid)
+                self._stop = Stop(f"the writer ({self._connection.peer})", f"put a malformed message: {error}", self._connection.pid)
                 raise self._end.stopped(step, self._stop) from error
         self._taken.append((full.slot, taken))
         self._meter.message(full.size + full.carried, len(self._taken))
@@ -258,9 +261,9 @@ class ShmReader:
         self._meter.use(len(self._taken))
         with self._lock:
             if self._open:
-                protocol.send(self._link, Free(slot))
+                protocol.send(self._connection, Free(slot))
         if taken.text or not taken.as_given():  # text lies in the header, and is never given twice
-            self._found.pop(slot, None)
+            self._read_views.pop(slot, None)
         taken.check_unchanged(self._end)
 
     def close(self) -> None:
@@ -273,22 +276,22 @@ class ShmReader:
         return self._meter.statistics()
 
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
-        """Return the message's columns: the views of the slot's last message, where they are laid out as those were."""
+        """Return the message's columns: the views of the slot's last message, if both have the same layout."""
         segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
         header = segment[: full.header]
-        if full.slot in self._found and self._found[full.slot][0].again(header, full.size, segment, carried):
-            found, taken = self._found[full.slot]
+        if full.slot in self._read_views and self._read_views[full.slot][0].again(header, full.size, segment, carried):
+            view, taken = self._read_views[full.slot]
             taken.again(full.step)
         else:
             columns = serialization.read(segment, full.header, full.size, self._mapped, carried)
-            found, taken = serialization.Found(header, full.size, segment, carried, columns), Taken(full.step, columns)
-            self._found[full.slot] = found, taken
-        return dict(found.columns), taken
+            view, taken = serialization.ReadView(header, full.size, segment, carried, columns), Taken(full.step, columns)
+            self._read_views[full.slot] = view, taken
+        return dict(view.columns), taken
 
     def _await(self, step: int, timeout_s: float, ready: Callable[[], bool], *, one_by_one: bool = False) -> None:
-        """Return when what is waited for is there, or the channel has stopped.
+        """Wait until `ready()` holds, or the channel has stopped.
 
-        With `one_by_one` tokens behind it are left for later: each look at the socket lets a thread that computes have the interpreter.
+        With `one_by_one` it leaves later messages unread: each look at the socket gives the interpreter to a thread that computes.
         """
         deadline = time.monotonic() + timeout_s
         if not one_by_one:
@@ -300,39 +303,39 @@ class ShmReader:
                 raise self._end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
 
     def _hear(self, deadline: float, one_by_one: bool) -> bool:
-        """Wait until the writer says something, then hear that, or all there is; return False if the deadline passes first."""
+        """Wait until the writer sends, then receive one message or all; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and not (heard and one_by_one) and places.ready([self._link.fileno()], deadline):
+        while self._stop is None and not (heard and one_by_one) and places.ready([self._connection.fileno()], deadline):
             heard, deadline = True, 0
             with self._lock:
                 if self._stop is None:
-                    self._obey(protocol.receive(self._link))
+                    self._obey(protocol.receive(self._connection))
         return heard
 
-    def _obey(self, token: Token | Lost) -> None:
-        if isinstance(token, Full):
-            why = self._accept(token)
+    def _obey(self, message: ControlMessage | Lost) -> None:
+        if isinstance(message, Full):
+            why = self._accept(message)
             if why is None:
-                self._full.append(token)
-                if token.coming:
-                    self._there[token.slot] = (0, token.coming)
+                self._full.append(message)
+                if message.coming:
+                    self._there[message.slot] = (0, message.coming)
                 return
-            token = why
-        if isinstance(token, More) and token.slot in self._there:
-            there, of = self._there[token.slot]
-            if there < token.tensors < of:
-                self._there[token.slot] = (token.tensors, of)
+            message = why
+        if isinstance(message, More) and message.slot in self._there:
+            there, of = self._there[message.slot]
+            if there < message.tensors < of:
+                self._there[message.slot] = (message.tensors, of)
                 return
-            if token.tensors == of:
-                del self._there[token.slot]
+            if message.tensors == of:
+                del self._there[message.slot]
                 return
-        self._stop = protocol.stop(token, "the writer", self._link)
+        self._stop = protocol.stop(message, "the writer", self._connection)
 
     def _accept(self, full: Full) -> Lost | None:
-        """Map the slot's new memory, if it has some; return what is wrong with the token, or that the writer died in between."""
+        """Map the slot's new memory, if it has some; return what is wrong with the message, or that the writer died meanwhile."""
         try:
             if full.segment:
-                self._segments[full.slot] = map_segment(self._link.receive_handle(), full.segment)  # views keep the old memory alive
+                self._segments[full.slot] = map_segment(self._connection.receive_handle(), full.segment)  # views keep the old memory alive
             held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
             if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
                 raise Garbled(f"{full!r}, which fits no free slot")
@@ -345,8 +348,8 @@ class ShmReader:
             if not self._open:
                 return
             self._open, self._stop = False, stop
-            protocol.send(self._link, last)
-            self._link.close()
+            protocol.send(self._connection, last)
+            self._connection.close()
             self._full.clear()
-            self._found.clear()
+            self._read_views.clear()
             self._segments.clear()

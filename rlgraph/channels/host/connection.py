@@ -1,7 +1,7 @@
 """A connection to one peer that knows the job's key: framed bytes, handles of files, a deadline for each call. Never pickle.
 
 Both sides prove that they know the key, by HMAC over the other's random challenge and their own role, before anything else
-is read. What a peer sends is bytes of a known length; what they mean is for `tokens` and `messages` to check.
+is read. What a peer sends is bytes of a known length; `protocol` and `runtime.messages` check what they mean.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import msgspec
 
 from rlgraph.channels.host.address import set_deadline, tune
 
-MAX_FRAME = 1 << 16  # bytes of a token
+MAX_FRAME = 1 << 16  # bytes of a control message
 STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not take one, has failed
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding malformed bytes raises
 _LENGTH = struct.Struct("!I")
@@ -28,7 +28,7 @@ class Garbled(OSError):
     """The peer sent what no end of a job sends."""
 
 
-class Link:
+class Connection:
     """An authenticated connection. Raises AuthenticationError if the peer does not know the key, OSError if it is gone or silent."""
 
     def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool) -> None:
@@ -44,7 +44,7 @@ class Link:
             raise
 
     @classmethod
-    def pair(cls, peer: str) -> "tuple[Link, Link]":
+    def pair(cls, peer: str) -> "tuple[Connection, Connection]":
         """Return the two ends of a connection inside this process, which stands for one to `peer`."""
         ends = []
         for sock in socket.socketpair():
@@ -132,7 +132,7 @@ class Link:
             self._socket.shutdown(how)
 
     def close(self) -> None:
-        self.end()  # wakes a thread that waits for this link
+        self.end()  # wakes a thread that waits for this connection
         self._socket.close()
 
     def _read(self, count: int) -> bytes:

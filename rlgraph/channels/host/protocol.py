@@ -1,4 +1,4 @@
-"""The control path of host channels: small tokens over an authenticated socket, where death is an end-of-file."""
+"""The control path of host channels: small messages over an authenticated socket. The death of a peer reads as end-of-file."""
 
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -8,34 +8,34 @@ import msgspec
 
 from rlgraph.channels.api import MAX_SLOTS, Stop
 from rlgraph.channels.host.address import dial
-from rlgraph.channels.host.connection import UNREADABLE, Link
+from rlgraph.channels.host.connection import UNREADABLE, Connection
 from rlgraph.errors import ChannelError, ChannelTimeout, shown
 
-MAX_REASON = 4000  # characters: the token that carries it still fits into one write
+MAX_REASON = 4000  # characters, so that the message still fits into one write
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Kind: TypeAlias = Literal["nccl", "gloo"]  # of what carries columns on a GPU between hosts
 Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, forbid_unknown_fields=True):
-    """Writer to reader, first of all: the slots of the channel, and what carries its columns on a GPU where TCP does not."""
+    """Writer to reader, first: the channel's number of slots, and the library that sends its columns on a GPU, if any."""
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
     carrier: Kind | None = None
 
 
-class Told(msgspec.Struct, tag="told", array_like=True, forbid_unknown_fields=True):
-    """Either way, before the first message: what one end of a carrier tells the other, so that they find each other."""
+class KeyValue(msgspec.Struct, tag="key_value", array_like=True, forbid_unknown_fields=True):
+    """Either way, before the first slot is full: an entry of the store by which two ends set up their communicator."""
 
     key: str
     value: bytes
 
 
 class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=True):
-    """Writer to reader: a slot holds a message. Where `segment` is not 0, a handle of that slot's new memory follows.
+    """Writer to reader: a slot holds the columns of a step. If `segment` is not 0, a handle of the slot's new memory follows.
 
-    `carried` bytes of it go another way than the rest, once the reader's host asks for them. `coming` tensors of it are still being
-    written, one after the other: `More` says how far.
+    A communicator sends `carried` bytes of it separately, once the reader's host requests them. `coming` tensors of it are still being
+    written, one after another; `More` reports the progress.
     """
 
     step: int
@@ -48,32 +48,32 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
 
 
 class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=True):
-    """Writer to reader: the first so many tensors of the slot's message are there now."""
+    """Writer to reader: the first `tensors` tensors of the slot have arrived."""
 
     slot: Slot
     tensors: Size
 
 
 class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
-    """The reader's relay to the writer's: memory waits for the bytes of the slot that are carried apart."""
+    """Reader's relay to writer's relay: the receive of the slot's `carried` bytes is posted."""
 
     slot: Slot
 
 
 class Arrived(msgspec.Struct, tag="arrived", array_like=True, forbid_unknown_fields=True):
-    """The reader's relay to the writer's: those bytes are there, and the writer's end may go."""
+    """Reader's relay to writer's relay: the slot's `carried` bytes have arrived, so the writer's end may close."""
 
     slot: Slot
 
 
 class Free(msgspec.Struct, tag="free", array_like=True, forbid_unknown_fields=True):
-    """Reader to writer: this reader is done with the slot."""
+    """Reader to writer: this reader has released the slot."""
 
     slot: Slot
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, forbid_unknown_fields=True):
-    """Either way: no further token comes."""
+    """Either way: this end has closed; no further message follows."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, forbid_unknown_fields=True):
@@ -84,66 +84,66 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, forbid_unknown_field
 
 @dataclass(frozen=True)
 class Lost:
-    """Instead of a token: the peer will send no more, and said no goodbye."""
+    """Received instead of a message: the peer is gone without a goodbye."""
 
     why: str
 
 
-Token: TypeAlias = Welcome | Told | Full | More | Posted | Arrived | Free | Goodbye | Failed
+ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Posted | Arrived | Free | Goodbye | Failed
 DIED = Lost("died: its connection ended without a goodbye")
-_decoder = msgspec.msgpack.Decoder(Token)
+_decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
-def encode(token: Token) -> bytes:
-    return msgspec.msgpack.encode(token)
+def encode(message: ControlMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
 
 
-def send(link: Link, token: Token, handle: int | None = None) -> None:
-    """Send a token, and a file descriptor after it. A peer that is gone is no error here: the next `receive` finds why."""
+def send(connection: Connection, message: ControlMessage, handle: int | None = None) -> None:
+    """Send a message, then a file descriptor. A peer that is gone is no error here: the next `receive` reports it."""
     try:
-        link.send(encode(token))
+        connection.send(encode(message))
         if handle is not None:
-            link.send_handle(handle)
+            connection.send_handle(handle)
     except OSError:
-        link.end()  # half a token may be on its way, so nothing further can be
+        connection.end()  # half a message may have been sent, so nothing may follow it
 
 
-def receive(link: Link) -> Token | Lost:
-    """Return the next token, or why there is none."""
+def receive(connection: Connection) -> ControlMessage | Lost:
+    """Receive the next message, or `Lost` with the reason why there is none."""
     try:
-        return _decoder.decode(link.receive())
+        return _decoder.decode(connection.receive())
     except UNREADABLE as error:
-        return Lost(f"sent what is no token ({error}); the channel is of no further use")
+        return Lost(f"sent an unreadable control message ({error}); the channel is of no further use")
     except (EOFError, OSError) as error:
         return lost(error)
 
 
 def lost(error: Exception) -> Lost:
-    """Say why a peer is lost."""
+    """Name the reason why a peer is lost."""
     if isinstance(error, EOFError | ConnectionError):
         return DIED
     if isinstance(error, BlockingIOError):
-        return Lost("stopped in the middle of a token")
-    return Lost(f"sent what no end of this job sends ({error}); the channel is of no further use")
+        return Lost("stopped in the middle of a control message")
+    return Lost(f"broke the protocol of this job ({error}); the channel is of no further use")
 
 
-def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tuple[Link, Welcome]:
-    """Return a link to the writer that listens there, and its welcome; waits for the writer to be there.
+def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tuple[Connection, Welcome]:
+    """Connect to the writer that listens at `address`, and receive its welcome; waits for the writer to start.
 
-    Raises ChannelTimeout when there is none after `timeout_s`, ChannelError when it refuses the key.
+    Raises ChannelTimeout if there is none after `timeout_s`, ChannelError if it refuses the key.
     """
     where = f"channel '{channel}', a reader"
     sock = dial(where, address, timeout_s)
     try:
-        link = Link(sock, authkey, timeout_s, server=False)
+        connection = Connection(sock, authkey, timeout_s, server=False)
         try:
-            with link.deadline(timeout_s):
-                welcome = _decoder.decode(link.receive())
+            with connection.deadline(timeout_s):
+                welcome = _decoder.decode(connection.receive())
             if not isinstance(welcome, Welcome):
                 raise ChannelError(f"{where}: the writer at '{address}' sent {shown(welcome)} where its welcome belongs")
-            return link, welcome
+            return connection, welcome
         except BaseException:
-            link.close()
+            connection.close()
             raise
     except BlockingIOError as error:
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
@@ -153,15 +153,15 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
         raise ChannelError(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})") from error
 
 
-def stop(token: Token | Lost, who: str, link: Link) -> Stop:
-    """Why the peer sends no more, from its last token or what came instead of one."""
-    who = f"{who} ({link.peer})"
-    match token:
+def stop(message: ControlMessage | Lost, who: str, connection: Connection) -> Stop:
+    """The reason why the peer sends no more: its last message, or what was received instead."""
+    who = f"{who} ({connection.peer})"
+    match message:
         case Goodbye():
-            return Stop(who, None, link.pid)
+            return Stop(who, None, connection.pid)
         case Failed():
-            return Stop(who, f"failed: {token.reason}", link.pid)
+            return Stop(who, f"failed: {message.reason}", connection.pid)
         case Lost():
-            return Stop(who, token.why, link.pid)
+            return Stop(who, message.why, connection.pid)
         case _:
-            return Stop(who, f"sent {shown(token)} where no such token belongs; the channel is of no further use", link.pid)
+            return Stop(who, f"sent {shown(message)} where no such message belongs; the channel is of no further use", connection.pid)

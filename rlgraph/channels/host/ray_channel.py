@@ -23,7 +23,7 @@ from ray.experimental.channel.utils import get_self_actor
 from rlgraph.channels.api import Taken
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import serialization
-from rlgraph.channels.host.channel import ShmReader, ShmWriter
+from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.protocol import Full, Lost
 from rlgraph.channels.host.shared_memory import new_segment
 from rlgraph.columns import Column, Columns
@@ -42,7 +42,7 @@ def open_reader(transport: Transport, site: Site) -> "RayReader":
     return RayReader(site)
 
 
-class RayWriter(ShmWriter):
+class RayWriter(HostWriter):
     """The writer; all its readers are processes of the same Ray on this host.
 
     Raises ChannelError where this process is none of Ray's.
@@ -91,30 +91,30 @@ class RayWriter(ShmWriter):
 
     def _make(self, size: int) -> Any:
         """Make a channel of Ray with a buffer of that size, for each process that reads."""
-        processes = len({link.pid for link in self._door.links})
+        processes = len({connection.pid for connection in self._acceptor.connections})
         with in_words(f"channel '{self._end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
             return Channel(self_actor(), [(any_actor(self._site), node_id())] * processes, SharedMemoryType(buffer_size_bytes=size))
 
 
-class RayReader(ShmReader):
+class RayReader(HostReader):
     """A reader. Raises ChannelError where this process is none of Ray's."""
 
     def __init__(self, site: Site) -> None:
         _check_ray(site.channel)
         super().__init__(site.channel, site.authkey, site.address, site.timeout_s)
-        self._buffers: Buffers = site.here.setdefault(f"Ray's buffers of {site.address}", Buffers(site))
-        self._buffers.readers += 1
+        self._ray_buffers: RayBuffers = site.here.setdefault(f"Ray's buffers of {site.address}", RayBuffers(site))
+        self._ray_buffers.readers += 1
 
     def _accept(self, full: Full) -> Lost | None:
         why = super()._accept(full)
         if why is None and full.segment:
-            self._buffers.connect(full.slot, self._segments[full.slot][: full.size])
+            self._ray_buffers.connect(full.slot, self._segments[full.slot][: full.size])
             self._segments[full.slot] = mmap.mmap(-1, mmap.PAGESIZE)
         return why
 
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
         """Copy the message out of Ray's buffer, which is the next message's from then on, and lay it out as in a slot."""
-        header, start, raw, parts = self._buffers.take(full)
+        header, start, raw, parts = self._ray_buffers.take(full)
         apart = self._beside(full, parts)
         size = full.carried - apart
         if len(self._segments[full.slot]) < size:
@@ -131,7 +131,7 @@ class RayReader(ShmReader):
 
 
 @dataclass
-class Buffers:
+class RayBuffers:
     """Ray's buffers of one channel in a process that reads: Ray gives it each message once, however many readers it has."""
 
     site: Site

@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import FileStore
 from rlgraph.channels.api import Stop
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import serialization
-from rlgraph.channels.host.connection import Link
-from rlgraph.channels.host.protocol import Failed, Full, Goodbye, Kind, Lost, Token, Told, send
+from rlgraph.channels.host.connection import Connection
+from rlgraph.channels.host.protocol import ControlMessage, Failed, Full, Goodbye, KeyValue, Kind, Lost, send
 from rlgraph.channels.host.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, node_id, self_actor
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
-from rlgraph.channels.remote.transfer import DEVICES, Cargo, Carrier, Meeting, watched
+from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers, PairComm, watched
 from rlgraph.columns import Columns
 from rlgraph.errors import ChannelBroken
 
@@ -49,8 +49,8 @@ class RayDeviceWriter(RayWriter):
     """The writer. Raises ChannelError where this process is none of Ray's, or has no GPU."""
 
     def __init__(self, site: Site, kind: Kind) -> None:
-        self._kind, self._staged = kind, Cargo.here(site.channel, kind)
-        self._senders: dict[Link, _Sender] = {}
+        self._kind, self._staged = kind, DeviceBuffers.here(site.channel, kind)
+        self._senders: dict[Connection, _Sender] = {}
         super().__init__(site)
         self._apart = DEVICES[kind]
 
@@ -61,11 +61,11 @@ class RayDeviceWriter(RayWriter):
             if not self._hear(deadline):
                 raise self._end.timeout(step, timeout_s, "a reader has come in and has not said where the two meet")
 
-    def _obey(self, token: Token | Lost, link: Link) -> None:
-        if isinstance(token, Told) and link not in self._senders:
-            self._senders[link] = _Sender(self, token.key, self._kind, self._staged.device, self._site)
+    def _obey(self, message: ControlMessage | Lost, connection: Connection) -> None:
+        if isinstance(message, KeyValue) and connection not in self._senders:
+            self._senders[connection] = _Sender(self, message.key, self._kind, self._staged.device, self._site)
         else:
-            super()._obey(token, link)
+            super()._obey(message, connection)
 
     def _parts(self, wanted: serialization.MessageLayout) -> tuple[Any, ...]:
         """What the message holds beside its bytes in host memory: how many lie on the GPU, and which of Ray's channels tells of them."""
@@ -75,7 +75,7 @@ class RayDeviceWriter(RayWriter):
         """Stage the columns on the GPU and let each reader's thread send them."""
         if not wanted.device_size:
             return
-        memory = self._staged.room(slot, wanted.device_size, lambda size: torch.empty(size, dtype=torch.uint8, device=wanted.device))
+        memory = self._staged.of_slot(slot, wanted.device_size, lambda size: torch.empty(size, dtype=torch.uint8, device=wanted.device))
         for place in wanted.apart:
             to = serialization.device_view(memory, place.dtype, place.shape, place.offset)
             to.copy_(cast(torch.Tensor, columns[place.name]).detach())
@@ -96,12 +96,12 @@ class RayDeviceReader(RayReader):
     """A reader. Raises ChannelError where this process is none of Ray's, or has no GPU."""
 
     def __init__(self, site: Site, kind: Kind) -> None:
-        self._kind, self._device = kind, Cargo.here(site.channel, kind).device
+        self._kind, self._device = kind, DeviceBuffers.here(site.channel, kind).device
         super().__init__(site)
         self._store = f"{site.address}.{secrets.token_hex(4)}"
         self._channel: Any = None
         self._pair: Pair | None = None
-        send(self._link, Told(self._store, b""))
+        send(self._connection, KeyValue(self._store, b""))
 
     def _beside(self, full: Full, parts: tuple[Any, ...]) -> int:
         """Receive the columns on the GPU; say how many bytes they have."""
@@ -123,7 +123,7 @@ class RayDeviceReader(RayReader):
     def _receive(self, name: bytes) -> torch.Tensor:
         if self._channel is None:
             self._pair = Pair(self._store, 1, self._kind, self._device)
-            self._channel = _channel(attached(self._buffers.site, name), self._pair, self._buffers.site)
+            self._channel = _channel(attached(self._ray_buffers.site, name), self._pair, self._ray_buffers.site)
         found: torch.Tensor = self._channel.read(RAY_S)[0]
         return found
 
@@ -165,27 +165,26 @@ class Pair(Communicator):  # type: ignore[misc]
     """What Ray's channel sends and receives by: a communicator of a writer, rank 0, and one reader."""
 
     def __init__(self, store: str, rank: int, kind: Kind, device: torch.device) -> None:
-        meeting = FileStore(store, 2)
-        meeting.set_timeout(timedelta(seconds=RAY_S))
+        file_store = FileStore(store, 2)
+        file_store.set_timeout(timedelta(seconds=RAY_S))
         self._rank, self._device = rank, device
-        at = cast(Meeting, meeting)
-        self._carrier: Carrier | None = Nccl(at, rank, device) if kind == "nccl" else Gloo(at, rank, RAY_S)
+        self._comm: PairComm | None = Nccl(file_store, rank, device) if kind == "nccl" else Gloo(file_store, rank, RAY_S)
 
     def send(self, value: torch.Tensor, peer_rank: int) -> None:
-        assert self._carrier is not None
-        self._carrier.send(value)()
+        assert self._comm is not None
+        self._comm.send(value)()
 
     def recv(self, shape: Any, dtype: torch.dtype, peer_rank: int, allocator: Any = None) -> torch.Tensor:
-        assert self._carrier is not None
-        memory = self._carrier.memory(torch.Size(shape).numel())
-        self._carrier.receive(memory)()
+        assert self._comm is not None
+        memory = self._comm.memory(torch.Size(shape).numel())
+        self._comm.receive(memory)()
         return memory
 
     def destroy(self) -> None:
-        if self._carrier is not None:
-            carrier, self._carrier = self._carrier, None
+        if self._comm is not None:
+            comm, self._comm = self._comm, None
             with contextlib.suppress(RuntimeError):
-                carrier.abort()
+                comm.abort()
 
     def get_rank(self, actor: Any) -> int:
         return 0 if actor is None else 1

@@ -101,8 +101,8 @@ class MessageLayout:
         return msgspec.msgpack.encode([*self._entries, *([] if handle is None else [handle])])
 
 
-class Laid:
-    """A layout in the memory of one slot, whose messages need only be copied. `memory` is the slot's on the layout's device."""
+class WriteView:
+    """The memory of one slot, laid out for writing: another message of the layout is only copied in. `memory` is the slot's on a GPU."""
 
     def __init__(self, layout: MessageLayout, header: bytes, segment: mmap, memory: torch.Tensor | None) -> None:
         self.layout, self.header = layout, len(header)
@@ -168,8 +168,8 @@ def size_of(layout: MessageLayout, header: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was read from a slot: while its header and memory stay, so do the views."""
+class ReadView:
+    """The columns read from a slot. A later message with the same header and memory has the same views."""
 
     header: bytes
     size: int

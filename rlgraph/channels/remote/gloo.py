@@ -1,20 +1,21 @@
-"""Carries columns in host memory by gloo: the twin of NCCL for machines without a GPU."""
+"""Send columns in host memory by gloo: the stand-in for NCCL on machines without a GPU."""
 
 from datetime import timedelta
 
 import torch
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroupGloo, Work
 
-from rlgraph.channels.remote.transfer import Finish, Meeting
+from rlgraph.channels.remote.transfer import Finish
 
 
 class Gloo:
-    """A group of two, apart from the default group. `timeout_s` bounds each transfer."""
+    """A process group of two, separate from the default group. `timeout_s` bounds each transfer."""
 
-    def __init__(self, meeting: Meeting, rank: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._peer = 1 - rank
-        self._group = ProcessGroupGloo(meeting, rank, 2, self._timeout)
+        self._group = ProcessGroupGloo(store, rank, 2, self._timeout)
 
     def memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -26,10 +27,10 @@ class Gloo:
         return self._finish(self._group.recv([memory], self._peer, 0))  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        """Gloo tells of its failures by itself."""
+        """Do nothing: gloo raises its failures by itself."""
 
     def abort(self) -> None:
-        """Close the connections, once no transfer holds them."""
+        """Close the connections as soon as no transfer holds them."""
         del self._group
 
     def _finish(self, work: Work) -> Finish:

@@ -1,7 +1,7 @@
-"""Carries columns on GPUs between hosts by NCCL, straight from the writer's staging buffer into the reader's.
+"""Send columns on GPUs between hosts by NCCL, straight from the writer's staging buffer into the reader's.
 
-NCCL's own functions are called, those of the library that torch has loaded. A `ProcessGroupNCCL` would watch its transfers by a
-thread that ends the process when a peer dies, and the variable that forbids it holds for the trainer's groups as well.
+This calls the functions of the NCCL library that torch has loaded. A `ProcessGroupNCCL` would watch its transfers with a thread that
+ends the process when a peer dies, and the variable that turns this off also applies to the trainer's groups.
 """
 
 import ctypes
@@ -9,8 +9,9 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch._C._distributed_c10d import Store
 
-from rlgraph.channels.remote.transfer import Finish, Meeting
+from rlgraph.channels.remote.transfer import Finish
 
 UINT8, SUCCESS, IN_PROGRESS = 1, 0, 7  # ncclDataType_t, ncclResult_t
 FIRST = 64  # bytes of the transfer that connects the two ends
@@ -21,21 +22,21 @@ class _UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """A communicator of two. Its transfers run on a stream of their own."""
+    """A communicator of two processes. Its transfers run on their own stream."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         self._library = _library()
         self._peer, self._device, self._stream = 1 - rank, device, torch.cuda.Stream(device)
         self._communicator = ctypes.c_void_p()
         identity = _UniqueId()
         if rank == 0:
             self._must(self._library.ncclGetUniqueId(ctypes.byref(identity)))
-            meeting.set("identity", bytes(identity))
-        told = meeting.get("identity")
-        if len(told) != ctypes.sizeof(_UniqueId):
-            raise RuntimeError(f"NCCL: the writer told an identity of {len(told)} bytes, where one has {ctypes.sizeof(_UniqueId)}")
+            store.set("identity", bytes(identity))  # type: ignore[arg-type]  # stores take bytes too
+        agreed = store.get("identity")
+        if len(agreed) != ctypes.sizeof(_UniqueId):
+            raise RuntimeError(f"NCCL: the writer sent an id of {len(agreed)} bytes; a ncclUniqueId has {ctypes.sizeof(_UniqueId)}")
         with torch.cuda.device(device):
-            joined = self._library.ncclCommInitRank(ctypes.byref(self._communicator), 2, _UniqueId.from_buffer_copy(told), rank)
+            joined = self._library.ncclCommInitRank(ctypes.byref(self._communicator), 2, _UniqueId.from_buffer_copy(agreed), rank)
             self._must(joined)
         first = self.memory(FIRST)  # connects both ends, so that a later receive is posted without its sender
         (self.send(first) if rank == 0 else self.receive(first))()
@@ -62,7 +63,7 @@ class Nccl:
     def _begin(self, transfer: Callable[..., int], memory: torch.Tensor) -> Finish:
         with torch.cuda.stream(self._stream):
             self._must(transfer(memory.data_ptr(), memory.numel(), UINT8, self._peer, self._communicator, self._stream.cuda_stream))
-            event = torch.cuda.Event(blocking=True)  # who waits sleeps
+            event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps
             event.record(self._stream)
         return event.synchronize
 
@@ -76,7 +77,7 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise RuntimeError("NCCL's library 'libnccl.so.2' is not there; install a torch for CUDA, which brings it") from error
+        raise RuntimeError("the library 'libnccl.so.2' is not installed; install a torch for CUDA, which includes it") from error
     handle, number = ctypes.c_void_p, ctypes.c_int
     transfer = [handle, ctypes.c_size_t, number, number, handle, handle]
     for name, arguments in {

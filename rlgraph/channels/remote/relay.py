@@ -1,8 +1,8 @@
-"""A channel between two hosts is a channel on each of them, joined by relays that carry tokens and bytes over TCP.
+"""A channel between two hosts is a channel on each of them. Relays join the two: they carry control messages and bytes over TCP.
 
-The relay of the writer's host takes part as a reader, that of the reader's host as a writer: each in a thread of the process
-whose end it serves. So a `put` returns when its columns are in a slot, and travels while both ends compute. Columns on a GPU
-travel apart, by a carrier that joins the two relays.
+The relay on the writer's host acts as a reader, the relay on the reader's host as a writer. Each runs in a thread of the process
+whose end it serves, so `put` returns once its columns are in a slot, and they travel while both ends compute. Columns on a GPU
+travel separately, by a communicator of the two relays.
 """
 
 import mmap
@@ -16,23 +16,23 @@ import torch
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import ready
-from rlgraph.channels.host.connection import Garbled, Link
-from rlgraph.channels.host.protocol import Arrived, Failed, Full, Lost, Posted, Token, Welcome
+from rlgraph.channels.host.connection import Connection, Garbled
+from rlgraph.channels.host.protocol import Arrived, ControlMessage, Failed, Full, Lost, Posted, Welcome
 from rlgraph.channels.host.shared_memory import map_segment, segment_of
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
-from rlgraph.channels.remote.transfer import Cargo, Carrier, HungUp, Meeting, PeerFailed, watched
+from rlgraph.channels.remote.transfer import DeviceBuffers, HungUp, LinkStore, PairComm, PeerFailed, watched
 
 STALL_S = 120.0  # a process may hold its interpreter for long; a host that is gone is found by keep-alive
-FAREWELL_S = 10.0  # for the other host to read what was sent last
-A_DAY_S = 86_400.0  # of silence, which is no fault between two messages: who waits for them has a deadline
+FAREWELL_S = 10.0  # for the other host to read the last bytes
+A_DAY_S = 86_400.0  # silence between two messages is no fault; the thread that waits for a message has its own deadline
 _receives = threading.Lock()  # held for a transfer: a process receives one at a time
 
 
-def relayed(channel: str, remote: Link, *, outward: bool, cargo: Cargo | None) -> Link:
-    """Return the near end of a channel whose other end is at `remote`. `outward`: the writer is here, else the reader is."""
-    near, far = Link.pair(remote.peer)
-    relay = _Outward(channel, far, remote, cargo) if outward else _Inward(channel, far, remote, cargo)
+def relayed(channel: str, remote: Connection, *, outward: bool, buffers: DeviceBuffers | None) -> Connection:
+    """Start a relay to `remote` and return the connection to it. With `outward` the writer is in this process, else the reader."""
+    near, far = Connection.pair(remote.peer)
+    relay = _Outward(channel, far, remote, buffers) if outward else _Inward(channel, far, remote, buffers)
     name = f"relay of {channel} {'to' if outward else 'from'} {remote.peer}"
     threading.Thread(target=relay.run, name=name, daemon=True).start()
     return near
@@ -41,62 +41,62 @@ def relayed(channel: str, remote: Link, *, outward: bool, cargo: Cargo | None) -
 @dataclass
 class _Relay:
     channel: str
-    near: Link
-    remote: Link
-    cargo: Cargo | None
+    near: Connection
+    remote: Connection
+    buffers: DeviceBuffers | None
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    carrier: Carrier | None = None
+    comm: PairComm | None = None
 
     def run(self) -> None:
-        """Carry what comes from either side until one of them ends."""
+        """Pass on messages of both sides until one of them ends."""
         try:
             with self.remote.deadline(STALL_S):
                 self.begin()
                 while self._carry_next():
                     pass
-        except RuntimeError as error:  # of a carrier, while both ends live: they are to hear of it
-            reason = str(error) if isinstance(error, PeerFailed) else f"columns on a GPU were not carried: {error}"
-            for link in (self.near, self.remote):
-                protocol.send(link, Failed(reason[: protocol.MAX_REASON]))
+        except RuntimeError as error:  # the communicator failed while both ends live: tell them
+            reason = str(error) if isinstance(error, PeerFailed) else f"the transfer of columns on a GPU failed: {error}"
+            for connection in (self.near, self.remote):
+                protocol.send(connection, Failed(reason[: protocol.MAX_REASON]))
         except HungUp:
             self._last_words()
         except (EOFError, OSError):
-            pass  # the ends find the end of their files, and say so with the channel's name
+            pass  # both ends read end-of-file and raise with the channel's name
         finally:
-            if self.carrier is not None:
-                self.carrier.abort()
+            if self.comm is not None:
+                self.comm.abort()
             self._part()
 
     def begin(self) -> None:
-        """Do what comes before the first token."""
+        """Prepare before the first message."""
 
-    def sources(self) -> list[Link]:
-        """Return the links that are listened to."""
+    def sources(self) -> list[Connection]:
+        """The connections to listen to now."""
         return [self.near, self.remote]
 
-    def carry(self, token: Token, source: Link) -> None:
-        """Pass a token on, with what belongs to it."""
+    def carry(self, message: ControlMessage, source: Connection) -> None:
+        """Pass a message on, with the bytes that belong to it."""
         if source is self.remote:
-            protocol.send(self.near, token)  # the near end may be gone, with messages still on their way out
+            protocol.send(self.near, message)  # the near end may be gone, with messages still on their way out
         else:
-            self.remote.send(protocol.encode(token))
+            self.remote.send(protocol.encode(message))
 
-    def left(self, source: Link) -> bool:
-        """Return whether there is something left to do when one side has ended."""
+    def left(self, source: Connection) -> bool:
+        """Whether work is left after one side has ended."""
         return False
 
     def join(self, rank: int) -> None:
-        """Meet the relay of the other host, where columns are carried apart."""
-        if (cargo := self.cargo) is None:
+        """Make the communicator with the other host's relay, if the channel has a carrier."""
+        if (buffers := self.buffers) is None:
             return
 
-        def meet() -> Carrier:
-            meeting = Meeting(self.remote)
-            carrier = Nccl(meeting, rank, cargo.device) if cargo.kind == "nccl" else Gloo(meeting, rank, STALL_S)
-            meeting.end()
-            return carrier
+        def meet() -> PairComm:
+            store = LinkStore(self.remote)
+            comm = Nccl(store, rank, buffers.device) if buffers.kind == "nccl" else Gloo(store, rank, STALL_S)
+            store.end()
+            return comm
 
-        self.carrier = watched(meet, [self.remote], STALL_S)
+        self.comm = watched(meet, [self.remote], STALL_S)
 
     def _carry_next(self) -> bool:
         sources = self.sources()
@@ -107,21 +107,21 @@ class _Relay:
         for source in sources:
             if source.fileno() not in handles:
                 continue
-            token = protocol.receive(source)
-            if not isinstance(token, Lost):
-                self.carry(token, source)
+            message = protocol.receive(source)
+            if not isinstance(message, Lost):
+                self.carry(message, source)
             elif not self.left(source):
                 return False
         return bool(handles) or len(sources) == 2
 
     def _last_words(self) -> None:
-        """Pass on what either side said before it ended: that it closed, or failed."""
+        """Pass on the last messages of a side that ended: that it closed, or failed."""
         for source, target in ((self.near, self.remote), (self.remote, self.near)):
-            while ready([source.fileno()], 0) and not isinstance(token := protocol.receive(source), Lost | Full):
-                protocol.send(target, token)
+            while ready([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Lost | Full):
+                protocol.send(target, message)
 
     def _part(self) -> None:
-        """End both sides; the remote one reads what was sent before this host forgets the connection."""
+        """End both sides. The remote host reads everything sent before this host drops the connection."""
         self.near.close()
         self.remote.end(socket.SHUT_WR)
         rest = memoryview(bytearray(4096))
@@ -137,51 +137,51 @@ class _Relay:
 class _Outward(_Relay):
     """The writer is near: its messages go out with their bytes."""
 
-    leaving: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, what has not arrived yet
-    unasked: int | None = None  # the slot whose bytes the other host has not asked for yet
+    leaving: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, device bytes that have not arrived yet
+    unrequested: int | None = None  # the slot whose device bytes the other host has not requested yet
     writer_ended: bool = False
 
-    def sources(self) -> list[Link]:
-        # The other host reads no further message before it has the bytes of this one, so that sending it might block for ever.
-        if self.unasked is not None:
+    def sources(self) -> list[Connection]:
+        # The other host reads no further message before it has the bytes of this one, so sending another might block for ever.
+        if self.unrequested is not None:
             return [self.remote]
         if not self.writer_ended:
             return super().sources()
         return [self.remote] if self.leaving else []
 
-    def left(self, source: Link) -> bool:
+    def left(self, source: Connection) -> bool:
         self.writer_ended = source is self.near
         return self.writer_ended
 
-    def carry(self, token: Token, source: Link) -> None:
-        if isinstance(token, Full) and source is self.near:
-            self._send(token)
-        elif isinstance(token, Posted | Arrived) and source is self.remote:
-            self._send_apart(token)
+    def carry(self, message: ControlMessage, source: Connection) -> None:
+        if isinstance(message, Full) and source is self.near:
+            self._send(message)
+        elif isinstance(message, Posted | Arrived) and source is self.remote:
+            self._send_apart(message)
         else:
-            super().carry(token, source)
-            if isinstance(token, Welcome):
+            super().carry(message, source)
+            if isinstance(message, Welcome):
                 self.join(0)
 
     def _send(self, full: Full) -> None:
         if full.segment:
             self.segments[full.slot] = map_segment(self.near.receive_handle(), full.segment)
         if full.carried:
-            assert self.cargo is not None
-            self.leaving[full.slot] = self.cargo.memories[full.slot][: full.carried]
-            self.unasked = full.slot
+            assert self.buffers is not None
+            self.leaving[full.slot] = self.buffers.memories[full.slot][: full.carried]
+            self.unrequested = full.slot
         self.remote.send(protocol.encode(full))
         self.remote.send_bytes(memoryview(self.segments[full.slot])[: full.size])
 
-    def _send_apart(self, token: Posted | Arrived) -> None:
-        """The near end may have ended by now: what it put arrives all the same."""
-        if token.slot not in self.leaving or self.carrier is None:
-            raise Garbled(f"{token!r}, and nothing is on its way in that slot")
-        if isinstance(token, Posted):
-            self.unasked = None
-            watched(self.carrier.send(self.leaving[token.slot]), [self.remote], STALL_S, self.carrier.check)
+    def _send_apart(self, message: Posted | Arrived) -> None:
+        """Send the slot's device bytes. They arrive even if the writer has ended by now."""
+        if message.slot not in self.leaving or self.comm is None:
+            raise Garbled(f"{message!r}, but no bytes are under way in that slot")
+        if isinstance(message, Posted):
+            self.unrequested = None
+            watched(self.comm.send(self.leaving[message.slot]), [self.remote], STALL_S, self.comm.check)
         else:
-            del self.leaving[token.slot]
+            del self.leaving[message.slot]
 
 
 @dataclass
@@ -191,11 +191,11 @@ class _Inward(_Relay):
     def begin(self) -> None:
         self.join(1)
 
-    def carry(self, token: Token, source: Link) -> None:
-        if isinstance(token, Full) and source is self.remote:
-            self._receive(token)
+    def carry(self, message: ControlMessage, source: Connection) -> None:
+        if isinstance(message, Full) and source is self.remote:
+            self._receive(message)
         else:
-            super().carry(token, source)
+            super().carry(message, source)
 
     def _receive(self, full: Full) -> None:
         handle, segment = segment_of(self.channel, self.segments.get(full.slot), full.size)
@@ -211,14 +211,14 @@ class _Inward(_Relay):
                 os.close(handle)
 
     def _receive_apart(self, full: Full) -> None:
-        if self.cargo is None or self.carrier is None:
-            raise Garbled(f"{full!r}, and no carrier was agreed on")
+        if self.buffers is None or self.comm is None:
+            raise Garbled(f"{full!r}, but the ends agreed on no carrier")
         if not _receives.acquire(timeout=STALL_S):
             raise RuntimeError(f"other transfers to this process took {STALL_S:g} s")
         try:
-            arrived = self.carrier.receive(self.cargo.room(full.slot, full.carried, self.carrier.memory))
+            arrived = self.comm.receive(self.buffers.of_slot(full.slot, full.carried, self.comm.memory))
             self.remote.send(protocol.encode(Posted(full.slot)))
-            watched(arrived, [self.near, self.remote], STALL_S, self.carrier.check)
+            watched(arrived, [self.near, self.remote], STALL_S, self.comm.check)
         finally:
             _receives.release()
         self.remote.send(protocol.encode(Arrived(full.slot)))

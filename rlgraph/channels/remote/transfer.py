@@ -1,10 +1,9 @@
-"""Columns on a GPU between hosts: what a relay asks of the library that carries their bytes, and how it waits for it.
+"""Columns on a GPU between hosts: the interface of a communicator of two, and how a relay waits for it.
 
-Why no cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer: each connection has a
-thread and a communicator of its own. The reader's side posts its receive first and then asks for the bytes, so a send that has
-begun waits for nothing but the wire. What a receive waits for is the begin of its send, and that waits for no transfer: a process
-that trains only sends, one that generates only receives. A process receives one message at a time, so that kernels which wait for
-bytes leave the GPU to the others.
+No cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer. Each connection has its own
+thread and its own communicator. The reader's side posts its receive and then requests the bytes, so a send that has begun waits only
+for the wire. A receive waits for its send to begin, and that send waits for no transfer: a process that trains only sends, and a
+process that generates only receives. A process receives one message at a time, so kernels that wait for bytes leave the GPU to others.
 """
 
 import select
@@ -20,56 +19,56 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from rlgraph.channels.host import protocol
-from rlgraph.channels.host.connection import Garbled, Link
-from rlgraph.channels.host.protocol import Failed, Kind, Told
+from rlgraph.channels.host.connection import Connection, Garbled
+from rlgraph.channels.host.protocol import Failed, KeyValue, Kind
 from rlgraph.errors import ChannelError
 
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
 
 DEVICES: Final[dict[Kind, str]] = {"nccl": "cuda", "gloo": "cpu"}  # the type of device whose memory each carries
-LOOK_S = 1.0  # a network that fails under a library is found by asking the library
-HANG_UP_S = 0.5  # a peer that ends takes all its connections along, if not in the same moment
+LOOK_S = 1.0  # how often to ask the library whether its network failed
+HANG_UP_S = 0.5  # a peer that ends closes all its connections, though not at the same moment
 
 
 class HungUp(EOFError):
-    """The process at the other end of a link is gone, or its end of the channel."""
+    """The peer's process, or its end of the channel, is gone."""
 
 
 class PeerFailed(RuntimeError):
-    """The other end could not do its part, and said why."""
+    """The other end failed, and gave its reason."""
 
 
-class Carrier(Protocol):
-    """One end of a communicator of two. What fails raises RuntimeError."""
+class PairComm(Protocol):
+    """One end of a communicator of two processes. Every method raises RuntimeError when the library fails."""
 
     def memory(self, size: int) -> torch.Tensor:
-        """Return new memory to receive into, as bytes."""
+        """Allocate `size` bytes to receive into."""
 
     def send(self, memory: torch.Tensor) -> Finish:
         """Begin to send the bytes."""
 
     def receive(self, memory: torch.Tensor) -> Finish:
-        """Post the receive of so many bytes; it is posted when this returns."""
+        """Post the receive of as many bytes as the memory has; it is posted when this returns."""
 
     def check(self) -> None:
-        """Raise if the network has failed under a transfer that is going on."""
+        """Raise if the network has failed under a running transfer."""
 
     def abort(self) -> None:
-        """End whatever is going on, and give everything back."""
+        """End all transfers and free the communicator."""
 
 
 @dataclass
-class Cargo:
-    """What a channel's relays carry apart: the memory of each slot on the device of this end."""
+class DeviceBuffers:
+    """The memory of each slot on this end's device, which the relays send and receive."""
 
     kind: Kind
     device: torch.device
     memories: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, channel: str, kind: Kind) -> "Cargo":
-        """Return an empty one for the device that is current where the end is made. Raises ChannelError where there is none."""
+    def here(cls, channel: str, kind: Kind) -> "DeviceBuffers":
+        """Make empty buffers on this process's current device. Raises ChannelError where "nccl" finds no GPU."""
         if kind == "nccl" and not torch.cuda.is_available():
             raise ChannelError(
                 f"channel '{channel}': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU; "
@@ -77,24 +76,24 @@ class Cargo:
             )
         return cls(kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"))
 
-    def room(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return the slot's memory, which is `new` where there was none so large."""
+    def of_slot(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """Return `size` bytes of the slot's memory; allocate it by `new` if it is too small."""
         if slot not in self.memories or self.memories[slot].numel() < size:
             self.memories[slot] = new(size)
         return self.memories[slot][:size]
 
 
-class Meeting(Store):
-    """How the two ends of a carrier find each other: over their link, which is authenticated, before its first message."""
+class LinkStore(Store):
+    """A key-value store over the connection of two ends, by which their communicator is set up before the first message."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self._link = link
+        self._connection = connection
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # C++ calls it with bytes
         self._known[key] = value
-        self._link.send(protocol.encode(Told(key, value)))
+        self._connection.send(protocol.encode(KeyValue(key, value)))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -104,25 +103,25 @@ class Meeting(Store):
         return all(key in self._known for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Listen to the other end until it has told all the keys; the deadline is that of the link."""
+        """Receive until the other end has set all the keys; the deadline is the connection's."""
         while not self.check(keys):
-            token = protocol.receive(self._link)
-            if isinstance(token, Failed):
-                raise PeerFailed(token.reason)
-            if not isinstance(token, Told):
-                raise Garbled(f"{token!r} where the ends of a carrier meet")
-            self._known[token.key] = token.value
+            message = protocol.receive(self._connection)
+            if isinstance(message, Failed):
+                raise PeerFailed(message.reason)
+            if not isinstance(message, KeyValue):
+                raise Garbled(f"{message!r}, while the two ends set up their communicator")
+            self._known[message.key] = message.value
 
     def end(self) -> None:
-        """Return when the other end is there too, with nothing left on the link of what it told."""
-        self._link.send(protocol.encode(Told("", b"")))
+        """Wait for the other end to get here too, so that no key is left unread on the connection."""
+        self._connection.send(protocol.encode(KeyValue("", b"")))
         self.wait([""])
 
 
-def watched(work: Callable[[], T], links: Sequence[Link], timeout_s: float, check: Callable[[], None] | None = None) -> T:
-    """Return what the work returns, which blocks in a thread of its own, since a library hears of no peer's end.
+def watched(work: Callable[[], T], connections: Sequence[Connection], timeout_s: float, check: Callable[[], None] | None = None) -> T:
+    """Run the work in its own thread and return its result. A library does not notice that its peer ended; this does.
 
-    Raises HungUp when one of the links ends before, RuntimeError when the work fails or takes too long; the thread may then go
+    Raises HungUp when one of the connections ends first, RuntimeError when the work fails or takes too long; the thread may then go
     on until its library gives up.
     """
     done, doing = socket.socketpair()
@@ -130,7 +129,7 @@ def watched(work: Callable[[], T], links: Sequence[Link], timeout_s: float, chec
     failed: list[Exception] = []
 
     def run() -> None:
-        with doing:  # whose end wakes the one who waits
+        with doing:  # its close wakes the waiting thread
             try:
                 found.append(work())
             except (RuntimeError, EOFError, OSError) as error:
@@ -139,22 +138,22 @@ def watched(work: Callable[[], T], links: Sequence[Link], timeout_s: float, chec
     threading.Thread(target=run, name="carrier", daemon=True).start()
     deadline = time.monotonic() + timeout_s
     with done:
-        while not (ended := _ended([done, *links], min(LOOK_S, deadline - time.monotonic()))):
+        while not (ended := _ended([done, *connections], min(LOOK_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
-                raise RuntimeError(f"no end of it within {timeout_s:g} s")
+                raise RuntimeError(f"it did not end within {timeout_s:g} s")
             if check is not None:
                 check()
         if done.fileno() not in ended and not _ended([done], HANG_UP_S):
             raise HungUp
-        if failed and not isinstance(failed[0], PeerFailed) and _ended(links, HANG_UP_S):
+        if failed and not isinstance(failed[0], PeerFailed) and _ended(connections, HANG_UP_S):
             raise HungUp
     if failed:
         raise failed[0]
     return found[0]
 
 
-def _ended(sockets: Sequence[socket.socket | Link], timeout_s: float) -> set[int]:
-    """Return which of the sockets have ended, as soon as one has; none after so many seconds."""
+def _ended(sockets: Sequence[socket.socket | Connection], timeout_s: float) -> set[int]:
+    """Wait until at least one socket has ended, and return those that have; none after `timeout_s`."""
     poll = select.poll()
     for one in sockets:
         poll.register(one, select.POLLRDHUP)

@@ -25,7 +25,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self.parts: list[list[torch.Tensor]] = []  # of the weights, for each rank what its shards are copied to
+        self.targets: list[list[torch.Tensor]] = []  # for each rank, the views of the weights that its shards are copied to
         self._shards: list[Shards] = []  # of the last version, by rank
         self._flat: torch.Tensor | None = None
         self._whole: tuple[torch.Tensor, list[int]] | None = None  # memory that is copied as it is, and where parameters begin and it ends
@@ -60,21 +60,21 @@ class Staging:
             piece = slice(starts[first], starts[end])
             self._flat[piece].copy_(source[piece], non_blocking=True)
             return
-        pairs = [(self.parts[rank][number], shards[number].tensor) for number in range(first, end) if shards[number].tensor.numel()]
+        pairs = [(self.targets[rank][number], shards[number].tensor) for number in range(first, end) if shards[number].tensor.numel()]
         copy_all([to for to, _ in pairs], [of for _, of in pairs])
 
     def _prepare(self, ranks: Sequence[Shards]) -> None:
         """Find out what to copy where; parameters that changed their shape or dtype get new memory."""
-        cut = parameters(ranks)
-        if not cut:
+        found = parameters(ranks)
+        if not found:
             raise ChannelError("weights: no trainer rank sends a shard; the ranks yield every parameter by `weight_shards`")
-        alone = len(ranks) == 1 and len(cut) == len(ranks[0]) and all(shard.is_whole for shard in ranks[0])
+        alone = len(ranks) == 1 and len(found) == len(ranks[0]) and all(shard.is_whole for shard in ranks[0])
         tensors = {shard.name: shard.tensor for shard in ranks[0]} if alone else {}
         source = _whole_memory(tensors) if alone else None
-        kinds = {name: (torch.Size(parameter.shape), parameter.dtype) for name, parameter in cut.items()}
+        kinds = {name: (torch.Size(parameter.shape), parameter.dtype) for name, parameter in found.items()}
         if {name: (weight.shape, weight.dtype) for name, weight in self.weights.items()} != kinds:
-            self._allocate(kinds, next(iter(cut.values())).boxes[0][1].tensor.device, tensors, source)
-        self.parts = [[shard.within(self.weights[shard.name]) for shard in shards] for shards in ranks]
+            self._allocate(kinds, next(iter(found.values())).boxes[0][1].tensor.device, tensors, source)
+        self.targets = [[shard.within(self.weights[shard.name]) for shard in shards] for shards in ranks]
         self._shards, self._whole = list(ranks), None
         if any(shard.tensor.is_cuda for shards in ranks for shard in shards) and len(self._streams) != len(ranks):
             self._streams = [torch.cuda.Stream() for _ in ranks]

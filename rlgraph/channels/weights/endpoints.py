@@ -31,7 +31,7 @@ class WeightsWriter:
 
     def __init__(self, writer: Writer, dtype: torch.dtype, bucket_bytes: int | None = None, checksum: bool = False) -> None:
         self.writer, self.dtype, self.bucket_bytes, self.checksum = writer, dtype, bucket_bytes, checksum
-        self._cut: Sequence[tuple[object, ...]] = []  # what the description depends on, of the last version
+        self._sharding: Sequence[tuple[object, ...]] = []  # what the description depends on, of the last version
         self._names: list[str] = []
         self._description = torch.empty(0)
 
@@ -41,10 +41,10 @@ class WeightsWriter:
         Raises ChannelError for shards that leave their parameter or overlap, and what the channel raises.
         """
         sent = [shard for shard in shards if shard.replica == 0]
-        cut = [(s.name, s.global_shape, s.offsets, s.tensor.shape, s.tensor.dtype) for s in sent]
-        if not self._names or cut != self._cut:
+        sharding = [(s.name, s.global_shape, s.offsets, s.tensor.shape, s.tensor.dtype) for s in sent]
+        if not self._names or sharding != self._sharding:
             check_own(sent)
-            self._cut, self._names, self._description = cut, _column_names(sent), described(sent)
+            self._sharding, self._names, self._description = sharding, _column_names(sent), described(sent)
         tensors = [shard.tensor for shard in sent]
         columns: dict[str, Column] = {SHARDS: self._description, **dict(zip(self._names, tensors, strict=False))}
         if self.checksum:
@@ -67,7 +67,7 @@ class WeightsReader:
         self._messages: list[dict[str, torch.Tensor]] = []  # of the version that is arriving, by rank
         self._sharding: Sequence[tuple[object, ...]] = []  # what the assembly depends on, of the last version
         self._assembly = Assembly([])
-        self._ahead = _Ahead(readers, first) if buffers == 2 else None
+        self._prefetch = _Prefetch(readers, first) if buffers == 2 else None
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
         """Receive version `version` of all parameters, valid until `done`. Versions are received one after another.
@@ -75,13 +75,13 @@ class WeightsReader:
         Raises ChannelError for shards that do not make up whole parameters, ChannelTimeout, ChannelBroken or ChannelClosed as the
         channel does.
         """
-        return self._take(version, timeout_s) if self._ahead is None else self._ahead.receive(version, timeout_s)
+        return self._take(version, timeout_s) if self._prefetch is None else self._prefetch.receive(version, timeout_s)
 
     def done(self) -> None:
         """Give the version's buffer back: the engine has its own copy, or will have once this thread's stream has come so far."""
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        if self._ahead is not None:
-            self._ahead.free(None if stream is None else stream.record_event())
+        if self._prefetch is not None:
+            self._prefetch.free(None if stream is None else stream.record_event())
             return
         if stream is not None:
             stream.synchronize()
@@ -96,18 +96,18 @@ class WeightsReader:
         for reader in self.readers[len(self._messages) :]:
             self._messages.append(_tensors(reader.take(version, timeout_s)))
         messages, self._messages = self._messages, []
-        parts = [_Part.of(rank, message) for rank, message in enumerate(messages)]
-        sharding = [(part.description, [(tensor.shape, tensor.dtype) for tensor in part.tensors]) for part in parts]
+        received = [_RankShards.of(rank, message) for rank, message in enumerate(messages)]
+        sharding = [(rank_shards.description, [(tensor.shape, tensor.dtype) for tensor in rank_shards.tensors]) for rank_shards in received]
         if sharding != self._sharding:
-            self._assembly = Assembly([part.shards() for part in parts])
+            self._assembly = Assembly([rank_shards.shards() for rank_shards in received])
             self._sharding = sharding
         for rank, message in enumerate(messages):
-            check(version, rank, self._assembly.shards[rank], parts[rank].tensors, message)
-        return self._assembly.assemble([part.tensors for part in parts])
+            check(version, rank, self._assembly.shards[rank], received[rank].tensors, message)
+        return self._assembly.assemble([rank_shards.tensors for rank_shards in received])
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankShards:
     """What one trainer rank sends of a version: how its shards are described, and their tensors."""
 
     rank: int
@@ -115,7 +115,7 @@ class _Part:
     tensors: list[torch.Tensor]
 
     @classmethod
-    def of(cls, rank: int, message: Mapping[str, torch.Tensor]) -> "_Part":
+    def of(cls, rank: int, message: Mapping[str, torch.Tensor]) -> "_RankShards":
         """Take a message apart whose first column has arrived."""
         if SHARDS not in message:
             raise ChannelError(f"weights: what came of trainer rank {rank} has no column '{SHARDS}'; both ends run one version of rlgraph")
@@ -124,20 +124,20 @@ class _Part:
     def shards(self) -> list[WeightShard]:
         return shards_of(self.description, self.tensors)
 
-    def same(self, other: "_Part") -> bool:
+    def same(self, other: "_RankShards") -> bool:
         """Whether these are the very tensors of the other, described alike."""
         alike = self.description == other.description and len(self.tensors) == len(other.tensors)
         return alike and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
 
 
 @dataclass
-class _Ahead:
+class _Prefetch:
     """Receives one version ahead into its own buffer. The thread ends with the channel."""
 
     readers: Sequence[Reader]
     first: int
     staging: Staging = field(default_factory=Staging)
-    parts: dict[int, tuple["_Part", list[WeightShard]]] = field(default_factory=dict)  # by rank, of the last version
+    last: dict[int, tuple["_RankShards", list[WeightShard]]] = field(default_factory=dict)  # by rank, of the last version
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what is staged there, checked
     read: torch.cuda.Event | None = None  # when the engine has read the buffer
 
@@ -165,24 +165,24 @@ class _Ahead:
         messages = [_tensors(reader.begin(version, A_DAY_S)) for reader in self.readers]
         for reader in self.readers:
             reader.arrived(0, A_DAY_S)  # the description, which comes first
-        shards = [self._shards(_Part.of(rank, message)) for rank, message in enumerate(messages)]
+        shards = [self._shards(_RankShards.of(rank, message)) for rank, message in enumerate(messages)]
         self.empty.acquire()
         self.staging.fill(
             shards, lambda rank, beyond: min(self.readers[rank].arrived(beyond + 1, A_DAY_S) - 1, len(shards[rank])), self.read
         )
         for rank, message in enumerate(messages):
             self.readers[rank].arrived(len(message) - 1, A_DAY_S)  # what comes behind the last shard
-            check(version, rank, shards[rank], self.staging.parts[rank], message)
+            check(version, rank, shards[rank], self.staging.targets[rank], message)
         self.weights = dict(self.staging.weights)
         del messages
         for reader in self.readers:
             reader.release()
 
-    def _shards(self, part: "_Part") -> list[WeightShard]:
+    def _shards(self, rank_shards: "_RankShards") -> list[WeightShard]:
         """The rank's shards: the same list for every version that is cut and lies as the one before."""
-        last = self.parts.get(part.rank)
-        if last is None or not part.same(last[0]):
-            last = self.parts[part.rank] = part, part.shards()
+        last = self.last.get(rank_shards.rank)
+        if last is None or not rank_shards.same(last[0]):
+            last = self.last[rank_shards.rank] = rank_shards, rank_shards.shards()
         return last[1]
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:

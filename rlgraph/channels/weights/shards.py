@@ -1,4 +1,4 @@
-"""Shards of weights: boxes of Hugging Face parameters, whatever cut a trainer makes. They are described, checked and put together here."""
+"""Shards of weights: boxes of Hugging Face parameters, however a trainer shards them. They are described, checked and put together here."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +100,7 @@ def check_own(shards: Sequence[WeightShard]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class _Placement:
     """Where in a whole parameter the shard of that rank and number belongs."""
 
     rank: int
@@ -124,12 +124,14 @@ class Assembly:
     def __init__(self, ranks: Sequence[Sequence[WeightShard]]) -> None:
         self.shards = [[replace(shard, tensor=torch.empty_like(shard.tensor, device="meta")) for shard in shards] for shards in ranks]
         at = {id(shard): (rank, number) for rank, shards in enumerate(self.shards) for number, shard in enumerate(shards)}
-        self._parameters: list[tuple[str, Numbers, list[_Box]]] = []
+        self._parameters: list[tuple[str, Numbers, list[_Placement]]] = []
         for name, parameter in parameters(self.shards).items():
             whole = torch.empty(parameter.shape, device="meta")
             boxes = [(shard.within(whole), *at[id(shard)]) for _, shard in parameter.boxes]
             filled = [box for box in boxes if box[0].numel()] or boxes[:1]
-            places = [_Box(rank, number, tuple(view.shape), view.stride(), int(view.storage_offset())) for view, rank, number in filled]
+            places = [
+                _Placement(rank, number, tuple(view.shape), view.stride(), int(view.storage_offset())) for view, rank, number in filled
+            ]
             self._parameters.append((name, tuple(parameter.shape), places))
 
     def assemble(self, ranks: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -157,7 +159,7 @@ def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
             torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs], non_blocking=True)
 
 
-class _Told(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _ShardEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a rank tells of a shard beside its tensor."""
 
     name: str
@@ -165,24 +167,24 @@ class _Told(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     offsets: Numbers
 
 
-_decoder = msgspec.msgpack.Decoder(list[_Told])
+_decoder = msgspec.msgpack.Decoder(list[_ShardEntry])
 
 
 def described(shards: Iterable[WeightShard]) -> torch.Tensor:
     """Describe where the shards belong, as a column of bytes."""
-    told = [_Told(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards]
-    return torch.frombuffer(bytearray(msgspec.msgpack.encode(told)), dtype=torch.uint8)
+    entries = [_ShardEntry(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards]
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(entries)), dtype=torch.uint8)
 
 
 def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[WeightShard]:
     """The shards that were `described`, with the tensors that came beside. Raises ChannelError where they do not fit."""
     try:
-        told = _decoder.decode(description)
+        entries = _decoder.decode(description)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ChannelError(f"the description of a trainer rank's weights cannot be read ({error})") from error
-    if len(told) != len(tensors):
-        raise ChannelError(f"a trainer rank describes {len(told)} shards of its weights and sends {len(tensors)}")
-    return [WeightShard(one.name, one.global_shape, one.offsets, tensor) for one, tensor in zip(told, tensors, strict=True)]
+    if len(entries) != len(tensors):
+        raise ChannelError(f"a trainer rank describes {len(entries)} shards of its weights and sends {len(tensors)}")
+    return [WeightShard(one.name, one.global_shape, one.offsets, tensor) for one, tensor in zip(entries, tensors, strict=True)]
 
 
 def _by_name(ranks: Mapping[int, Sequence[WeightShard]] | Mapping[None, Sequence[WeightShard]]) -> dict[str, list[Owned]]:

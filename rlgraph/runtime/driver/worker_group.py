@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import AuthenticationError
 
-from rlgraph.channels.host.connection import Link
+from rlgraph.channels.host.connection import Connection
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied, shown
 from rlgraph.runtime import messages
@@ -35,7 +35,7 @@ class Crew:
         self.plan, self.deadline_s = plan, deadline_s
         self.start_s = max(deadline_s, START_LEAST_S)
         self.pids: dict[str, int] = {}
-        self.connections: dict[str, Link] = {}
+        self.connections: dict[str, Connection] = {}
         self.watchdog = Watchdog(plan, deadline_s, self.states, self.stacks)
         self._names = {worker.name for worker in plan.workers}
         self._hosts: Hosts | None = None
@@ -62,24 +62,24 @@ class Crew:
             except OSError:
                 return  # the listener was closed, and with it the attempt to start
             with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, who is not let in
-                self._enter(Link(sock, authkey, HANDSHAKE_S, server=True))
+                self._enter(Connection(sock, authkey, HANDSHAKE_S, server=True))
 
-    def _enter(self, link: Link) -> None:
-        hello = messages.receive(link)
+    def _enter(self, connection: Connection) -> None:
+        hello = messages.receive(connection)
         if not isinstance(hello, messages.Hello) or hello.worker not in self._names or hello.worker in self.connections:
-            link.close()
+            connection.close()
             return
-        if link.local:  # between hosts, Ray's `kill` is all that can be done
-            self._processes.append(os.pidfd_open(link.pid))
+        if connection.local:  # between hosts, Ray's `kill` is all that can be done
+            self._processes.append(os.pidfd_open(connection.pid))
         self.pids[hello.worker] = hello.pid
-        self.connections[hello.worker] = link
-        self._selector.register(link, selectors.EVENT_READ, hello.worker)
+        self.connections[hello.worker] = connection
+        self._selector.register(connection, selectors.EVENT_READ, hello.worker)
 
     def tell(self, message: messages.Message) -> None:
         """Send a message to every worker that is still there."""
-        for link in self.connections.values():
+        for connection in self.connections.values():
             with contextlib.suppress(OSError):  # it is dead, which the next `_listen` finds out and says
-                messages.send(link, message)
+                messages.send(connection, message)
 
     def until_open(self, on_wait: Callable[[list[str]], None]) -> dict[str, str]:
         """Wait until every worker listens, and return where; `on_wait` is told again and again who is missing.
@@ -141,8 +141,8 @@ class Crew:
             select.select([process], [], [], timeout_s)
             os.close(process)
         self._processes.clear()
-        for link in self.connections.values():
-            link.close()
+        for connection in self.connections.values():
+            connection.close()
         self.connections.clear()
         self._selector.close()
 
@@ -163,9 +163,9 @@ class Crew:
             try:
                 self._take(name, messages.receive(self.connections[name]))
             except (EOFError, OSError) as error:
-                link = self.connections.pop(name)
-                self._selector.unregister(link)
-                link.close()
+                connection = self.connections.pop(name)
+                self._selector.unregister(connection)
+                connection.close()
                 self._dead[name] = "" if isinstance(error, EOFError | ConnectionError) else f"; its connection carried {error}"
         return bool(speaking)
 
