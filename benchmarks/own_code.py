@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.channels.host.address import set_deadline
-from rlgraph.channels.host.connection import Link
+from rlgraph.channels.host.connection import Connection as AuthenticatedConnection
 from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
 
 KEY, CONNECTS, WORKERS, NOBODY = b"key", 100, 4, 65534
@@ -117,7 +117,7 @@ def _spied(program: str, pid: int, user: int) -> str:
 
 
 def by_link(sock: socket.socket, key: bytes, server: bool) -> object:
-    return Link(sock, key, PATIENCE_S, server=server)
+    return AuthenticatedConnection(sock, key, PATIENCE_S, server=server)
 
 
 def by_library(sock: socket.socket, key: bytes, server: bool) -> object:
@@ -249,7 +249,7 @@ def relayed_by_strangers(own: bool) -> str:
 
 def handles() -> dict[str, bool]:
     """Whether each passes a file's handle to the other side."""
-    mine, theirs = Link.pair("peer")
+    mine, theirs = AuthenticatedConnection.pair("peer")
     with tempfile.TemporaryFile() as file:
         mine.send_handle(file.fileno())
         got = theirs.receive_handle()
