@@ -1,4 +1,4 @@
-"""What a user does with a graph: compile it, look at its plan, launch it, record it, tune it. The one facade; a plan calls it too."""
+"""The one facade: compile a graph; draw, launch, record, profile and tune its plan. `Plan` calls it too."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -55,11 +55,21 @@ __all__ = [
 def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Plan a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
-    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs` they are estimated from the models' config.json and the
-    cluster's kind of GPU, or nominal ones are used, and said so beside every number. Where the split of the devices is chosen by a
-    plain number of seconds, which counts the same on any of them, a PlanWarning says so, and the plan's text. Another one says where
-    groups of one, or greedy ones, are compared, which teaches nothing.
-    Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
+    >>> import rlgraph as rg
+    >>> @rg.node(reads="prompt_texts", writes="rewards")
+    ... def brevity(batch):
+    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    >>> graph = rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=8)))
+    >>> rg.compile(graph, rg.Cluster(cpus=2), rg.Costs({"prompts": 0.25, "brevity": 0.5})).prediction.step_s
+    0.75
+
+    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs`, they are estimated from the models' config.json and the cluster's kind
+    of GPU; if that is impossible they are nominal, and every number says so.
+
+    A PlanWarning says so if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
+    Another one names comparisons of groups of one response, or of greedy responses, which give no learning signal.
+
+    Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
     for warning in (*plan.prediction.warnings, *no_signal_warnings(graph)):
@@ -69,7 +79,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
 
 @checked(PlanError)
 def draw(plan: Plan, path: str | Path) -> None:
-    """Draw a plan: as SVG, or as Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+    """Write the picture of a plan: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
     writers: dict[str, Callable[[Plan], str]] = {".svg": svg, ".mmd": mermaid}
     if Path(path).suffix not in writers:
         raise PlanError(f"draw('{path}'): a plan is drawn as .svg or .mmd; choose one of these endings")
@@ -110,7 +120,7 @@ def launch(
     fresh: bool = False,
     transport: str | None = None,
 ) -> "Job":
-    """Make the job of a plan: what `Plan.launch` does, and says."""
+    """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.sendable import check_sendable
@@ -134,21 +144,21 @@ def launch(
 
 
 def run_here(plan: Plan) -> "LocalJob":
-    """Make a job that runs the plan in this one process, without Ray: the oracle for tests, and for debuggers."""
+    """Make a job that runs the plan in this process, without Ray: the oracle of tests, and for debuggers."""
     from rlgraph.runtime.local import LocalJob
 
     return LocalJob(_checked_source(plan), plan)
 
 
 def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
-    """Bind the forward graph to an actor for each worker, as a graph of Ray with an edge for each channel.
+    """Bind the forward graph to an actor for each worker, as a Ray graph with an edge for each channel.
 
-    Each node calls `fire(node, step, *batches)` of its worker's actor. A job does not run it; Ray's own tools do, once compiled:
+    Each node calls `fire(node, step, *batches)` of its worker's actor. It is for Ray's own tools; a job does not run it:
 
         compiled = plan.ray_dag(actors).experimental_compile()
         rlgraph.api.draw_ray(compiled, "graph.mmd")
 
-    Raises PlanError where a worker has no actor, or one has no method `fire`.
+    Raises PlanError if a worker has no actor, or an actor has no method `fire`.
     """
     from rlgraph.runtime.driver import ray_graph
 
@@ -167,6 +177,7 @@ def draw_ray(compiled: Any, path: str | Path) -> None:
 
 
 def _checked_source(plan: Plan) -> Graph:
+    """The graph that a plan was compiled from, its operations checked. Raises PlanError if the plan was read from JSON."""
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
     for node in plan.source.nodes:
@@ -175,6 +186,7 @@ def _checked_source(plan: Plan) -> Graph:
 
 
 def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool) -> "Recovery | None":
+    """Make the checkpoint settings of a launch; None without a folder. Raises PlanError for settings without a folder."""
     from rlgraph.runtime.checkpoint.store import Recovery
 
     if checkpoint is None:
@@ -186,14 +198,19 @@ def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: in
 
 @checked(PlanError)
 def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) -> Costs:
-    """Run a few steps of a graph on Ray and return what its nodes cost, for `compile` and `tune`.
+    """Run a few steps of a graph on Ray and measure the costs of its nodes, for `compile` and `tune`.
 
-    One step more is run than counted, since the first one warms up. A long tail of lengths needs more steps: what has not
-    been seen is not foreseen. Several graphs, as one more with half the prompts, run one after another, and the costs explain all
-    of them: what a node takes whatever its batch is told from what grows with it. Lengths and devices are those of the first. One
-    on other devices, as in turns, tells what engines and ranks take there, and what waking and sleeping take.
+        costs = rg.profile(graph, rg.local_cluster(), steps=3)
+        print(rg.tune(build, rg.Cluster(gpus=8, cpus=64), costs, depth=range(3)))
 
-    Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and whatever `launch` and the steps raise.
+    It runs one more step than `steps`, because the first one warms up. A long tail of response lengths needs more steps: costs know only
+    the lengths that were seen.
+
+    Several graphs, for example one with half the prompts, run one after another. The costs then separate a fixed time from the time that
+    grows with the batch; lengths and devices are those of the first graph. A graph on other devices, for example with time-shared
+    engines, adds what engines and ranks take there, and what waking and sleeping take.
+
+    Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and the errors of `launch` and of the steps.
     """
     graphs = [graph] if isinstance(graph, Graph) else list(graph)
     plans = [compile(each, cluster) for each in graphs]

@@ -1,4 +1,4 @@
-"""Record a run: a progress bar while it goes, and the files that it leaves."""
+"""Record a run: show its progress and write a folder of metrics, pictures and data."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REWARD = "critic/rewards/mean"
 TIMELINE_STEPS = 6
-BAR_S, LINE_S = 0.5, 10.0  # between two looks at how far a step is: in the bar, and in lines where the output is no terminal
+BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is no terminal
 FILES = {
     "run.html": "the report; open it in a browser",
     "run.json": "the run as data",
@@ -40,13 +40,18 @@ FILES = {
 
 @checked(PlanError)
 def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) -> Iterator[Step]:
-    """Run `steps` steps of a job and give each, as `job.steps` does, with a progress bar and a folder of records.
+    """Run `steps` steps of a job and yield each, as `job.steps` does; show a progress bar and write a folder of records.
 
-    The folder gets `metrics.jsonl` (a line a step, as it finishes), `plan.json`, the graph as `graph.svg`, and at the end
-    `run.html` (the report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev),
-    `costs.yaml`, `trace.json` and `reward.svg`. Once there are steps to learn from, picture and prediction use the measured seconds of
-    each node. Files of an earlier run in the folder are replaced; a job that went on from a checkpoint goes on with
-    `metrics.jsonl`, with one line for each step, and reports on the steps since. With `quiet` nothing is printed.
+        with plan.launch() as job:
+            for step in rg.record(job, 100, "runs/grpo"):
+                print(step.index, step.metrics["critic/rewards/mean"])
+
+    As steps finish, the folder gets `metrics.jsonl` (one line a step), `plan.json` and `graph.svg`. At the end it gets `run.html` (the
+    report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev), `costs.yaml`, `trace.json` and
+    `reward.svg`, and picture and prediction use the measured seconds of each node if there are enough steps.
+
+    Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
+    each step, and reports on the steps since then. `quiet` prints nothing.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,37 +63,37 @@ def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) 
     fields = (TextColumn("{task.fields[last]}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
     progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     try:
-        with progress, open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as beside:
+        with progress, open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as stack:
             task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step", now="")
 
-            def look() -> None:
+            def show_progress() -> None:
                 now = job.under_way()
                 progress.update(task, now=now)
                 if now and not console.is_terminal:
                     console.print(f"step {job.finished + 1}/{steps}  {now}", highlight=False, markup=False, soft_wrap=True)
 
-            again = beside.enter_context(every(BAR_S if console.is_terminal else LINE_S, look))
+            postpone = stack.enter_context(call_every(BAR_S if console.is_terminal else LINE_S, show_progress))
             for step in job.steps(steps):
                 done.append(step)
                 lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
                 lines.flush()
-                again()
+                postpone()
                 progress.update(task, advance=1, last=_summary(step))
                 if not console.is_terminal:
                     console.print(f"step {step.index + 1}/{steps}  {_summary(step)}", highlight=False)
                 yield step
     finally:
         if done:
-            _conclude(job, done, folder, console)
+            _write_results(job, done, folder, console)
 
 
 @contextmanager
-def every(seconds: float, look: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Call `look` on a thread after so many seconds, again and again; what is given begins the wait anew."""
+def call_every(seconds: float, function: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Call `function` on a thread every `seconds`; calling what the context gives starts the current wait again."""
     lock, ended = threading.Condition(), False
     due_s = time.monotonic() + seconds
 
-    def again() -> None:
+    def postpone() -> None:
         nonlocal due_s
         with lock:
             due_s = time.monotonic() + seconds
@@ -100,13 +105,13 @@ def every(seconds: float, look: Callable[[], None]) -> Iterator[Callable[[], Non
                     return
                 if time.monotonic() < due_s:
                     continue
-            look()
-            again()
+            function()
+            postpone()
 
     thread = threading.Thread(target=run, name="progress", daemon=True)
     thread.start()
     try:
-        yield again
+        yield postpone
     finally:
         with lock:
             ended = True
@@ -115,7 +120,7 @@ def every(seconds: float, look: Callable[[], None]) -> Iterator[Callable[[], Non
 
 
 def open_metrics(path: Path, finished: int) -> TextIO:
-    """Return the file of metrics open at its end, with the lines of the first `finished` steps and no others."""
+    """Open the file of metrics for appending; keep the lines of the first `finished` steps and cut off the rest."""
     file = path.open("a+" if finished else "w+")
     file.seek(0)
     end = 0
@@ -131,8 +136,8 @@ def _summary(step: Step) -> str:
     return f"{reward}staleness {step.staleness}  {step.seconds:.2f} s"
 
 
-def _conclude(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
-    """Write what needs the whole run, and say where everything is."""
+def _write_results(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
+    """Write the files that need the whole run, and print where each one is."""
     run = job.run()
     run.save(folder)
     report.write(folder / "run.html", run)

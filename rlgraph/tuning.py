@@ -1,4 +1,4 @@
-"""`rlgraph.tune` and `rlgraph.replay`: other ways to run a graph, by prediction and from a record; nothing is started."""
+"""`rlgraph.tune` and `rlgraph.replay`: predict a graph under other settings, and a recorded run under another plan. Nothing starts."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Tuned(TuningRow):
-    """One plan of a tuning, with the settings that gave its graph and what it is predicted to give."""
+    """A plan that `tune` compared, with the settings that gave its graph and its predicted rates."""
 
     plan: Plan
     staleness: int
@@ -34,7 +34,7 @@ class Tuned(TuningRow):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Plans, the best first; prints as a table. `verdict` says whether stale batches pay, and why."""
+    """Plans, best first; prints as a table. `verdict` says whether stale batches pay, and why."""
 
     ranked: tuple[Tuned, ...]
     looked_at: int
@@ -44,6 +44,7 @@ class Tuning:
 
     @property
     def best(self) -> Tuned:
+        """The first plan of the ranking."""
         return self.ranked[0]
 
     def __iter__(self) -> Iterator[Tuned]:
@@ -61,13 +62,14 @@ class Tuning:
 
 @checked(PlanError)
 def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None = None, depth: Natural | None = None) -> Replayed:
-    """Play a recorded run again: what it would have taken with other shares of the devices or another depth; prints as a line.
+    """Play a recorded run again with other shares of the devices or another depth, and predict its step time; prints as a line.
 
-    `trace` is a job, the folder that `rlgraph.record` left, or a trace file. The recorded firings are played again, one by
-    one; on other numbers of devices each is scaled by the laws that the run showed. `shares` divide the devices of the pools
-    named, as `shares={"rollout": 3, "train": 1}`.
+        print(rg.replay("runs/grpo", shares={"rollout": 3, "train": 1}))
 
-    Raises PlanError for a record that is missing or too short, and for a change that the plan does not allow.
+    `trace` is a job, the folder that `rlgraph.record` wrote, or a trace file. `shares` divide the devices of the named pools. Each
+    recorded firing is played again; on another number of devices its seconds are scaled by the cost functions fitted to the run.
+
+    Raises PlanError if the record is missing or too short, or the plan does not allow the change.
     """
     if isinstance(trace, str | Path):
         path = Path(trace)
@@ -87,12 +89,23 @@ def tune(
     max_staleness: Natural | None = None,
     **choices: Iterable[Any],
 ) -> Tuning:
-    """Plan the graphs that `build` gives and rank them by predicted tokens a second, or device-seconds a response.
+    """Compile the graphs that `build` returns for each combination of settings and rank the plans by prediction.
 
-    Each further keyword is a setting of `build` with the values to try, as `depth=range(4), buffers=(1, 2)`; pools with
-    `share=None` are split in every way. What `build` or the cluster refuses, memory included, is left out and counted.
-    `costs` may name more nodes than a graph has; without any, nominal ones only rank. A plain number of seconds counts the same on
-    any devices: where plans with other counts are compared by it, a PlanWarning says so, before the verdict too.
+    >>> import rlgraph as rg
+    >>> @rg.node(reads="prompt_texts", writes="rewards")
+    ... def brevity(batch):
+    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    >>> def build(count):
+    ...     return rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=count)))
+    >>> rg.tune(build, rg.Cluster(cpus=2), count=(4, 8)).best.settings
+    {'count': 8}
+
+    Each further keyword is a setting of `build` with the values to try, as `depth=range(4), buffers=(1, 2)`. Pools with `share=None` are
+    split in every way. The ranking is by tokens a second, or by device-seconds a response with `by="gpu_s_per_sample"`. Plans that
+    `build`, the cluster or its memory refuses are left out and counted.
+
+    `costs` may name more nodes than a graph has; without costs, nominal ones are used, which only rank. A plain number of seconds counts
+    the same on any number of devices: if such a number decides between plans on different devices, a PlanWarning says so.
 
     Raises PlanError for a setting without values, an unknown objective, or if no plan is left.
     """
