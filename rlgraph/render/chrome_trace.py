@@ -1,4 +1,4 @@
-"""Spans as Chrome-trace JSON for ui.perfetto.dev: a track for each worker, weight versions as arrows. Predicted and measured alike."""
+"""Spans as Chrome-trace JSON for ui.perfetto.dev: a track for each worker, weight versions as arrows. For predicted and measured spans."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,18 +10,24 @@ from rlgraph.compiler.plan import Plan, PlannedLoop
 from rlgraph.compiler.schedule import WORK, Span
 
 PREDICTED, MEASURED = "predicted", "measured"
-PREFIX = {"wait": "wait ", "room": "no free slot of ", "carry": "around ", "idle": "", "start": ""}  # what is no event of the plan
-MOST_ARROWS = 10**9  # of one group of tracks, so that the arrows of two have different numbers
+PREFIX = {
+    "wait": "wait ",
+    "room": "no free slot of ",
+    "carry": "around ",
+    "idle": "",
+    "start": "",
+}  # of spans that are not events of the plan
+MOST_ARROWS = 10**9  # in one group of tracks: arrows of two groups get different numbers
 MARGIN_US = 0.001  # an arrow starts this long before its span ends, so that the viewer binds it to that span
 
 
 def write(path: str | Path, spans: Sequence[Span], plan: Plan) -> None:
-    """Write the trace of `spans` as JSON; open it at ui.perfetto.dev."""
+    """Write the trace of `spans` as JSON, to open at ui.perfetto.dev."""
     Path(path).write_text(json.dumps(trace(spans, plan)), encoding="utf-8")
 
 
 def write_both(path: str | Path, predicted: Sequence[Span], measured: Sequence[Span], plan: Plan) -> None:
-    """Write one trace with two groups of tracks, what was predicted and what was measured, both beginning at 0."""
+    """Write one trace with two groups of tracks, the predicted and the measured spans; both begin at 0."""
     pair = {PREDICTED: from_zero(predicted), MEASURED: from_zero(measured)}
     traces = [trace(spans, plan, number, f"{plan.graph}, {name}") for number, (name, spans) in enumerate(pair.items(), start=1)]
     both = {**traces[0], "traceEvents": [event for found in traces for event in found["traceEvents"]]}
@@ -29,22 +35,22 @@ def write_both(path: str | Path, predicted: Sequence[Span], measured: Sequence[S
 
 
 def from_zero(spans: Sequence[Span]) -> list[Span]:
-    """Put the spans on a clock that is 0 when the first of them starts."""
+    """Shift the spans so that the first starts at 0."""
     zero = min((span.start_s for span in spans), default=0.0)
     return [replace(span, start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans]
 
 
 def per_rank(spans: Sequence[Span], plan: Plan) -> list[Span]:
-    """Repeat predicted spans once for each rank that runs them."""
+    """Repeat each predicted span for every rank that runs it."""
     nodes = {event.name: event.node for event in plan.schedule.events}
     return [replace(span, worker=worker) for span in spans for worker in plan.node(nodes[span.name]).workers]
 
 
 def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") -> dict[str, Any]:
-    """Write Chrome-trace JSON of spans whose names are those of the plan's events; a wait has the name of its channel.
+    """Build the Chrome-trace JSON of spans that have the names of the plan's events; a wait has the name of its channel.
 
-    Tracks are the plan's workers, in its order. What runs beside a worker's main work, as receiving weights does, is on
-    a second track under it. An arrow leads from each published version to each span that begins to use it.
+    Tracks are the plan's workers, in its order. Spans that run beside a worker's main work, such as receiving weights, are on a second
+    track under it. An arrow leads from each published version to each span that begins to use it.
     """
     tracks = _tracks(spans, plan)
     numbers = _numbers(tracks, plan)
@@ -81,7 +87,7 @@ def _complete(span: Span, process: int, track: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, order=True)
 class Track:
-    """A line of a worker in the trace: its main one, or one beside it, numbered from 1."""
+    """A track of a worker in the trace: its main one, or one beside it, numbered from 1."""
 
     worker: str
     place: int = 0
@@ -91,7 +97,7 @@ class Track:
 
 
 def _tracks(spans: Sequence[Span], plan: Plan) -> list[Track]:
-    """Find the track of each span: the first of its worker's on which spans nest; receiving never takes the main one."""
+    """Assign each span to the first track of its worker on which spans nest; receiving never takes the main one."""
     found = [Track("")] * len(spans)
     open_spans: dict[Track, list[float]] = {}
     for index in sorted(range(len(spans)), key=lambda i: (_us(spans[i].start_s), -_us(spans[i].end_s))):
@@ -104,7 +110,7 @@ def _tracks(spans: Sequence[Span], plan: Plan) -> list[Track]:
 
 
 def _nests(span: Span, ends: list[float]) -> bool:
-    """Whether a span lies within the open spans of a track, whose ends are given; if so it is open there as well."""
+    """Open a span on a track, given the ends of the spans open there; False if it does not nest in them."""
     while ends and ends[-1] <= _us(span.start_s):
         ends.pop()
     if ends and _us(span.end_s) > ends[-1]:
@@ -114,7 +120,7 @@ def _nests(span: Span, ends: list[float]) -> bool:
 
 
 def _numbers(tracks: Sequence[Track], plan: Plan) -> dict[Track, int]:
-    """Number the tracks, every worker of the plan first of its own; others follow in order of appearance."""
+    """Number the tracks: the plan's workers first, each with the tracks beside it, then others in order of appearance."""
     known = [worker.name for worker in plan.workers]
     unknown = [track for track in dict.fromkeys(tracks) if track.worker not in known]
     ordered = [track for name in known for track in (Track(name), *sorted(t for t in set(tracks) if t.worker == name and t.place))]
@@ -122,7 +128,7 @@ def _numbers(tracks: Sequence[Track], plan: Plan) -> dict[Track, int]:
 
 
 def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield a start and an end for each use of a version; step k publishes version k + 1, and version 0 is published by none."""
+    """Yield the start and the end of an arrow for each use of a version. Step k publishes version k + 1; nothing publishes version 0."""
     number = 0
     for loop in plan.loops:
         published = _published(spans, loop, plan)
@@ -145,7 +151,7 @@ def _events(plan: Plan, loop: PlannedLoop, kind: str) -> set[str]:
 
 
 def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[int, int]:
-    """The span that published each version: the publish, or the update of that step where publishing is not a span."""
+    """Find the span that published each version: the publish, or the update of that step if publishing has no span."""
     found: dict[int, int] = {}
     for names in ({loop.writer}, _events(plan, loop, "publish")):
         steps = {span.step + 1: index for index, span in reversed(list(enumerate(spans))) if span.name in names and span.kind in WORK}
@@ -154,7 +160,7 @@ def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[
 
 
 def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
-    """The spans that begin to use a version: each load, or the firing of the reader where loading is not a span."""
+    """Find the spans that begin to use a version: each load, or the firing of the reader if loading has no span."""
     loads, readers = _events(plan, loop, "load"), set(loop.readers)
     loaded = {(span.worker, span.step) for span in spans if span.name in loads}
     return [
@@ -165,7 +171,7 @@ def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
 
 
 def _version_used(spans: Sequence[Span], index: int, loop: PlannedLoop, published: Mapping[int, int]) -> int:
-    """The version a span uses: as measured, or by the rule of its loop where the span does not say."""
+    """The version that a span uses: the measured one, or else the one that the rule of its loop gives."""
     span = spans[index]
     if span.version is not None:
         return span.version

@@ -1,4 +1,4 @@
-"""A small line chart as SVG, for numbers by step."""
+"""A small line chart as SVG, for metrics by step."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 
 
 def svg(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float]], y_label: str) -> str:
-    """Return a line chart of each series over `xs`, which are in steps; where a value is NaN its line has a gap.
+    """Draw each series over `xs` as a line chart; a NaN leaves a gap in its line.
 
-    Raises ValueError for a series that has not one value for each of `xs`.
+    Raises ValueError if a series does not have one value for each of `xs`.
     """
     for name, values in series.items():
         if len(values) != len(xs):
@@ -58,7 +58,7 @@ def svg(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float]], 
 
 
 def ticks(values: Sequence[float], whole: bool = False) -> list[float]:
-    """Return 3 to 8 round numbers, evenly spaced, that enclose all values; a constant is enclosed as well."""
+    """Choose 3 to 8 round, evenly spaced numbers that enclose all values; a constant is enclosed too. `whole` allows integers only."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(low) * 0.5 or 1.0
@@ -73,7 +73,7 @@ def ticks(values: Sequence[float], whole: bool = False) -> list[float]:
 
 
 def _number(value: float, scale: Sequence[float]) -> str:
-    """Return a tick with as many digits as its neighbours need to differ."""
+    """Format a tick with as many digits as it needs to differ from its neighbours."""
     step = scale[1] - scale[0]
     largest = max(abs(scale[0]), abs(scale[-1]))
     if largest >= 1e6 or largest < 1e-3:
@@ -98,7 +98,7 @@ def _runs(xs: Sequence[float], values: Sequence[float]) -> Iterator[list[tuple[f
 
 
 def _line(name: str, runs: Sequence[Sequence[tuple[float, float]]], colour: str, lap: int) -> str:
-    """Return a series: a line for each stretch, dots where a point stands alone or there are few."""
+    """Draw a series: a line for each stretch, and dots for single points and for short series."""
     points = [point for run in runs for point in run]
     dotted = points if len(points) <= 30 else [run[0] for run in runs if len(run) == 1]
     dash = ' stroke-dasharray="5 3"' if lap else ""
@@ -111,7 +111,7 @@ def _line(name: str, runs: Sequence[Sequence[tuple[float, float]]], colour: str,
 
 
 def _legend_rows(names: Sequence[str]) -> list[list[tuple[float, int]]]:
-    """Return, row by row, where the legend shows each series: its left end and its index."""
+    """Place the series in rows of a legend: the left end and the index of each, row by row."""
     rows: list[list[tuple[float, int]]] = []
     x = WIDTH
     for index, name in enumerate(names):

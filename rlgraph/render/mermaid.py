@@ -1,4 +1,4 @@
-"""A plan as Mermaid text: a subgraph for each pool, an arrow for each channel and reader, dotted ones for feedback edges."""
+"""A plan as Mermaid text: a subgraph for each pool, an arrow for each channel and reader, dotted arrows for feedback edges."""
 
 from rlgraph.analysis import words
 from rlgraph.analysis.critical import critical
@@ -9,7 +9,7 @@ RED = "#c2330f"
 
 
 def mermaid(plan: Plan) -> str:
-    """Return a plan as a Mermaid flowchart, for documents that render it; the critical cycle is red."""
+    """Write a plan as a Mermaid flowchart; the critical cycle is red."""
     red = critical(plan)
     ids = {node.name: f"n{index}" for index, node in enumerate(plan.nodes)}
     lines = [
@@ -56,7 +56,7 @@ def _node_label(node: PlannedNode) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a Mermaid string: quotes and all that it could read as markup written as character codes."""
+    """Quote a Mermaid string; quotes and possible markup become character codes."""
     plain = "".join(char if char.isalnum() or char in " _-.,:+~()=" else f"#{ord(char)};" for char in text)
     return f'"{plain}"' if plain.strip() else '" "'
 

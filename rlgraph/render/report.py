@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file with everything in it, that needs no server and no network."""
+"""The report of a run: one self-contained HTML file that needs no server and no network."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,8 @@ from rlgraph.render.timeline_html import last_steps, predicted_steps, timeline
 
 SHOWN_STEPS = 6  # of the timeline
 COLUMNS = (7, 4, 2)  # of tiles, on pages of three widths
-POINTS = 240  # of a curve; longer runs are shown as means of as many steps each
-LEAST = 0.005  # of a pool's time: smaller rows are told together
+POINTS = 240  # of a curve; longer runs show means of several steps
+LEAST = 0.005  # of a pool's time: smaller rows are added up
 REWARD = "critic/rewards/mean"
 
 Chart = tuple[str, str, tuple[tuple[str, str], ...]]  # title, what its values are, and (name, metric) of each line
@@ -59,7 +59,7 @@ def write(path: str | Path, run: Run) -> None:
 
 
 def page(run: Run) -> str:
-    """Return the report as one HTML document, its style and script included."""
+    """Build the report as one HTML document with its style and script."""
     title = escape(words.clean(run.plan.graph))
     sections: Sequence[tuple[str, str, Callable[[Run], Iterator[str]]]] = (
         ("advice", "What to change", _advice),
@@ -91,9 +91,9 @@ def page(run: Run) -> str:
 
 
 def _tiled(tiles: Sequence[str]) -> str:
-    """Return the tiles, and for pages where at most so many go beside one another, how rows of equal number become full.
+    """Lay out the tiles; for each page width, choose the columns that fill rows equally.
 
-    The first tile takes the room of those that a last row would lack.
+    The first tile is as wide as the gap that the last row would leave.
     """
     layout = []
     for most in COLUMNS:

@@ -11,7 +11,7 @@ NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table; a head that begins with `>` aligns its column to the right, and the last column is wrapped."""
+    """Format rows as a table. A head that begins with `>` aligns its column to the right; the last column is wrapped."""
     right = [name.startswith(">") for name in head]
     cells = [[name.removeprefix(">") for name in head], *([words.clean(cell) for cell in row] for row in rows)]
     widths = [min(max(cell_len(row[i]) for row in cells), NAME_MOST) for i in range(len(head) - 1)]
@@ -31,7 +31,7 @@ def _cell(value: str, width: int, right: bool) -> str:
 
 
 def wrapped(line: str, indent: int = 0) -> Iterator[str]:
-    """Yield a line in parts of at most the page's width; all but the first are indented."""
+    """Yield a line in pieces of at most the page width; all but the first are indented."""
     lead = line[: len(line) - len(line.lstrip())]
     parts = _pieces(line.strip(), WIDTH - max(indent, len(lead)))
     for index, part in enumerate(parts):
@@ -39,7 +39,7 @@ def wrapped(line: str, indent: int = 0) -> Iterator[str]:
 
 
 def _pieces(line: str, room: int) -> list[str]:
-    """Split at spaces into parts of at most `room` cells; a word that is longer is broken."""
+    """Split at spaces into pieces of at most `room` cells; a longer word is broken."""
     parts: list[str] = []
     for word in line.split():
         if parts and cell_len(f"{parts[-1]} {word}") <= room:

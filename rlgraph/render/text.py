@@ -11,7 +11,7 @@ WAITS_MOST = 6
 
 
 def text(plan: Plan) -> str:
-    """Return header, pools, nodes, turns, workers, channels, feedback edges, critical cycle, advice and certificate of a plan."""
+    """Write a plan as text: pools, nodes, workers, channels, feedback edges, critical cycle, waits, advice, memory and certificate."""
     predicted = plan.prediction
     cycle = " -> ".join(map(words.clean, predicted.critical))
     round_s = words.seconds(predicted.period_s * predicted.critical_credits, predicted.cost)
@@ -69,34 +69,34 @@ def _nodes(plan: Plan) -> list[str]:
 
 
 def _sleeps(plan: Plan) -> list[str]:
-    """Return what the models take that have their devices in turns, or nothing where each has its own."""
+    """Write the table of models that time-share their devices, with the seconds they take to wake and to sleep; empty if there are none."""
     rows = [[s.model, words.seconds(s.wake_s, s.cost), words.seconds(s.sleep_s, s.cost), s.cost, words.size(s.bytes)] for s in plan.sleeps]
     return aligned(["in turns", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
 
 
 def _workers(plan: Plan) -> list[str]:
-    crews: dict[tuple[str | None, str], list[PlannedWorker]] = {}
+    groups: dict[tuple[str | None, str], list[PlannedWorker]] = {}
     for worker in plan.workers:
-        crews.setdefault((worker.model, worker.model or worker.name), []).append(worker)
+        groups.setdefault((worker.model, worker.model or worker.name), []).append(worker)
     rows = []
-    for crew in crews.values():
-        first = crew[0]
-        name = first.name if len(crew) == 1 else f"{first.model}[0..{len(crew) - 1}]"
-        gpus = [gpu for worker in crew for gpu in worker.gpus]
-        place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(crew) > 1 else "")
+    for group in groups.values():
+        first = group[0]
+        name = first.name if len(group) == 1 else f"{first.model}[0..{len(group) - 1}]"
+        gpus = [gpu for worker in group for gpu in worker.gpus]
+        place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(group) > 1 else "")
         if plan.cluster.hosts > 1:
-            place += f", host {_ranges(sorted({worker.host for worker in crew}))}"
-        rows.append([name, str(len(crew)), place, ", ".join(map(words.clean, first.nodes))])
+            place += f", host {_ranges(sorted({worker.host for worker in group}))}"
+        rows.append([name, str(len(group)), place, ", ".join(map(words.clean, first.nodes))])
     return aligned(["worker", ">processes", "on", "fires in this order"], rows)
 
 
 def _models(plan: Plan) -> list[str]:
-    """Return what each model computes in and why."""
+    """Write the table of models with the type each computes in and the reason for it."""
     return aligned(["model", "computes in", "since"], [[m.name, m.dtype, m.why] for m in plan.models]) if plan.models else []
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers with runs shortened: `0-3, 6`."""
+    """Format ascending numbers with runs shortened: `0-3, 6`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -138,7 +138,7 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
 
 
 def _waits(plan: Plan) -> list[str]:
-    """Return who stands still for what, those first that do so longest; what is too short to matter is left out."""
+    """Write the longest waits a step; waits too short to matter are left out."""
     predicted = plan.prediction
     shown = [wait for wait in predicted.waits if wait.seconds > WAIT_LEAST * predicted.step_s][:WAITS_MOST]
     if not shown:

@@ -1,4 +1,4 @@
-"""The timeline of a report: a lane for each worker, a block for each span, as HTML that scrolls and zooms without a library."""
+"""The timeline of a report as HTML: a lane for each worker, a block for each span. It scrolls and zooms without a library."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from rlgraph.render.chrome_trace import PREFIX, per_rank
 from rlgraph.render.curve import ticks
 from rlgraph.simulate.play import simulate
 
-SETTLE = 12  # predicted steps that fill the pipeline before the part that is shown
-RANKS = 2  # lanes of one model: further ranks do the same
-THINNEST = 1e-4  # of the window: what is shorter cannot be seen, even zoomed
+SETTLE = 12  # predicted steps that fill the pipeline before the shown ones
+RANKS = 2  # lanes of one model; its other ranks do the same work
+THINNEST = 1e-4  # of the window: shorter spans cannot be seen, even zoomed
 
 
 @dataclass(frozen=True)
 class Window:
-    """Whole steps of a timeline: spans cut to the time between two moments, which are the ends of steps."""
+    """The spans of whole steps, cut to the time from `begin_s` to `end_s`."""
 
     spans: tuple[Span, ...]
     begin_s: float
@@ -27,7 +27,7 @@ class Window:
 
 
 def last_steps(spans: Sequence[Span], count: int) -> Window:
-    """Return the last `count` steps, from the end of the step before them."""
+    """Cut the spans to the last `count` steps, from the end of the step before them."""
     ends: dict[int, float] = {}
     for span in spans:
         ends[span.step] = max(span.end_s, ends.get(span.step, 0.0))
@@ -38,13 +38,13 @@ def last_steps(spans: Sequence[Span], count: int) -> Window:
 
 
 def predicted_steps(plan: Plan, last: int, count: int) -> Window:
-    """Return `count` predicted steps of the steady state, numbered so that step `last` is the last of them."""
+    """Simulate `count` steps of the steady state, numbered so that the last of them is step `last`."""
     spans = per_rank(simulate(plan.schedule, SETTLE + count), plan)
     return last_steps([replace(span, step=span.step + last + 1 - SETTLE - count) for span in spans], count)
 
 
 def timeline(groups: Sequence[tuple[str, Window]], plan: Plan) -> Iterator[str]:
-    """Yield the lanes of each group on one time scale, which begins at 0 for each of them."""
+    """Yield the lanes of each group on one time scale, which begins at 0 for each group."""
     length = max((window.end_s - window.begin_s for _, window in groups), default=0.0) or 1.0
     yield '<div class="tracks"><div class="scale">'
     for title, window in groups:
@@ -82,7 +82,7 @@ def _block(span: Span, begin_s: float, length: float, plan: Plan) -> str:
 
 
 def colour(span: Span, plan: Plan) -> str:
-    """Return the class that a span is coloured by: the work of its node, or what it waits for."""
+    """Choose the CSS class that colours a span: the work of its node, or the use of the device."""
     if span.kind == "fire":
         return next((plan.node(event.node).work for event in plan.schedule.events if event.name == span.name), "host")
     if span.kind == "wait":

@@ -1,4 +1,4 @@
-"""Plans side by side as a table in the terminal: settings, devices of each pool, and what each is predicted to give."""
+"""The plans of a tuning as a table for the terminal: settings, devices of each pool, and predicted rates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlgraph.render.tables import aligned, wrapped
 
 @dataclass(frozen=True)
 class TuningRow:
-    """One plan of the table."""
+    """A row of the table: a plan with its settings and predicted rates."""
 
     settings: Mapping[str, Any]
     plan: Plan
@@ -22,7 +22,7 @@ class TuningRow:
 
 
 def table(rows: Sequence[TuningRow], looked_at: int, left_out: Mapping[str, int], verdict: str, warnings: Sequence[str] = ()) -> str:
-    """Return the table, what was left out and why, the verdict on stale batches, and the warnings that are not in it."""
+    """Write the table, the reasons why plans were left out, the verdict on stale batches, and the warnings not in the verdict."""
     first = rows[0]
     names = list(first.settings)
     device = "GPU" if first.plan.cluster.gpus else "core"

@@ -20,7 +20,7 @@ RADIUS = 8.0  # of the corners of a feedback edge
 
 
 def svg(plan: Plan) -> str:
-    """Return the picture of a plan as one SVG document, with no font, script or file beside it."""
+    """Draw a plan as one SVG document that needs no font, script or other file."""
     picture = layout(plan)
     said = f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}: {words.prediction(plan)}"
     body = [
@@ -84,7 +84,7 @@ def _is_red(edge: Edge, picture: Layout) -> bool:
 
 
 def _layer(edge: Edge, picture: Layout) -> int:
-    """Return the order of drawing: what matters most lies on top."""
+    """The drawing order of an edge; the most important edges are drawn last, on top."""
     return 2 if _is_red(edge, picture) else int(transport_of(edge.channel.transport).reach != "process")
 
 
@@ -105,7 +105,7 @@ def _edge(edge: Edge, plan: Plan, picture: Layout) -> str:
 
 
 def _curved(points: Sequence[Point]) -> str:
-    """Return a path through points: a line between two of one height, else a curve that leaves and arrives level."""
+    """Build a path through points: a line between two at one height, else a curve that leaves and arrives horizontally."""
     parts = [f"M{_n(points[0][0])} {_n(points[0][1])}"]
     for (x0, y0), (x1, y1) in pairwise(points):
         middle = _n((x0 + x1) / 2)
@@ -133,7 +133,7 @@ def _loop(line: LoopLine, plan: Plan, picture: Layout) -> str:
 
 
 def _cornered(points: Sequence[Point]) -> str:
-    """Return a path along right angles with round corners."""
+    """Build a path of right angles with round corners."""
     parts = [f"M{_n(points[0][0])} {_n(points[0][1])}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         start, end = _towards(corner, before), _towards(corner, after)

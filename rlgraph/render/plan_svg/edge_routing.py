@@ -1,6 +1,6 @@
-"""Where an edge that passes over columns runs: one horizontal trunk for each channel, in a strip where no box stands.
+"""Route the edges that pass over columns: one horizontal trunk for each channel, in a strip without boxes.
 
-All readers of a channel branch off its trunk, so a batch that many nodes read is one line and not many.
+All readers of a channel branch off its trunk, so a batch that many nodes read is a single line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ from rlgraph.compiler.plan import Plan, PlannedChannel
 from rlgraph.render.plan_svg.grid import Grid, drawn_channels
 
 PORT_STEP = 12.0  # between two channels that leave one box
-_CLEAR = 7.0  # between two trunks in a row of boxes
+_CLEAR = 7.0  # pixels between two trunks in a row of boxes
 _ROW, _GAP = 50.0, 16.0  # nominal heights, to compare detours before the true ones are known
-_GAP_COST = 4.0  # a straight line beside boxes is preferred to one between rows, if both are as short
+_GAP_COST = 4.0  # prefers a straight line beside boxes to an equally short one between rows
 
-_MISLEADS = 20.0  # a line that ends beside a box it does not belong to looks as if it did
+_MISLEADS = 20.0  # a line that ends beside a box looks as if it belonged to that box
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Trunk:
     track: int = 0
 
     def meets(self, other: "Trunk") -> bool:
-        """Return whether both lie in one strip and share a column or touch, and so must not lie on one line."""
+        """True if both are in one strip and share a column or touch, so that they must not lie on one line."""
         return self.strip == other.strip and self.first <= other.last + 1 and other.first <= self.last + 1
 
 
 def out_offset(plan: Plan, channel: PlannedChannel) -> float:
-    """Return how far from the middle of its box a channel leaves it."""
+    """Compute the distance from the middle of its box at which a channel leaves it."""
     own = [c.name for c in drawn_channels(plan) if c.writer == channel.writer]
     return (own.index(channel.name) - (len(own) - 1) / 2) * PORT_STEP
 
 
 def route_channels(plan: Plan, grid: Grid) -> dict[str, Trunk]:
-    """Return the trunk of each channel, by name, that has a reader further than the next column."""
+    """Choose the cheapest trunk for each channel that has a reader beyond the next column, by name."""
     placed: dict[str, Trunk] = {}
     for channel in sorted(drawn_channels(plan), key=lambda c: _reach(grid, c)):
         first, last = _reach(grid, channel)
@@ -50,7 +50,7 @@ def route_channels(plan: Plan, grid: Grid) -> dict[str, Trunk]:
 
 
 def _reach(grid: Grid, channel: PlannedChannel) -> tuple[int, int]:
-    """Return the first and the last column that the channel passes over."""
+    """The first and the last column that the channel passes over."""
     return grid.cells[channel.writer].column + 1, max(grid.cells[reader].column for reader in channel.readers) - 1
 
 
@@ -74,7 +74,7 @@ def _in_gap(strip: int, first: int, last: int, placed: Sequence[Trunk]) -> Trunk
 
 
 def _cost(grid: Grid, channel: PlannedChannel, trunk: Trunk) -> tuple[float, int]:
-    """Return the vertical detour of a channel's line and its branches; among equal ones the upper strip is taken."""
+    """Compute the vertical detour of a channel's line and its branches; the upper strip wins a tie."""
     height = _height(grid, trunk.strip)
     far = [grid.cells[reader] for reader in channel.readers if grid.cells[reader].column > trunk.first]
     detour = abs(height - _height(grid, grid.cells[channel.writer].strip)) + abs(trunk.offset)

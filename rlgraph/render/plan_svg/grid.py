@@ -1,4 +1,4 @@
-"""Where each node stands in the picture: its lane, its column (how far downstream it is) and its row in the lane."""
+"""Place each node in the grid of the picture: its lane, its column (how far downstream it is) and its row in the lane."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedNode, PlannedPool
 
 @dataclass(frozen=True)
 class Cell:
-    """The place of a node: `strip` is the row's place among all strips of the picture, gaps between rows included."""
+    """The place of a node; `strip` is the index of its row among all strips of the picture, gaps between rows included."""
 
     lane: int
     column: int
@@ -34,21 +34,21 @@ class Grid:
     cells: Mapping[str, Cell]
 
     def is_free(self, strip: int, first: int, last: int) -> bool:
-        """Return whether no box stands in columns `first` to `last` of a strip."""
+        """True if no box stands in columns `first` to `last` of a strip."""
         return not any(cell.strip == strip and first <= cell.column <= last for cell in self.cells.values())
 
     def is_free_below(self, cell: Cell) -> bool:
-        """Return whether no box stands under a cell, down to the bottom of the picture."""
+        """True if no box stands under a cell, down to the bottom of the picture."""
         return not any(other.column == cell.column and other.strip > cell.strip for other in self.cells.values())
 
 
 def drawn_channels(plan: Plan) -> list[PlannedChannel]:
-    """Return the channels that are edges of the picture; those of kind order are shown as turns."""
+    """Select the channels that the picture draws as edges; a channel of kind order is a number in a box instead."""
     return [channel for channel in plan.channels if channel.kind == "batch"]
 
 
 def arrange(plan: Plan) -> Grid:
-    """Return the grid of a plan: a node stands right of all it reads from, in a row near what it reads from in its lane."""
+    """Place each node right of all nodes it reads from, in a row of its lane near them."""
     columns = _columns(plan)
     lanes: list[PlannedPool | None] = [*plan.pools]
     if any(node.pool is None for node in plan.nodes):
@@ -65,7 +65,7 @@ def arrange(plan: Plan) -> Grid:
 
 
 def _columns(plan: Plan) -> dict[str, int]:
-    """Return the longest path from a source to each node; the plan lists producers first."""
+    """Compute the longest path from a source to each node; the plan lists producers first."""
     columns = {node.name: 0 for node in plan.nodes}
     channels = drawn_channels(plan)
     for node in plan.nodes:
@@ -76,7 +76,7 @@ def _columns(plan: Plan) -> dict[str, int]:
 
 
 def _rows(plan: Plan, nodes: list[PlannedNode], columns: Mapping[str, int]) -> dict[str, int]:
-    """Return the row of each node of one lane: the free one nearest to its neighbours that already have one."""
+    """Choose the row of each node of one lane: the free row nearest to the nodes that it reads from."""
     rows: dict[str, int] = {}
     members = {node.name for node in nodes}
     order = {node.name: index for index, node in enumerate(plan.nodes)}

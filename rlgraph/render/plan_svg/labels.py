@@ -35,7 +35,7 @@ class TextLine:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Return the leftmost and the rightmost pixel it may take."""
+        """The leftmost and the rightmost pixel that the text can take."""
         wide = width(self.text, self.size, self.bold)
         left = self.x - {"start": 0.0, "middle": wide / 2, "end": wide}[self.anchor]
         return left, left + wide
@@ -43,7 +43,7 @@ class TextLine:
 
 @dataclass(frozen=True)
 class LegendItem:
-    """A sign of the picture and what it means."""
+    """A sign of the picture with its meaning."""
 
     mark: Mark
     x: float
@@ -56,7 +56,7 @@ class LegendItem:
 
 
 def header(plan: Plan, x: float) -> list[TextLine]:
-    """Return the name of the graph, and below it the cluster and the predicted step."""
+    """Place the name of the graph and, below it, the cluster and the predicted step."""
     name = fitted(words.clean(plan.graph), HEADING, 600.0, bold=True)
     return [
         TextLine(x, 26.0, name, HEADING, bold=True),
@@ -65,7 +65,7 @@ def header(plan: Plan, x: float) -> list[TextLine]:
 
 
 def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x: float) -> list[TextLine]:
-    """Return name, devices and predicted busy share of each lane, which begins at the height given with it."""
+    """Place the name, devices and predicted busy share of each lane; each lane comes with the height at which it begins."""
     found = []
     for y, pool in lanes:
         lines = _label_lines(pool, plan)
@@ -78,7 +78,7 @@ def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x
 
 
 def label_width(lanes: Sequence[PlannedPool | None], plan: Plan) -> float:
-    """Return the room that the labels of the lanes take."""
+    """Compute the room that the labels of the lanes take."""
     widest = max(
         max(width(line, NAME if i == 0 else SMALL, bold=i == 0) for i, line in enumerate(_label_lines(pool, plan))) for pool in lanes
     )
@@ -93,7 +93,7 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
 
 
 def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> float:
-    """Return the width at which the texts of a box fit, within limits."""
+    """Compute the width at which the texts of a box fit, within limits."""
     badge = BADGE if order else 0.0
     first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.firing(node), SMALL)
     listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
@@ -103,7 +103,7 @@ def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> f
 def box_texts(
     node: PlannedNode, order: tuple[int, int] | None, place: tuple[float, float, float, float], plan: Plan, red: Critical
 ) -> list[TextLine]:
-    """Return name, predicted seconds and written columns of a node whose box is at `place` (x, y, width, height)."""
+    """Place the name, predicted seconds and written columns of a node whose box is at `place` (x, y, width, height)."""
     x, y, wide, high = place
     second = _second_line(node, plan, wide - 2 * PAD)
     base = y + high / 2 + (-4.5 if second else 4.5)
@@ -121,7 +121,7 @@ def box_texts(
 
 
 def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
-    """Return the columns a node writes, or the weights it publishes: two of them, or one where two have no room."""
+    """List the columns that a node writes, or the weights it publishes: two of them, or one if two have no room."""
     published = [loop.name for loop in plan.loops if loop.writer == node.name]
     names = node.writes or published
     lead = "" if node.writes or not names else "publishes "
@@ -130,7 +130,7 @@ def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
 
 
 def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> TextLine:
-    """Return the label of a feedback edge, as near to `middle` as lets it fit in `room` beside the verticals `lower`."""
+    """Place the label of a feedback edge as near to `middle` as it fits in `room` beside the verticals `lower`."""
     name = fitted(words.clean(loop.name), SMALL, 220.0)
     wide = width(f"{name}: {words.loop_terms(loop)}", SMALL)
     least, most = room[0] + wide / 2, room[1] - wide / 2
@@ -142,7 +142,7 @@ def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float
 
 
 def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple[LegendItem, ...]:
-    """Return the signs that this picture uses, in as many lines as the width takes."""
+    """Place the signs that this picture uses, in as many lines as the width takes."""
     pools = [node.pool for node in plan.nodes if node.pool is not None]
     said: list[tuple[Mark, str, bool]] = [
         ("critical", "critical cycle: sets the step", bool(red.nodes)),

@@ -1,4 +1,4 @@
-"""Coordinates of the picture of a plan: lanes, boxes, edges and texts, in pixels from the top left. Pure; nothing is drawn here."""
+"""Compute the coordinates of the picture of a plan: lanes, boxes, edges and texts, in pixels from the top left. Draws nothing."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Edge:
-    """A channel on its way to one reader. Points of one height are joined by a line, others by a curve; an arrow ends it."""
+    """The line of a channel to one reader: a line between points of one height, else a curve, with an arrow at the end."""
 
     channel: PlannedChannel
     reader: str
@@ -68,7 +68,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class LoopLine:
-    """A feedback edge on its way to one reader, as a line of right angles below all lanes; an arrow ends it."""
+    """The line of a feedback edge to one reader: right angles below all lanes, with an arrow at the end."""
 
     loop: PlannedLoop
     reader: str
@@ -92,7 +92,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where columns begin and end, and the top and the height of each strip and each lane."""
+    """The left end and width of each column, and the top and height of each strip and each lane."""
 
     columns: tuple[tuple[float, float], ...]
     strips: tuple[tuple[float, float], ...]
@@ -106,7 +106,7 @@ class _Frame:
 
 
 def layout(plan: Plan) -> Layout:
-    """Return the coordinates of a plan's picture: no box, edge or text lies on a box or a text that it does not belong to."""
+    """Compute the coordinates of a plan's picture. No box, edge or text covers a box or a text that it does not belong to."""
     grid = arrange(plan)
     lines = route_channels(plan, grid)
     red = critical(plan)
@@ -159,7 +159,7 @@ def _frame(plan: Plan, grid: Grid, lines: Mapping[str, Trunk]) -> _Frame:
 
 
 def _crossings(plan: Plan, grid: Grid) -> list[int]:
-    """How many edges turn in the space right of each column, which sets its width."""
+    """Count the edges that bend in the space right of each column, which sets its width."""
     found = [0] * grid.columns
     for channel in drawn_channels(plan):
         leaves = grid.cells[channel.writer].column
@@ -176,7 +176,7 @@ def _strip_height(grid: Grid, index: int, lines: Mapping[str, Trunk], ports: Map
 
 
 def _ports(plan: Plan, grid: Grid) -> Counter[str]:
-    """How many edges enter each box at its left side."""
+    """Count the edges that enter each box at its left side."""
     ports = Counter(reader for channel in drawn_channels(plan) for reader in channel.readers)
     ports.update(reader for loop in plan.loops for reader in loop.readers if not grid.is_free_below(grid.cells[reader]))
     return ports
@@ -187,7 +187,7 @@ def _box_height(ports: int) -> float:
 
 
 def order_in_pool(plan: Plan, node: PlannedNode) -> tuple[int, int] | None:
-    """Return a node's place in the order of its pool and how many take turns there; None where it has the pool to itself."""
+    """Find a node's place in the order of its pool and the number of nodes there; None if it has the pool to itself."""
     shared = [other.name for other in plan.nodes if other.pool == node.pool]
     return None if node.pool is None or len(shared) < 2 else (shared.index(node.name) + 1, len(shared))
 
@@ -203,7 +203,7 @@ def _boxes(plan: Plan, grid: Grid, frame: _Frame) -> dict[str, Box]:
 
 
 def _edges(plan: Plan, grid: Grid, lines: Mapping[str, Trunk], frame: _Frame, boxes: Mapping[str, Box]) -> tuple[Edge, ...]:
-    """Return an edge for each channel and reader; those that enter a box are in the order of the heights they come from."""
+    """Route an edge for each channel and reader; edges enter a box in the order of the heights they come from."""
     starts: list[tuple[PlannedChannel, str, list[Point]]] = []
     for channel in drawn_channels(plan):
         box = boxes[channel.writer]
@@ -239,7 +239,7 @@ def _trunk_y(trunk: Trunk, frame: _Frame, lines: Mapping[str, Trunk]) -> float:
 
 
 def _loops(plan: Plan, grid: Grid, frame: _Frame, boxes: Mapping[str, Box]) -> tuple[LoopLine, ...]:
-    """Return the feedback edges: down from the writer, along below all lanes, up to the reader."""
+    """Route the feedback edges: down from the writer, along below all lanes, up to the reader."""
     lines = []
     ports, beside = _ports(plan, grid), Counter[str]()
     for index, loop in enumerate(plan.loops):
@@ -259,20 +259,20 @@ def _loops(plan: Plan, grid: Grid, frame: _Frame, boxes: Mapping[str, Box]) -> t
 
 
 def _below(box: Box, index: int, side: int) -> list[Point]:
-    """Where a feedback edge leaves (`side` 1) or enters (-1) a box that has nothing under it."""
+    """The point where a feedback edge leaves (`side` 1) or enters (-1) a box that has nothing under it."""
     spread = 0.18 * box.width + min(14.0, 0.25 * box.width / max(index, 1)) * index
     return [(box.x + box.width / 2 + side * spread, box.bottom)]
 
 
 def _beside(box: Box, index: int, y: float, side: int) -> list[Point]:
-    """Return the way from a box at height `y` into the space beside its column, right (`side` 1) or left (-1) of it."""
+    """Route from a box at height `y` into the space right (`side` 1) or left (-1) of its column."""
     if side > 0:
         return [(box.right, y), (box.right + 12.0 + 6.0 * index, y)]
     return [(box.x, y), (box.x - ARROW - 8.0 - 6.0 * index, y)]
 
 
 def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[TextLine]:
-    """Return the label of each feedback edge, under its line, where no line of a lower one passes through it."""
+    """Place the label of each feedback edge under its line, where no line of a lower one crosses it."""
     written: list[TextLine] = []
     for index, loop in enumerate(plan.loops):
         own = [line for line in loops if line.loop.name == loop.name]
@@ -284,5 +284,5 @@ def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[T
 
 
 def _falls(line: LoopLine) -> list[float]:
-    """Where a feedback edge runs up and down."""
+    """The x positions at which a feedback edge runs up or down."""
     return [a[0] for a, b in zip(line.points, line.points[1:], strict=False) if a[0] == b[0]]

@@ -1,6 +1,6 @@
-"""How wide a text is in any sans-serif font: an upper estimate, since nobody knows the fonts of the reader's machine.
+"""Estimate the width of a text in any sans-serif font, as an upper bound, since the fonts of the reader's machine are unknown.
 
-Widths are classes of em, at least as wide as Arial, DejaVu Sans and Verdana, which browsers fall back to.
+Widths are classes of em, at least as wide as in Arial, DejaVu Sans and Verdana, which browsers fall back to.
 """
 
 import unicodedata
@@ -34,7 +34,7 @@ _BOLD = {
 }
 _OTHER, _WIDE = 1.5, 1.6  # characters of other scripts, and those that take two places in a terminal
 
-ROUNDING = 1e-6  # pixels: room that was made for a text is room enough, whatever sums it went through
+ROUNDING = 1e-6  # pixels: tolerance for sums of floats, so that a text fits the room made for it
 
 
 def _by_char(classes: Mapping[float, str]) -> dict[str, float]:
@@ -45,7 +45,7 @@ _EM = {False: _by_char(_REGULAR), True: _by_char(_BOLD)}
 
 
 def width(text: str, size: float, bold: bool = False) -> float:
-    """Return the most pixels that `text` takes at a font size of `size` pixels."""
+    """Bound the width in pixels of `text` at a font size of `size` pixels."""
     return size * sum(_em(char, bold) for char in text)
 
 
@@ -56,7 +56,7 @@ def _em(char: str, bold: bool) -> float:
 
 
 def fitted(text: str, size: float, room: float, bold: bool = False) -> str:
-    """Return `text`, cut off with an ellipsis where it is wider than `room` pixels."""
+    """Cut `text` off with an ellipsis if it is wider than `room` pixels."""
     if width(text, size, bold) <= room + ROUNDING:
         return text
     kept = text
