@@ -11,12 +11,12 @@ from typing import TypeAlias
 import torch
 
 Column: TypeAlias = torch.Tensor | list[str]
-Columns: TypeAlias = Mapping[str, Column]
+Columns: TypeAlias = Mapping[str, Column]  # a batch by the names of its columns, as {"rewards": torch.zeros(8)}
 
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """What a column holds: its dtype (`str` for text), its dimensions, and the node that usually writes it."""
+    """The content of a column: its dtype (`str` for text), its dimensions, and the node that usually writes it."""
 
     dtype: torch.dtype | type[str]
     dims: tuple[str, ...]

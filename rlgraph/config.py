@@ -1,4 +1,4 @@
-"""Configuration: a dataclass gives names, types and defaults; a YAML file and key=value arguments change them."""
+"""Configuration: a dataclass gives names, types and defaults; a YAML file and key=value arguments override them."""
 
 import sys
 from collections.abc import Sequence
@@ -15,9 +15,14 @@ T = TypeVar("T")
 
 
 def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
-    """Return an instance of the dataclass `cls`: its defaults < `config=FILE.yaml` < `key=value` arguments.
+    """Build an instance of the dataclass `cls`: its defaults < `config=FILE.yaml` < `key=value` arguments.
 
-    `arguments` are those of the command line if None. `--help` prints the keys with their defaults and ends the program.
+        >>> import dataclasses
+        >>> Config = dataclasses.make_dataclass("Config", [("steps", int, 100), ("lr", float, 1e-6)])
+        >>> config(Config, ["lr=1e-5"])
+        Config(steps=100, lr=1e-05)
+
+    With None, `arguments` are those of the command line. `--help` prints the keys with their defaults and ends the program.
 
     Raises ConfigError for an unknown key, a value of the wrong type, a missing file, or an argument without `=`.
     """
@@ -46,7 +51,7 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
 
 
 def _loaded(file: str, keys: list[str]) -> DictConfig:
-    """Read a file of settings. Raises ConfigError for what is no YAML, or no mapping."""
+    """Read a file of settings. Raises ConfigError if it is not YAML, or not a mapping."""
     try:
         found = OmegaConf.load(file)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:

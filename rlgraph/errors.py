@@ -1,7 +1,7 @@
-"""Every error rlgraph raises. Each message says where, what was found, the rule and the fix.
+"""All errors that rlgraph raises. Each message says where, what was found, the rule and the fix.
 
-All of them cross process boundaries, so each carries one string, and a channel's error plain values beside it that say who is at its
-other end. What a user gave is put into a message by `shown`.
+Errors cross process boundaries, so each carries one string; a channel's error also carries plain values that say which process is at
+the other end. `shown` prints the values of a user in a message.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ MOST_ITEMS = 3
 
 
 def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
-    """Print a value for a message on one line, in about `most` characters; a large one is never printed whole.
+    """Print a value on one line of a message, in about `most` characters; a large value is never printed whole.
 
     >>> shown(0.5), shown([1, 2, 3, 4]), shown({"prompt": "1 + 1 =" * 100})
     ('0.5', '[1, 2, 3, … 4 items]', "{'prompt': '1 + 1 =1 + 1 =1 + 1 =1 +…'}")
@@ -68,7 +68,7 @@ def _fields(value: Any, most: int) -> str:
 def _repr(value: Any, most: int) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001 (a user's own class; the message it is printed for matters more)
+    except Exception as error:  # noqa: BLE001 (a class of the user; the message that it is for matters more)
         return f"{_a(value)} that cannot be printed ({type(error).__name__})"
     plain = " at 0x" not in text and "\n" not in text and len(text) <= most
     return text if plain else _a(value)
@@ -80,34 +80,61 @@ def _a(value: Any) -> str:
 
 
 class RlgraphError(Exception):
-    """Base of all errors that rlgraph raises on purpose."""
+    """Base of all errors that rlgraph raises on purpose.
+
+    >>> import rlgraph as rg
+    >>> try:
+    ...     rg.Pool("train", share=0)
+    ... except rg.RlgraphError as error:
+    ...     print(error)
+    Pool(share=0): share is a positive number, or None to let the compiler choose
+    """
 
 
 class GraphError(RlgraphError):
-    """A graph breaks a rule; raised while it is declared."""
+    """A graph breaks a rule; raised where it is declared.
+
+    >>> import rlgraph as rg
+    >>> rg.feedback("weights", depth=-1)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rlgraph.errors.GraphError: feedback 'weights' has depth=-1; depth is ...
+    """
 
 
 class PlanError(RlgraphError):
-    """A sound graph does not fit the cluster it is compiled for."""
+    """A valid graph does not fit its cluster or its costs, or an argument of a plan is wrong.
+
+    >>> import rlgraph as rg
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("gpu", gpus=2)).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
+    >>> rg.compile(rg.Graph("sampling", rollout), rg.Cluster(gpus=1))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rlgraph.errors.PlanError: graph 'sampling' needs at least 2 GPUs ...
+    """
 
 
 class PlanWarning(UserWarning):
-    """What a plan or a comparison of plans rests on is not known; the plan is made all the same, and says it too."""
+    """A plan, or a comparison of plans, rests on an assumption that may not hold. The plan is made, and its text repeats the warning."""
 
 
 class ConfigError(RlgraphError):
-    """A configuration key or value is unknown, missing or of the wrong type."""
+    """A configuration key or value is unknown, missing or of the wrong type.
+
+    >>> import dataclasses, rlgraph as rg
+    >>> rg.config(dataclasses.make_dataclass("Config", [("steps", int, 100)]), ["step=3"])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rlgraph.errors.ConfigError: setting 'step': Key 'step' not in 'Config'. Did you mean: 'steps'?...
+    """
 
 
 class DataError(RlgraphError):
-    """A data set, a model folder or a prompt cannot be used as it is."""
+    """A data set, a model folder or a column cannot be used as it is."""
 
 
 class ChannelError(RlgraphError):
-    """Base of the three ways in which a channel stops a worker."""
+    """Base of the three errors by which a channel stops a worker."""
 
-    channel: str = ""  # its name, where the other end has stopped it
-    peer: int = 0  # the process at that end, where it is known
+    channel: str = ""  # its name, if the other end stopped it
+    peer: int = 0  # the process at that end, if it is known
 
 
 class ChannelClosed(ChannelError):
@@ -119,32 +146,32 @@ class ChannelBroken(ChannelError):
 
 
 class ChannelTimeout(ChannelError):
-    """The other end was silent for longer than the deadline."""
+    """The other end did nothing for longer than the deadline."""
 
 
 class StalenessError(RlgraphError):
-    """A batch is older than the bound of its graph: a defect of rlgraph, never of its user."""
+    """A batch is older than its graph allows. This is a defect of rlgraph, never of its user."""
 
 
 class CertificateError(RlgraphError):
-    """A run did what its plan's certificate rules out: a defect of rlgraph, never of its user."""
+    """A run broke the certificate of its plan. This is a defect of rlgraph, never of its user."""
 
 
 class NodeError(RlgraphError):
-    """A node raised; the message names node, step and worker and holds the original traceback."""
+    """A node raised an error; the message names node, step and worker, and includes the original traceback."""
 
 
 class GuardError(RlgraphError):
-    """An update was kept from learning what its guards refuse; the weights are those of before."""
+    """The guards of an update refused it; the weights are unchanged."""
 
 
 class WorkerDied(RlgraphError):
-    """A worker process ended without a word."""
+    """A worker process ended without a report."""
 
 
 class DispatchError(RlgraphError):
-    """What the workers run on gave up, and no worker says why; the message is its own."""
+    """The dispatch (Ray) failed, and no worker reported a cause; the message is that of the dispatch."""
 
 
 class CheckpointError(RlgraphError):
-    """A checkpoint cannot be written, or is not one that this run can go on from."""
+    """A checkpoint cannot be written, or this run cannot continue from it."""

@@ -1,4 +1,4 @@
-"""Kinds of values: what a setting takes, how it says so, and how what means the same is brought into its type."""
+"""Kinds of values: the rule of a setting in words, and the conversion of accepted values to its type."""
 
 import dataclasses
 import difflib
@@ -17,9 +17,12 @@ SPELLINGS = {"fp32": "float32", "f32": "float32", "float": "float32", "bf16": "b
 
 @dataclass(frozen=True)
 class Range:
-    """What a number may be, in an annotation: `Annotated[int, Range(least=1)]`. `rule` says so where the bounds alone do not.
+    """The bounds of a number, in an annotation: `Annotated[int, Range(least=1)]`. `rule` replaces the words made from the bounds.
 
-    Of text and tuples `least` bounds the length.
+        >>> Range(least=0, most=1).words("a finite number")
+        'a finite number of at least 0 and at most 1'
+
+    For text and tuples it bounds the length.
     """
 
     least: float = -INFINITY
@@ -29,10 +32,11 @@ class Range:
     rule: str = ""
 
     def holds(self, value: float) -> bool:
+        """Whether the value is within the bounds."""
         return self.least <= value <= self.most and self.above < value < self.below
 
     def words(self, what: str) -> str:
-        """Say the bounds, as "a whole number of at least 1"."""
+        """Put the bounds into words, such as "a whole number of at least 1"."""
         if self.rule:
             return self.rule
         low = [f"of at least {self.least:g}"] if self.least > -INFINITY else [f"above {self.above:g}"] if self.above > -INFINITY else []
@@ -42,28 +46,28 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The texts that a field takes, in an annotation, where they are listed elsewhere."""
+    """The texts that a field accepts, in an annotation, for a list that is defined elsewhere."""
 
     choices: tuple[str, ...]
 
 
 class Wrong(Exception):
-    """A value is not what its field takes; the message is what to write instead, as far as that is known."""
+    """A field does not accept a value; the message says what to write instead, if that is known."""
 
 
 class Kind(Protocol):
-    """What a field takes."""
+    """The values that a field accepts: `rule` says which, in words."""
 
     @property
     def rule(self) -> str: ...
 
     def take(self, name: str, value: Any) -> Any:
-        """Bring the value into its type. Raises Wrong."""
+        """Convert the value to its type. Raises Wrong if the field does not accept it."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole numbers: whatever `operator.index` takes, but for True and False."""
+    """Whole numbers: every value that `operator.index` accepts, except True and False."""
 
     range: Range = Range()
 
@@ -106,6 +110,8 @@ class Real:
 
 @dataclass(frozen=True)
 class Flag:
+    """True or False."""
+
     rule = "True or False"
 
     def take(self, name: str, value: Any) -> bool:
@@ -119,7 +125,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Text:
-    """Text; a path is taken for the text it is."""
+    """Text; a path is converted to text."""
 
     range: Range = Range()
 
@@ -156,7 +162,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuple:
-    """A tuple; any other sequence but text is turned into one."""
+    """A tuple; any other sequence except text is converted to one."""
 
     items: tuple["Kind | None", ...]
     endless: bool
@@ -212,7 +218,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Function:
-    """What can be called."""
+    """A function, or another callable."""
 
     range: Range = Range()
 
@@ -228,7 +234,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class. `HOW` of the class says where to get one, if it is not made by a call of the class."""
+    """An object of a class. If users do not make one by calling the class, its attribute `HOW` says where to get it."""
 
     cls: type
 
@@ -278,7 +284,7 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class Named:
-    """A name out of a table that may grow, or an object of a class, in an annotation."""
+    """A name from a table that may grow, or an object of a class, in an annotation."""
 
     names: Callable[[], tuple[str, ...]]
     cls: type
@@ -295,7 +301,7 @@ class Named:
 
 
 def _dimensions(value: Any) -> int:
-    """How many dimensions an array or a tensor has; what is neither has none."""
+    """Count the dimensions of an array or a tensor; 0 for any other value."""
     found = getattr(value, "ndim", 0)
     return found if isinstance(found, int) else 0
 
@@ -309,7 +315,7 @@ def _is_index(value: Any) -> bool:
 
 
 def _as_number(name: str, value: Any, *, whole: bool) -> str:
-    """Say how a number is written that came as text, or as a float that is whole."""
+    """Say how to write a number that was given as text, or as a float that is whole."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

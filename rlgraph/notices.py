@@ -1,6 +1,6 @@
-"""What works otherwise than asked, or slower than it could: said once, in the job's output and in its report.
+"""Notices of fallbacks: what works differently than asked, or slower than it could. Each is said once, in the job's output and report.
 
-A worker keeps what it says for its next report, and the driver prints it. In a process that reports to nobody it is logged.
+A worker keeps its notices for its next report, and the driver prints them. A process that does not report logs them.
 """
 
 import logging
@@ -9,14 +9,20 @@ log = logging.getLogger("rlgraph.notices")
 
 
 class Notices:
-    """What this process has said, each text once. `carried`: somebody fetches it with `taken`."""
+    """The notices of this process, each text once. `carried` says that a report fetches them with `taken`.
+
+    >>> notices = Notices()
+    >>> notices.carried = True
+    >>> notices.say("no NVLink: tensors go through the host"), notices.taken(), notices.taken()
+    (None, ['no NVLink: tensors go through the host'], [])
+    """
 
     def __init__(self) -> None:
         self.carried = False
-        self._said: dict[str, bool] = {}  # whether it was taken
+        self._said: dict[str, bool] = {}  # the text, and whether it was taken
 
     def say(self, text: str) -> None:
-        """Say a sentence, unless it was said before."""
+        """Say a sentence, unless this process has said it before."""
         if text in self._said:
             return
         self._said[text] = not self.carried
@@ -24,7 +30,7 @@ class Notices:
             log.warning("%s", text)
 
     def taken(self) -> list[str]:
-        """Take what was said since the last time."""
+        """Take the notices since the last call."""
         found = [text for text, gone in self._said.items() if not gone]
         self._said |= dict.fromkeys(found, True)
         return found

@@ -1,7 +1,7 @@
-"""Settings: what a user gives is checked where it is declared, and brought into its type.
+"""Settings: the arguments of a user are checked where they are declared, and converted to their types.
 
-A field or a parameter says in its annotation what it takes, as `group_size: Count`, and `check` (of a dataclass) or `checked` (of a
-function) hold every value against it. What means the same is taken: numpy's numbers, a list for a tuple, a path for text.
+The annotation of a field or a parameter is its rule, as in `group_size: Count`; `check` (for a dataclass) and `checked` (for a
+function) apply it to every value. Equivalent values are accepted: numpy's numbers, a list for a tuple, a path for text.
 """
 
 import dataclasses
@@ -27,14 +27,19 @@ AtLeastZero: TypeAlias = Annotated[float, Range(least=0)]
 Fraction: TypeAlias = Annotated[float, Range(least=0, most=1)]
 PositiveFraction: TypeAlias = Annotated[float, Range(above=0, most=1)]
 Seconds: TypeAlias = Annotated[float, Range(above=0, rule="a number of seconds above 0")]
-Dtype: TypeAlias = Literal["auto", "bfloat16", "float32"]  # that passes compute in
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float32"]  # of a pass's computations
 Name: TypeAlias = Annotated[str, Range(least=1, rule="a non-empty text")]
 
 
 def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
-    """Check every field of a dataclass, and bring each into its type; called in `__post_init__`.
+    """Check every field of a dataclass and convert it to its type. Called in `__post_init__`.
 
-    Raises `error` naming class, field, value, rule and fix.
+        >>> Sample = dataclasses.make_dataclass("Sample", [("size", Count)], namespace={"__post_init__": check})
+        >>> Sample(0)
+        Traceback (most recent call last):
+        rlgraph.errors.GraphError: Sample(size=0): size is a whole number of at least 1
+
+    Raises `error` with the class, the field, its value, the rule and the fix.
     """
     cls: Any = type(setting)
     for name, kind in kinds_of(cls).items():
@@ -49,10 +54,17 @@ def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
 
 
 def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check every argument of a function that declares something, and bring each into its type.
+    """Decorate a function: check each of its arguments and convert it to its type.
 
-    Errors begin with `what` and its `name`, where the function has such a parameter. Parameters whose annotation says nothing, and
-    those of `*inputs`, are the function's own to check.
+        >>> @checked(what="pool")
+        ... def pool(name: Name, *, cpus: Count):
+        ...     return name, cpus
+        >>> pool("host", cpus="four")
+        Traceback (most recent call last):
+        rlgraph.errors.GraphError: pool 'host' has cpus='four'; cpus is a whole number of at least 1
+
+    If the function has a parameter `name`, errors begin with `what` and that name. The function itself checks `*inputs` and the
+    parameters whose annotation has no rule.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
@@ -63,7 +75,7 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
-                return function(*args, **kwargs)  # which raises one that names the function
+                return function(*args, **kwargs)  # raises a TypeError that names the function
             for key, kind in parameters_of(call).items():
                 if kind is None or key not in bound.arguments:
                     continue
@@ -86,7 +98,7 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
 
 @functools.cache
 def kinds_of(cls: Any) -> Mapping[str, Kind | None]:
-    """The kind of each field of a dataclass, and None where its annotation says nothing."""
+    """Look up the kind of each field of a dataclass; None where its annotation has no rule."""
     found: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
         for name, annotation in inspect.get_annotations(owner).items():
@@ -96,7 +108,7 @@ def kinds_of(cls: Any) -> Mapping[str, Kind | None]:
 
 @functools.cache
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, Kind | None]:
-    """The kind of each parameter of a function, and None where its annotation says nothing; `self` and `*inputs` are left out."""
+    """Look up the kind of each parameter of a function, without `self` and `*inputs`; None where its annotation has no rule."""
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     given = {p.name: p.annotation for p in inspect.signature(function).parameters.values() if p.kind not in skipped and p.name != "self"}
     return {name: _kind(_resolved(annotation, function.__module__)) for name, annotation in given.items()}
@@ -107,7 +119,7 @@ def _resolved(annotation: Any, module: str) -> Any:
         return annotation
     try:
         return eval(annotation, vars(sys.modules[module]))
-    except NameError:  # imported for the type checker alone
+    except NameError:  # imported only for the type checker
         return Any
 
 
@@ -147,7 +159,7 @@ def _plain(annotation: Any, range: Range) -> Kind | None:
 
 
 def _called(function: Callable[..., Any]) -> str:
-    """How a user writes the call: the class, for its `__init__`."""
+    """Name the function as a user calls it: by the class, for an `__init__`."""
     return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
 

@@ -335,7 +335,7 @@ PLANS = {
         "(group_size=1), which leaves no baseline", lambda: rg.compile(graph(rollout={"group_size": 1}), rg.Cluster()), rg.PlanWarning
     ),
     "greedy groups": compiled(
-        "temperature=0, so that all of a group are the same",
+        "temperature=0, so that all responses of a group are the same",
         lambda: rg.compile(graph(sampling=rg.Sampling(max_tokens=4, temperature=0)), rg.Cluster()),
         rg.PlanWarning,
     ),

@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "a depth beyond all channels": (lambda: rg.feedback("w", depth=63), GraphError, "at most 62 are possible"),
     "three buffers": (lambda: rg.feedback("w", depth=1, buffers=3), GraphError, "buffers=3"),
     "a buffer of no use": (lambda: rg.feedback("w", depth=0, buffers=2), GraphError, "nothing is decoded while weights arrive"),
-    "latest of one": (lambda: rg.feedback("w", depth=0, latest=True), GraphError, "one version to choose from"),
+    "latest of one": (lambda: rg.feedback("w", depth=0, latest=True), GraphError, "only one version exists"),
     "depth in one pool": (depth_in_one_pool, GraphError, "every model is in pool 'shared' and nothing can overlap"),
     "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; give each its own with name="),
     "two pools of a name": (two_pools_of_a_name, GraphError, "2 different pools called 'gpu'"),

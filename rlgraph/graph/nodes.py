@@ -24,10 +24,15 @@ BUCKET_BYTES = 512 << 20  # of weights: few buckets, so that receiving them take
 class Pool:
     """Devices that nodes time-share. Nodes of one pool never run at the same time; nodes of two pools overlap.
 
-    `share` is the pool's part of the cluster's GPUs relative to the other pools (None: the compiler chooses);
-    `gpus` is an exact count instead; `cpus` makes it a pool of host cores. On a cluster without GPUs shares divide the cores.
+        >>> rollout, train = Pool("rollout", share=1), Pool("train", share=3)  # a quarter and three quarters of the GPUs
+        >>> sandbox = Pool("sandbox", cpus=8)
+        >>> sandbox.cpus
+        8
 
-    Raises GraphError for a share, a count or a name that cannot be.
+    `share` is the pool's share of the cluster's GPUs relative to the other pools; with None the compiler chooses. `gpus` is an
+    exact count instead; `cpus` makes it a pool of host cores. On a cluster without GPUs shares divide the cores.
+
+    Raises GraphError for a share or a count that is not positive, an empty name, or two of `share`, `gpus` and `cpus`.
     """
 
     name: Name
@@ -42,7 +47,16 @@ class Pool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers."""
+    """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers.
+
+        >>> class TableModel(Model):
+        ...     def load(self, context):
+        ...         return {"hello": 1.0}  # the engine, made in each worker
+        >>> TableModel("folder", pool=Pool("host", cpus=1)).pool.name
+        'host'
+
+    `path` is its folder or its name on a hub. Derive from it for an engine of your own; `rg.Generator`, `rg.Policy` and the others do.
+    """
 
     role: ClassVar[str] = "model"
     path: Name = field(kw_only=False)
@@ -53,36 +67,40 @@ class Model:
 
     @property
     def group(self) -> int:
-        """Devices that one worker of this model needs."""
+        """The devices that one worker of this model needs."""
         return 1
 
     @property
     def engines(self) -> int:
-        """Workers of this model that share one group of devices."""
+        """The workers of this model that share one group of devices."""
         return 1
 
     @property
     def ranks(self) -> int | None:
-        """Workers of this model, where the user says so; None means as many as the pool's devices allow."""
+        """The number of workers that the user asked for; None means as many as the pool's devices allow."""
         return None
 
     @property
     def traits(self) -> ModelTraits:
-        """What compiler and runtime know of it beside its folder, its pool and its ranks."""
+        """The attributes that compiler and runtime read, besides its folder, its pool and its ranks."""
         return ModelTraits()
 
     def with_dtype(self, dtype: str) -> "Model":
-        """The same model that computes in `dtype`, which the plan has chosen where its traits have one."""
-        return replace(self, dtype=dtype)  # type: ignore[call-arg] # which traits with a dtype speak of
+        """Copy the model, to compute in `dtype`, which the plan chose where its traits have one."""
+        return replace(self, dtype=dtype)  # type: ignore[call-arg] # a model whose traits have a dtype has this field
 
     def load(self, context: Any) -> Any:
-        """Make the engine; called once in each of the model's workers."""
+        """Make the engine. Called once in each of the model's workers."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Due:
-    """The steps at which an evaluation happens: the last of every `every`, the last of `steps`, and at the start the first."""
+    """The steps of an evaluation: the last of each `every` steps, the last of `steps`, and with `at_start` also the first.
+
+    >>> [step for step in range(7) if Due(every=3, steps=7)(step)]
+    [2, 5, 6]
+    """
 
     every: Count
     steps: Count | None = None
@@ -92,11 +110,11 @@ class Due:
         settings.check(self)
 
     def __call__(self, step: int) -> bool:
-        """Return whether it happens at this step."""
+        """Whether the evaluation happens at this step."""
         return (step + 1) % self.every == 0 or step + 1 == self.steps or self.begins(step)
 
     def begins(self, step: int) -> bool:
-        """Return whether it happens at this step on the weights as they came."""
+        """Whether the evaluation happens at this step on the initial weights."""
         return self.at_start and step == 0
 
 
@@ -105,11 +123,11 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One stage of a graph: what it does, what it reads from which outputs, what it writes, where it lives.
+    """One stage of a graph: what it does, what it reads from which outputs, what it writes, and where it lives.
 
-    `rows` is how many rows it writes in a step; `pool` is None for a host node, which runs in a process of its own. `chunks`
-    is how many parts of a batch it fires for in a step, in the order of the data: those that it gives itself, or those of the
-    rollout that it `follows`. A node that is not `due` at a step passes an empty batch on.
+    It writes `rows` rows in a step. `pool` is None for a host node, which runs in a process of its own. It fires `chunks` times in a
+    step, once for each chunk of the batch, in the order of the data: chunks that it makes itself, or those of the rollout that it
+    `follows`. A node that is not `due` at a step passes an empty batch on.
     """
 
     name: str
@@ -131,7 +149,7 @@ class Node:
 
     @property
     def traits(self) -> NodeTraits:
-        """What compiler and runtime know of its operation."""
+        """The traits of its operation, which compiler and runtime read."""
         return self.operation.traits
 
     @property
@@ -155,7 +173,7 @@ class Node:
         return Output(self, "metrics")
 
     def needs(self, other: "Node") -> bool:
-        """Return whether it depends on another node, within a step."""
+        """Whether it depends on another node within a step."""
         return any(output.node is other or output.node.needs(other) for output in self.inputs)
 
     def source_of(self, column: str) -> "Node":
@@ -165,7 +183,13 @@ class Node:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Output:
-    """What a node gives: a batch of columns, a new version of weights, or the metrics of a step."""
+    """An output of a node: a batch of columns, a new version of weights, or the metrics of a step.
+
+    >>> import rlgraph as rg
+    >>> prompts = rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], count=1)
+    >>> prompts, prompts.columns
+    (the batch of 'prompts', ('prompt_texts', 'prompt_ids', 'answers'))
+    """
 
     HOW: ClassVar[str] = "pass the output of another node"
     node: Node
@@ -180,7 +204,7 @@ class Output:
 
 
 class Feedback:
-    """The back edge of a graph: weights of a later step for an earlier stage. Made by `rlgraph.feedback`."""
+    """The back edge of a graph, which carries weights from the update to the rollout of a later step. `rlgraph.feedback` makes it."""
 
     HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
 
@@ -191,7 +215,7 @@ class Feedback:
         self.source: Output | None = None
 
     def close(self, weights: Output) -> None:
-        """Join the back edge to the update whose weights it carries, as `feedback.close(step.weights)`."""
+        """Connect the back edge to the update whose weights it carries, as in `feedback.close(step.weights)`."""
         rules.check_close(self, weights if isinstance(weights, Output) and weights.kind == "weights" else None, weights)
         self.source = weights
 
@@ -207,15 +231,19 @@ def feedback(
     bucket_bytes: Annotated[int, Range(least=1, rule="a whole number of bytes, at least 1: 1 << 29 is usual")] = BUCKET_BYTES,
     checksum: bool = False,
 ) -> Feedback:
-    """Return a feedback edge; `depth` is how many weight versions a trained batch may be behind (0 is on-policy).
+    """Make the feedback edge of a graph; a trained batch may be `depth` weight versions behind (0 is on-policy).
 
-    A version is one step of the graph. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
-    seed and depth alone; `latest=True` takes the newest published version instead. `buffers=2` lets the generator
-    receive the next version while it decodes; with 1 it receives between two steps. The second buffer begins to fill as
-    soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` every version is compared with what
-    the trainer sent, parameter by parameter, before the generator uses it.
+        >>> weights = feedback("weights", depth=1, buffers=2)
+        >>> weights.depth  # pass it to generator.rollout(...), and close it with weights.close(step.weights)
+        1
 
-    Raises GraphError for a negative depth, buffers other than 1 and 2, or buckets without a byte.
+    One step of the graph makes one version. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
+    seed and depth alone; `latest=True` takes the newest published version instead. With `buffers=2` the generator
+    receives the next version while it decodes; with 1 it receives between two steps. The second buffer begins to fill as
+    soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` the generator compares every version with
+    what the trainer sent, parameter by parameter, before it uses it.
+
+    Raises GraphError for a negative depth, for `buffers` other than 1 and 2, and for `bucket_bytes` below 1.
     """
     return Feedback(name, depth, buffers, latest, bucket_bytes, checksum)
 
@@ -243,14 +271,14 @@ def declare(
         >>> declare("brevity", Brevity(), [rollout.batch], reads=("response_mask",), writes=("rewards",)).batch
         the batch of 'brevity'
 
-    Its outputs are `node.batch`, `node.weights` and `node.metrics`. `rows` is how many rows it writes in a step, needed where it has no
-    inputs. Inputs of fewer rows are repeated to the largest: a prompt's columns for each of its responses. With `feedback` its model
-    takes the weights of that edge.
+    Its outputs are `node.batch`, `node.weights` and `node.metrics`. It writes `rows` rows in a step; a node without inputs has to say
+    how many. Inputs with fewer rows are repeated to match the largest: a prompt's columns for each of its responses. With `feedback`
+    its model takes the weights of that edge.
 
-    With `chunks` above 1 it gives its batch in so many parts. A node that works by group follows an input that comes in parts,
+    With `chunks` above 1 it gives its batch in that many chunks. A node that works by group follows an input that comes in chunks,
     unless it also needs the whole batch, or waits for the rollout's own pool.
 
-    Raises GraphError where a column is read that no input carries, or two do, or an input gives nothing that is read; and for an
+    Raises GraphError for a column that no input carries, or that two carry, for an input of which nothing is read, and for an
     operation that is no `rlgraph.Operation`.
     """
     outputs = tuple(inputs)
@@ -278,9 +306,15 @@ def _followed(operation: Operation, inputs: Iterable["Output"], model: Model | N
 
 
 class Graph:
-    """All nodes that its outputs depend on, feedback included. Checked when it is made; a value from then on.
+    """All nodes that its outputs depend on, through feedback edges too. It is checked when it is made, and never changes.
 
-    Raises GraphError naming the place, what was found, the rule and the fix.
+        >>> import rlgraph as rg
+        >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=1)
+        >>> rollout = rg.Generator("tiny", pool=Pool("gpu")).rollout(prompts)
+        >>> [node.name for node in Graph("sampling", rollout).nodes]
+        ['prompts', 'rollout']
+
+    Raises GraphError with the place, what was found, the rule and the fix.
     """
 
     HOW: ClassVar[str] = "pass a graph, as rg.Graph('name', step.metrics)"
@@ -289,7 +323,7 @@ class Graph:
     def __init__(self, name: Name, *outputs: Output) -> None:
         self.name = name
         if not outputs:
-            raise GraphError(f"graph '{name}' has no outputs; pass what it should give, as Graph('{name}', step.metrics)")
+            raise GraphError(f"graph '{name}' has no outputs; pass the outputs it should have, as Graph('{name}', step.metrics)")
         for output in outputs:
             if not isinstance(output, Output):
                 given = rules.describe(output)
@@ -313,7 +347,7 @@ class Graph:
         return graph
 
     def evaluates_apart(self, node: Node) -> bool:
-        """Return whether a node evaluates on a generator of its own, and not in turns with the rollouts of another."""
+        """Whether a node evaluates on a generator of its own, and not on one that time-shares with rollouts."""
         users = [other for other in self.nodes if other.model is node.model and other.feedback is node.feedback]
         return node.due is not None and node.feedback is not None and all(other.due is not None for other in users)
 
@@ -332,7 +366,7 @@ class Graph:
 
 
 def _reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
-    """Return every node the outputs depend on, producers first, otherwise in order of declaration."""
+    """Find every node that the outputs depend on, producers first, otherwise in order of declaration."""
     found: set[Node] = set()
     open_nodes = [output.node for output in outputs]
     while open_nodes:

@@ -1,6 +1,6 @@
-"""What a node is made of: an operation, and the traits by which compiler and runtime know it.
+"""The operation of a node, and the traits of operations and models.
 
-Nothing else is read of an operation or of a model: what is not declared here has no effect on a plan or a run.
+Compiler and runtime read these attributes and no others: an attribute that is not declared here has no effect on a plan or a run.
 """
 
 from abc import ABC, abstractmethod
@@ -19,38 +19,42 @@ Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTraits:
-    """What compiler and runtime know of an operation, beside what its node reads and writes.
+    """The attributes of an operation that compiler and runtime read, besides the columns that its node reads and writes.
 
-        >>> NodeTraits(work="forward", by_group=True).epochs
-        1
+        >>> class LengthPenalty(Operation):
+        ...     traits = NodeTraits(by_group=True)  # a response's penalty depends on its group alone
+        ...     def start(self, context):
+        ...         return lambda step, columns: {"rewards": -columns["response_mask"].sum(-1).float()}
+        >>> LengthPenalty().traits.work
+        'host'
 
-    `work` is the kind of work: costs and memory are estimated from it. Nodes that "generate" deal their rows to the ranks of their model;
-    of other nodes every rank gets the whole batch, and rank 0 writes it.
+    `work` is the kind of work, from which costs and memory are estimated. Nodes that "generate" deal their rows to the ranks of their
+    model; of other nodes every rank gets the whole batch, and rank 0 writes it.
 
-    `by_group` says that what it writes for the responses to one prompt depends on these alone: it then works on the parts of a rollout
-    with `chunks` as they come.
+    `by_group` says that the columns it writes for the responses to one prompt depend on these responses alone: it then works on the
+    chunks of a rollout as they come.
 
     `host_pool` is a pool of host cores that it uses from inside, as a rollout does for its tools.
 
     `dims` bounds dimensions of the columns it writes, such as `{"T": 1024}`: the sizes of messages are predicted from them.
 
-    `sampling` is how it samples responses; None for what samples none. Log-probs of its responses are taken at this temperature.
+    `sampling` is how it samples responses; None if it samples none. Log-probs of its responses are taken at this temperature.
 
-    `group_size` is how many responses it samples for a prompt; None where that is not known.
+    `group_size` is the number of responses that it samples for a prompt; None if that is not known.
 
-    `joining` is the rule by which batches and new weights join responses that decode; None where none does.
+    `joining` is the rule by which batches and new weights join responses that decode; None if none do.
 
-    `one_turn` says that each response is sampled in one go, no tool asked in between.
+    `one_turn` says that each response is sampled in one turn, without calls of tools in between.
 
     `looks_ahead` says that it looks up the prompts of later steps by itself. It cannot be tried on one prompt alone.
 
-    `draws_from` is the source whose prompts it draws by itself, as many as it needs; nothing else may read that source.
+    `draws_from` is the source from which it draws prompts by itself, as many as it needs; nothing else may read that source.
 
-    `epochs` is how often an update walks its batch, and `mini_batches` in how many parts each time.
+    `epochs` is the number of passes of an update over its batch, and `mini_batches` the number of optimizer steps in each pass.
 
-    `compares` names the estimator that compares the responses to one prompt with each other; empty where none does.
+    `compares` names the estimator that compares the responses to one prompt with each other; empty if none does.
 
-    `given` are the functions and objects of the user in it, which must be picklable; None stands for the whole operation.
+    `given` are the functions and objects that the user gave it, which must be picklable; None means the whole operation.
     """
 
     work: Work = "host"
@@ -70,7 +74,7 @@ class NodeTraits:
 
     @property
     def interrupt(self) -> "Running | None":
-        """What becomes of the keys and values of running responses at new weights, where these are swapped in while they decode."""
+        """What happens to the keys and values of running responses when new weights are swapped in; None if they are not."""
         return self.joining.interrupt if self.joining is not None else None
 
     @property
@@ -80,17 +84,17 @@ class NodeTraits:
 
     @property
     def running(self) -> "Running":
-        """What becomes of the keys and values of running responses at new weights, whenever these come."""
+        """What happens to the keys and values of running responses when new weights come."""
         return self.interrupt or "recompute"
 
     @property
     def ahead(self) -> int:
-        """How many batches may decode beside the one that is due."""
+        """The number of batches that may decode besides the one that is due."""
         return self.joining.ahead() if self.joining is not None else 0
 
 
 class Operation(ABC):
-    """What a node does, as a picklable value. Derive from it for a node of your own, and declare the node by `rg.declare`.
+    """The work of a node, as a picklable value. Derive from it for a node of your own, and declare the node by `rg.declare`.
 
     >>> class Count(Operation):
     ...     traits = NodeTraits(by_group=True)
@@ -103,75 +107,78 @@ class Operation(ABC):
 
     @property
     def traits(self) -> NodeTraits:
-        """What compiler and runtime know of it."""
+        """The attributes that compiler and runtime read."""
         return NodeTraits()
 
     @abstractmethod
     def start(self, context: Any) -> Any:
-        """Give the stage: the function that the worker calls with (step, columns) at each firing. Called once in each worker.
+        """Make the stage: the function that the worker calls with (step, columns) at each firing. Called once in each worker.
 
-        It returns the columns that the node writes, or a pair of columns and metrics (name -> number). Where the node gives its batch
-        in parts (`chunks`, and nothing that it follows), the function is called once a step and returns an iterator of them.
-        A stage with a state is an object of the kind `Stateful`.
+        The function returns the columns that the node writes, or a pair of columns and metrics (name -> number). Where the node makes
+        the chunks of its batch (it has `chunks` and follows no rollout), the function is called once per step and returns an iterator
+        of them. A stage with state is a `Stateful` object.
         """
 
     def check(self, node: "Node") -> None:  # noqa: B027 (most operations have nothing to check)
-        """Raise DataError or GraphError at the launch, before anything starts, for what could not run."""
+        """Check at the launch, before anything starts, that it can run. Raises DataError or GraphError."""
 
     def cursor(self, step: int) -> Mapping[str, Any] | None:
-        """Where a source of data stands after `step` steps and what its order is made from, as plain values; None for what is no source.
+        """Return the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
 
-        A run goes on from a checkpoint only where these are as they were.
+        A run continues from a checkpoint only if these are the same.
         """
         return None
 
     @property
     def prompt_characters(self) -> float | None:
-        """Mean characters of the prompts it gives, from which their tokens are estimated; None where that is not known."""
+        """The mean characters of its prompts, from which their tokens are estimated; None if that is not known."""
         return None
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stage that checkpoints keep the state of. Each rank has its own."""
+    """A stage whose state is part of checkpoints. Each rank has its own."""
 
     def __call__(self, step: int, columns: Any, /) -> Any:
         """Do the node's work for a step."""
 
     def state(self) -> Any:
-        """Give what a checkpoint keeps: None, numbers, text, bytes, tensors, and lists, tuples and dicts of these."""
+        """Return the state for a checkpoint: None, numbers, text, bytes, tensors, and lists, tuples and dicts of these."""
 
     def load_state(self, state: Any, /) -> None:
-        """Go on from a `state`."""
+        """Restore a `state`."""
 
 
 @runtime_checkable
 class HasState(Protocol):
-    """One half of `Stateful`, by which a stage that forgot the other half is found."""
+    """One half of `Stateful`: a stage that has it without the other half is refused."""
 
     def state(self) -> Any:
-        """Give what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTraits:
-    """What compiler and runtime know of a model, beside its folder, its pool and its ranks.
+    """The attributes of a model that compiler and runtime read, besides its folder, its pool and its ranks.
 
-    `dtype` is what it computes in, as its user asks: "auto" where the device decides, None for a model that does not say.
+        >>> ModelTraits(dtype="bfloat16", micro_batch_tokens=16_384).recompute
+        False
 
-    `estimates` are what its engine takes of devices and host; None has that estimated by what its nodes do.
+    `dtype` is the data type of its computations: "auto" lets the device decide, and None is for a model that does not say.
+
+    `estimates` predict the memory and the host resources that its engine takes; None derives them from the work of its nodes.
 
     `micro_batch_tokens` bounds the tokens of a pass; None for a model that computes its batch at once.
 
-    `recompute` says that only the input of each layer is kept for the backward pass.
+    `recompute` says that the forward pass keeps only the input of each layer for the backward pass.
 
-    `max_context` bounds prompt and response together, in tokens; None where the model's configuration does.
+    `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
     `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
 
-    `memory` is the share of a GPU's memory that it asks for; None where it asks for none.
+    `memory` is the share of a GPU's memory that it asks for; None if it asks for none.
 
-    `shares_steps` says that responses which joined later take one decode step together with those under way.
+    `shares_steps` says that responses which joined later share each decode step with those already decoding.
     """
 
     dtype: str | None = None

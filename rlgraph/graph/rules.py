@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlgraph.graph.nodes import Feedback, Graph, Node, Output
 
 MAX_SLOTS = 64  # of a channel
-MAX_DEPTH = MAX_SLOTS - 2  # prompts are two batches ahead of that
+MAX_DEPTH = MAX_SLOTS - 2  # prompts are up to two batches further ahead
 
 
 DEPTH_RULE = "how many weight versions a trained batch may be behind, a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
@@ -35,11 +35,11 @@ def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
     if depth == 0 and buffers == 2:
         raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
     if depth == 0 and latest:
-        raise GraphError(f"{where} has latest=True at depth=0, where there is one version to choose from; drop it or use depth>=1")
+        raise GraphError(f"{where} has latest=True at depth=0, where only one version exists; leave it out, or use depth>=1")
 
 
 def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> None:
-    """`weights` are those given, None where these are no weights."""
+    """Check the argument of `feedback.close`: `given`, which is also `weights` if it is an output of weights."""
     where = f"feedback '{feedback.name}'"
     if weights is None:
         raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
@@ -135,13 +135,13 @@ def drawn_prompts_have_one_reader(graph: "Graph") -> None:
         if node.traits.draws_from is not None and takers[id(node.traits.draws_from)] is not node:
             raise GraphError(
                 f"nodes '{node.name}' and '{takers[id(node.traits.draws_from)].name}' draw from one source of prompts, each as many as "
-                "it needs, so that prompts would be trained twice; declare a source for each"
+                "it needs, so both would train on the same prompts; declare a source for each"
             )
         if drawn:
             taker = takers[id(drawn[0].operation)].name
             raise GraphError(
                 f"node '{node.name}' reads from '{drawn[0].name}', but '{taker}' draws these prompts by itself, as many as it needs: "
-                f"the two would speak of different ones; pass '{taker}' in place of '{drawn[0].name}'"
+                f"the two would read different prompts; pass '{taker}' in place of '{drawn[0].name}'"
             )
 
 
@@ -157,7 +157,7 @@ def depth_buys_something(graph: "Graph") -> None:
 
 
 def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
-    """Responses stay in the engine between two firings: no other model may take the memory that they need."""
+    """Responses stay in the engine between two firings, so no other model may take their memory."""
     for node in graph.nodes:
         if not node.traits.continuous:
             continue
@@ -170,7 +170,7 @@ def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
 
 
 def a_model_is_updated_once(graph: "Graph") -> None:
-    """A version of the weights is one step: two updates of a model would make two, and the edge carries the first alone."""
+    """One step makes one version of the weights: two updates of a model would make two, and the edge carries the first alone."""
     updates: dict[int, Any] = {}
     for node in (node for node in graph.nodes if node.model is not None and node.traits.work == "train"):
         other = updates.setdefault(id(node.model), node)
@@ -182,7 +182,7 @@ def a_model_is_updated_once(graph: "Graph") -> None:
 
 
 def passes_come_before_the_update(graph: "Graph") -> None:
-    """Old log-probs and values are those at the start of the update: nodes of a model fire as they are declared."""
+    """Old log-probs and values are computed before the update: the nodes of a model fire in the order of their declaration."""
     for node in graph.nodes:
         trained = next((n for n in graph.nodes if n.model is node.model and n.traits.work == "train" and n.serial < node.serial), None)
         if node.model is not None and trained is not None and {"old_log_probs", "values"} & set(node.writes):
@@ -247,6 +247,6 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
 
 
 def describe(value: Any) -> str:
-    """Print a value that is not what was asked for: an output by its node, anything else with its type."""
+    """Describe a wrong argument in a message: an output by its node, anything else with its type."""
     text = shown(value)
     return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"
