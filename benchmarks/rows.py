@@ -251,7 +251,7 @@ def peer_job(what: str, at: str, peer: str, script: str) -> Row:
 
 PEERS = [
     peer_job("1024 tokens, one step off", "one_step_off", "verl_one_step_off_h200.json", "benchmarks/peer_job.py"),
-    peer_job("1024 tokens, in turns on both", "colocated", "verl_colocated_h200.json", "benchmarks/peer_job.py mode=colocated"),
+    peer_job("1024 tokens, time-shared on both", "colocated", "verl_colocated_h200.json", "benchmarks/peer_job.py mode=colocated"),
     peer_job("64 tokens, one step off", "one_step_off_64_tokens", "verl_one_step_off_64_tokens_h200.json",
              "benchmarks/peer_job.py response_tokens=64"),
     Row("4B, 256 responses of 1024 tokens, one step off, two H200: a step",
@@ -293,7 +293,7 @@ def overlap(file: str, what: str) -> list[Row]:
                  share(file, "step_over_bound"), "benchmarks/overlap.py", "a step", seconds(file, "one_step_off", "step_s"))]  # fmt: skip
     if what.startswith("0.6B on 1"):
         found += [
-            Row(f"{what}, in turns on both: a step", seconds(file, "colocated", "step_s"), "benchmarks/overlap.py",
+            Row(f"{what}, time-shared on both: a step", seconds(file, "colocated", "step_s"), "benchmarks/overlap.py",
                 "predicted before it from the run one step off", seconds(file, "predicted_colocated_s")),
             Row(f"{what}, the same one step off: a step", seconds(file, "one_step_off", "step_s"), "benchmarks/overlap.py",
                 "fitted to its own nodes", seconds(file, "fitted_one_step_off_s")),
@@ -306,7 +306,7 @@ ON_GPUS = [
     Row("SmolLM2-135M, 1024 tokens, one step off: a step", seconds("peer_job_h200.json", "one_step_off", "step_s", form="{:.1f} s"),
         "benchmarks/peer_job.py", "estimated with nothing measured",
         seconds("peer_job_h200.json", "one_step_off", "predicted_s", form="{:.1f} s")),
-    Row("SmolLM2-135M, 1024 tokens, in turns on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
+    Row("SmolLM2-135M, 1024 tokens, time-shared on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
         "benchmarks/peer_job.py mode=colocated costs=…", "predicted before it from the run one step off",
         seconds("peer_job_h200.json", "colocated", "predicted_s", form="{:.1f} s")),
     Row("log-probs and their gradient, 8192 rows of 151,936 logits: rlgraph, in chunks",
@@ -322,7 +322,7 @@ ON_GPUS = [
         "benchmarks/kernels.py", "Liger", ms("kernels_h200.json", "rms_norm, hidden of 4B", "liger", "seconds", form="{:.2f} ms")),
     generation("SmolLM2", "generation_h200.json"),
     generation("4B", "generation_4b_h200.json"),
-    Row("0.6B in turns on one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
+    Row("0.6B time-shared on one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
         "benchmarks/start.py --shape 0.6B"),
     *(row for shape in ("8B", "0.6B") for row in weights(shape)),
     *(
