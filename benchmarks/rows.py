@@ -322,7 +322,7 @@ ON_GPUS = [
         "benchmarks/kernels.py", "Liger", ms("kernels_h200.json", "rms_norm, hidden of 4B", "liger", "seconds", form="{:.2f} ms")),
     generation("SmolLM2", "generation_h200.json"),
     generation("4B", "generation_4b_h200.json"),
-    Row("0.6B time-shared on one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
+    Row("0.6B time-shared, one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
         "benchmarks/start.py --shape 0.6B"),
     *(row for shape in ("8B", "0.6B") for row in weights(shape)),
     *(
