@@ -1,14 +1,14 @@
-"""Step times that `rg.compile` estimates where nothing was measured, beside those of runs on H200s.
+"""Step times that `rg.compile` estimates without any measurement, beside measured runs on H200s.
 
     python benchmarks/a_priori.py [--json PATH]      # the table; runs nothing and needs no GPU
     python benchmarks/a_priori.py --fit              # the numbers of `rlgraph/costs/host_times.py`, derived from their sources
     python benchmarks/a_priori.py --smoke            # a few rows
 
-An estimate knows the graph, the cluster, the models' config.json and how long responses may be. What it takes of the host and of
-logits stands in a table that was fitted to some of these runs, marked "fit"; the others were held out. Where lengths have a tail, the
-distribution that the sampling gives is told to the estimate, as a user who knows the task would.
+An estimate uses the graph, the cluster, the models' config.json and the limit on response lengths. Its times of the host and of the
+logits come from a table that was fitted to some of these runs, marked "fit"; the others were held out. If lengths have a tail, the
+estimate is given their distribution, as by a user who knows the task.
 
-The measured side is read from `benchmarks/results/`. Other shapes are measured by `peer_job.py`, on two GPUs:
+The measured side is read from `benchmarks/results/`. `peer_job.py` measures other shapes, on two GPUs:
 
     cd benchmarks && set -- engines_per_gpu=1 steps=5
     python peer_job.py model=0.6B prompts=32 micro_batch_tokens=16384 $@ json=results/peer_job_0.6b_h200.json
@@ -52,8 +52,8 @@ FITTED = ("one_step_off",)  # of peer_job_h200.json
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One run: the step that is estimated of it and the one that it took. `held_out`: the table was not fitted to it."""
+class EstimatedRun:
+    """The estimated and the measured step of a run. `held_out`: the table was not fitted to this run."""
 
     name: str
     estimated_s: float
@@ -105,15 +105,15 @@ def loaded(name: str) -> Any:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def compared(models: Path) -> Iterator[Compared]:
+def compared(models: Path) -> Iterator[EstimatedRun]:
     """Yield every run of the results that an estimate can be made for."""
     for name, run in loaded("peer_job_h200.json").items():
         cfg = peer_job.Config(**run["settings"] | {"model": folder("smollm2", models)})
-        yield Compared(f"135M, peer job, {name}", estimated(peer_job.graph(cfg), 2), run["step_s"], name not in FITTED)
+        yield EstimatedRun(f"135M, peer job, {name}", estimated(peer_job.graph(cfg), 2), run["step_s"], name not in FITTED)
     for name in ("0.6B", "4B", "8B"):
         for job, run in (loaded(f"peer_job_{name.lower()}_h200.json") or {}).items():
             cfg = peer_job.Config(**run["settings"] | {"model": folder(name, models)})
-            yield Compared(f"{name}, peer job, {job}", estimated(peer_job.graph(cfg), 2), run["step_s"], True)
+            yield EstimatedRun(f"{name}, peer job, {job}", estimated(peer_job.graph(cfg), 2), run["step_s"], True)
     for name, gpus in (("overlap_h200.json", 2), ("overlap_4b_four_gpus_h200.json", 4)):
         run = loaded(name)
         settings = overlap.Config(**run["settings"] | {"models": str(models)})
@@ -122,17 +122,17 @@ def compared(models: Path) -> Iterator[Compared]:
             if mode in run:
                 graph = overlap.graph(settings, mode == "colocated")
                 step_s = estimated(graph, gpus, settings.median_tokens, settings.max_tokens)
-                yield Compared(f"{settings.shape}, a tail, {gpus} GPUs, {mode}", step_s, run[mode]["step_s"], True)
+                yield EstimatedRun(f"{settings.shape}, a tail, {gpus} GPUs, {mode}", step_s, run[mode]["step_s"], True)
     for one in loaded("prediction_h200.json")["configurations"]:
         way = Way(**one["way"])
         folder(way.model, models)
         graph = prediction_gpu.graph(way, prediction_gpu.Models(models, False, f"{models}/qwen3-"))
         step_s = estimated(graph, way.gpus, way.tokens if way.tail else None, way.most_tokens)
-        yield Compared(f"{way.model}, {one['name']}", step_s, one["measured_s"], one["name"] != "twice the prompts")
+        yield EstimatedRun(f"{way.model}, {one['name']}", step_s, one["measured_s"], one["name"] != "twice the prompts")
     yield from updates(models)
 
 
-def updates(models: Path) -> Iterator[Compared]:
+def updates(models: Path) -> Iterator[EstimatedRun]:
     """Yield the updates of packed 4k sequences, alone."""
     for spec, run in loaded("training_h200.json")["runs"].items():
         name, ranks, *options = spec.split(":")
@@ -143,7 +143,7 @@ def updates(models: Path) -> Iterator[Compared]:
         lengths = replace(costs.lengths, prompt_tokens=97.0)
         setting = Setting(int(ranks), int(ranks), 8, Passes(8192))
         step_s = float(costs.cost_of("update").seconds(setting, lengths, 1, 8)[0])
-        yield Compared(f"{name}, an update on {ranks}{', compiled' if options else ''}", step_s, run["step_s"], True)
+        yield EstimatedRun(f"{name}, an update on {ranks}{', compiled' if options else ''}", step_s, run["step_s"], True)
 
 
 def fit() -> dict[str, float]:
@@ -164,10 +164,10 @@ def fit() -> dict[str, float]:
 
     jobs = []
     for name, each in costs.items():
-        of, told = others[name], each["lengths"]
+        of, given = others[name], each["lengths"]
         assert of is not None
-        mean = rg.Lengths(tuple(told["at"]), tuple(told["tokens"])).mean
-        jobs.append(left(of, each["nodes"]["rollout"]["decode"], told["tokens"][-1], 128 * mean, 128, told["prompt_tokens"]))
+        mean = rg.Lengths(tuple(given["at"]), tuple(given["tokens"])).mean
+        jobs.append(left(of, each["nodes"]["rollout"]["decode"], given["tokens"][-1], 128 * mean, 128, given["prompt_tokens"]))
     tokens = plain["tokens_per_s"] * plain["step_s"]
     jobs.append(left(smollm2, {"start_s": plain["step_s"]}, rollout["lengths"]["longest"], tokens, rollout["lengths"]["rows"], 16.0))
     step_s, sequence_s = least_squares(jobs)

@@ -1,11 +1,11 @@
-"""What predictions were worth: how far from the runs they were, whether they named the faster of two, and what their choice took."""
+"""The accuracy of predictions: their error, how often they name the faster of two configurations, and the cost of following them."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
 
-class Compared(Protocol):
+class PredictedRun(Protocol):
     """A configuration that was predicted and then run."""
 
     @property
@@ -23,12 +23,12 @@ class Compared(Protocol):
 
 
 def accuracy(
-    found: Sequence[Compared], pairs: Sequence[tuple[Compared, Compared]], works: Mapping[str, Sequence[Compared]]
+    found: Sequence[PredictedRun], pairs: Sequence[tuple[PredictedRun, PredictedRun]], works: Mapping[str, Sequence[PredictedRun]]
 ) -> dict[str, Any]:
-    """Return the figures of a file of results.
+    """Compute the figures of a file of results.
 
-    `pairs` are a synchronous and an asynchronous way each to do the same work, `works` all ways to do one work: the measured step of
-    the one predicted to be best is told over that of the best.
+    Each of `pairs` is a synchronous and an asynchronous configuration for the same work. `works` lists all configurations for each work;
+    the figure is the measured step of the one that was predicted fastest, over the fastest measured step.
     """
     errors = [abs(one.error) for one in found]
     losing = [(a, b) for a, b in pairs if a.measured_s < b.measured_s]
@@ -48,21 +48,21 @@ def accuracy(
     }
 
 
-def _named(pair: tuple[Compared, Compared]) -> bool:
-    """Whether the faster of two was predicted to be the faster one."""
+def _named(pair: tuple[PredictedRun, PredictedRun]) -> bool:
+    """True if the faster of two configurations was also predicted to be the faster."""
     one, other = pair
     return (one.predicted_s > other.predicted_s) == (one.measured_s > other.measured_s)
 
 
-def summary(told: Mapping[str, Any]) -> str:
-    """Return the figures in words."""
-    choices = told["predicted best over measured best"].items()
+def summary(found: Mapping[str, Any]) -> str:
+    """Write the figures as text."""
+    choices = found["predicted best over measured best"].items()
     return "\n".join(
         (
-            f"{len(told['configurations'])} configurations: median error {told['median_error']:.1%}, worst {told['worst_error']:.1%}",
-            f"device-seconds not explained: at most {told['worst_residual']:.3%}",
+            f"{len(found['configurations'])} configurations: median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}",
+            f"device-seconds not explained: at most {found['worst_residual']:.3%}",
             *(f"{work}: the predicted best takes {ratio:.3f} of the best" for work, ratio in choices),
-            f"the faster of sync and async named in {told['signs_right']} of {told['signs']} pairs, of those that async loses in "
-            f"{told['signs_right_where_async_loses']} of {told['signs_where_async_loses']}",
+            f"the faster of sync and async named in {found['signs_right']} of {found['signs']} pairs, of those that async loses in "
+            f"{found['signs_right_where_async_loses']} of {found['signs_where_async_loses']}",
         )
     )

@@ -1,10 +1,10 @@
-"""What a channel makes of malformed input: over a hundred thousand frames, tokens, headers, memories and messages, from a seed.
+"""Malformed input to channels: over a hundred thousand frames, messages, headers and shared memories, from a seed.
 
     python benchmarks/fuzz.py [--cases 120000] [--seed 0] [--json PATH]
 
-Everything is sent by a peer that knows the job's key, since one that does not gets no further than the handshake. Each case ends in an
-error or, where the change left it valid, in data; the longest says whether anything hangs; Python's audit hooks say whether any code
-was imported, compiled, unpickled or run.
+The sender is a peer that knows the job's key; one without the key gets no further than the handshake. Each case must end in an error
+or, if the change left it valid, in data. The longest case shows whether anything hangs; Python's audit hooks show whether any code was
+imported, compiled, unpickled or run.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""What a job makes of faults: over a hundred of them, each kind in each stage, with the time until the error or the recovery.
+"""Over a hundred faults injected into a job, each kind in each stage, with the time until the error or the recovery.
 
     python benchmarks/injected_faults.py forked [--json PATH] [--only KIND]
     python benchmarks/injected_faults.py ray [--json PATH] [--only KIND] [--part 1/4]
 
-`forked` workers are processes without Ray, which start in milliseconds; driver, channels, watchdog and weights are a job's own, and every
-fault happens at the first step and in the middle. On `ray`, each happens at one of the two. The first line of the error must name the node
-with the fault or its worker, all of it a channel; a slow node gives a warning and a finished run. Seconds are from the fault in the
-worker to the error in the driver's hands, its workers ended. `--part` does some of the faults, and adds them to those in the file.
+`forked` workers are processes without Ray, which start in milliseconds; driver, channels, watchdog and weights are those of a job, and
+every fault happens both at the first step and in the middle. On `ray`, each happens at one of the two. The first line of the error must
+name the faulty node or its worker, and the whole error must name a channel; a slow node must give a warning and a finished run. Seconds
+count from the fault in the worker to the error in the driver, after its workers ended. `--part` injects a share of the faults and adds
+them to the file.
 """
 
 import argparse

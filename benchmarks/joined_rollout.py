@@ -1,11 +1,11 @@
-"""Committed runs of vLLM whose batches and weights joined, against what a plan's engine says from those that decoded batch by batch alone.
+"""Predictions for vLLM runs with joined batches and weights, from the committed runs that decoded batch by batch.
 
     python benchmarks/joined_rollout.py [--json PATH]
 
-`benchmarks/rollout.py` measured six ways on one engine. Of each file this script takes the lengths, which are drawn again, and the seconds
-and the loading of "batch by batch" at depth 1 without an update. They set the decode law: a step is to a sequence as in
-`rlgraph/costs/host_times.py` on an H200; on a CPU, where nothing tells steps from sequences, both extremes are given. All other ways and
-updates are played. The runs were made before this script, and no other number of them went into it.
+`benchmarks/rollout.py` measured six settings on one engine. From each file this script takes the lengths, which are drawn again, and
+the seconds and the weight loading of "batch by batch" at depth 1 without an update. They set the decode law. Its ratio of a step to a
+sequence is that of `rlgraph/costs/host_times.py` on an H200; on a CPU, where nothing separates the two, both extremes are given. All
+other settings and updates are simulated. The runs are older than this script, and it uses no other number of them.
 """
 
 import argparse

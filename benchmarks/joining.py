@@ -1,12 +1,12 @@
-"""Batches and versions that join while responses decode: predicted from runs without, against the same loop run with them, on Ray.
+"""Predicted and measured step time of batches and versions that join while responses decode, on Ray.
 
     python benchmarks/joining.py [--json PATH] [--engine vllm|transformers|waiting] [--only WORD]
 
-One profile of plain asynchronous runs (batches apart, prompts of two lengths, so that reading is told from decoding) gives the costs. They
-predict the loop with `continuous`, with `interrupt` and with both; then each runs. Responses end by chance, so they have a long tail, which
-is what joining is for. The learning rate is near 0, so that lengths stay those of the profile. The plain loop is predicted and run too:
-its error is what the machine and the costs are off by without any joining. The engine "waiting" only waits, as long as a law of decoding
-says, under the same rollout and runtime.
+One profile of plain asynchronous runs gives the costs; prompts of two lengths separate prefill from decoding. These costs predict the
+loop with `continuous`, with `interrupt` and with both; then each runs. Responses end at random, so they have a long tail, which joining
+is for. The learning rate is near 0, so lengths stay those of the profile. The plain loop is predicted and run too: its error is the
+error of the machine and the costs without any joining. The engine "waiting" waits as long as a decode law says, under the same rollout
+and runtime.
 """
 
 import argparse

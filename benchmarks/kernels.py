@@ -3,9 +3,9 @@
     python benchmarks/kernels.py [--json PATH]
     python benchmarks/kernels.py --smoke          # ours alone, small, on a CPU
 
-Liger is no dependency: `pip install liger-kernel==0.8.5` brings it. Each figure is the median of a forward and a backward pass, in turns
-with the other side; the error is the largest against float64 over 64 rows. Liger's `cross_entropy` writes its loss in the type of the
-logits, so it is also timed with logits that are cast to float32 before.
+Liger is no dependency: install it with `pip install liger-kernel==0.8.5`. Each figure is the median of a forward and a backward pass;
+passes of the two sides alternate. The error is the largest against float64 over 64 rows. Liger's `cross_entropy` writes its loss in the
+type of the logits, so it is also timed with logits cast to float32 first.
 """
 
 import argparse

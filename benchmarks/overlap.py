@@ -1,10 +1,10 @@
-"""One-step-off, each half of the GPUs one stage, against the same work in turns on all: step times, their bound, a prediction.
+"""One-step-off with half of the GPUs for each stage, against the same work time-shared on all GPUs: step time, bound, prediction.
 
     python benchmarks/overlap.py SHAPE [prompts=64] [group_size=8] [median_tokens=256] [steps=6] [json=PATH]
 
-A model of random weights and the shape of Qwen3 writes responses whose lengths are geometric: p99 is 6.6 times the median. The
-one-step-off graph should take max(generation, training) a step. What the same work takes in turns is predicted from the costs of that
-run, then measured; `right_winner` says whether the faster of the two was named. What those costs give for their own run is a fit.
+A model with random weights and the shape of Qwen3 writes responses of geometric lengths: p99 is 6.6 times the median. The bound of the
+one-step-off graph is max(generation, training) a step. The time-shared step is predicted from the costs of that run, then measured;
+`right_winner` says whether the prediction named the faster of the two. What those costs give for their own run is a fit.
 """
 
 import json

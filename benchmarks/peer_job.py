@@ -2,12 +2,11 @@
 
     python benchmarks/peer_job.py [mode=one_step_off|colocated] [response_tokens=1024] [json=PATH] [costs=PATH] [write_costs=PATH] …
 
-Two GPUs of one host; a file of results holds the jobs that were run into it by their names. `one_step_off` trains on one and generates on
-the other; `colocated` has both do both, in turns, on policy.
-`peers/run_verl.py` runs the same job with verl.
+Needs two GPUs of one host. A file of results holds each job by its name. `one_step_off` trains on one GPU and generates on the other;
+`colocated` time-shares both GPUs, on policy. `peers/run_verl.py` runs the same job with verl.
 
-`write_costs` keeps what the nodes of this run cost; `costs` are those of an earlier one, from which the step is predicted before it runs
-(`predicted_s`). What the costs of the run itself give for it is a fit (`fitted_s`): it shows whether node times explain the step.
+`write_costs` keeps the node costs of this run. `costs` are those of an earlier run and predict the step before it runs (`predicted_s`).
+The step computed from the costs of the run itself is a fit (`fitted_s`): it shows whether node times explain the step.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A hash of a tensor in which every element counts by its place, so that exchanged elements show; hashes of parts add up."""
+"""A hash of a tensor that depends on the position of each element, so that swapped elements show. Hashes of shards add up."""
 
 from typing import Any
 

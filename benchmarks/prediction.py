@@ -1,26 +1,24 @@
-"""Predicted against measured step time, over stages that wait as long as a law says and over real engines of a small model, on Ray.
+"""Predicted against measured step time on Ray, with stages that wait for a given time and with real engines of a small model.
 
     python benchmarks/prediction.py [--json PATH] [--family NAME] [--steps N] [--only WORD]
 
-A profile of one configuration (depth 1, one engine each) gives the costs; they predict all other configurations of its
-kind: synchronous and 1 to 3 steps off, colocated and split, other batch sizes, a reference pass here and there, uniform
-lengths and a long tail. Then each runs, and its step is compared with the prediction made before: the mean one for a long
-tail, and the median one where every step takes as long, since a busy machine stops a stage now and then for seconds.
+The profile of one configuration (depth 1, one engine each) gives the costs. They predict all other configurations of its family:
+synchronous and 1 to 3 steps off, colocated and split, other batch sizes, some with a reference pass, uniform lengths and a long tail.
+Then each configuration runs, and its step is compared with the earlier prediction: the mean step for a long tail, the median step if
+all steps take equally long, because a busy machine sometimes stops a stage for seconds.
 
-Real engines that compute at the same time slow each other down on the cores of one small machine, which is no property of
-either: synchronous runs of them are predicted from a synchronous profile, the others from one in which they overlap. And a shared
-machine computes faster at one time than at another, so the profile is made just before each, for another batch size of a
-smaller and a larger one: noise grows with the distance to what was measured. Their steps take half a second to two, so that the
-scheduler's noise averages out, and are compared by their mean but for stalls, as costs are read off. Each is profiled and run three
-times, and the median error counts, since a neighbour of the machine may disturb one of the six launches; all three are told. What
-the costs of the run itself give for it, a fit, is told as well: the rest of an error is that the machine was faster or slower meanwhile.
+Real engines that compute at the same time compete for the cores of one small machine. So synchronous runs are predicted from a
+synchronous profile, and the others from a profile in which engines overlap. A shared machine also changes speed, so each profile is
+made just before its run, at another batch size. Steps take 0.5 s to 2 s, which averages out the noise of the scheduler, and are
+compared by their mean without stalls, as costs are computed. Each configuration is profiled and run three times, because a neighbour
+may disturb one of the launches: the median error counts, and the file holds all three. It also holds the fit, the step computed
+from the costs of the run itself: the remaining error means that the machine changed speed between profile and run.
 
-Where one side takes much longer than the other ("uneven"), splitting the devices makes a step longer than turns on all of them: in these
-families the synchronous way wins. A pair is a synchronous and an asynchronous way to do the same work on equally many devices.
+If one side takes much longer than the other ("uneven"), splitting the devices makes a step longer than time-sharing all of them, so the
+synchronous configuration wins. A pair is a synchronous and an asynchronous configuration for the same work on equally many devices.
 
-Also of each run: the share of its device-seconds that no row of `job.bubbles()` explains. And of all configurations that do
-the same work on equally many devices: how much longer a step of the one that was predicted to be fastest takes than that of
-the one that was fastest.
+Two more figures: the share of each run's device-seconds that no row of `job.bubbles()` explains; and, among the configurations for the
+same work on equally many devices, the step of the one predicted fastest over the fastest step.
 """
 
 import argparse

@@ -1,25 +1,25 @@
-"""Predicted against measured step time of real engines: two or four GPUs, a dozen ways to run a model on them.
+"""Predicted against measured step time of real engines: a dozen configurations of each model on two or four GPUs.
 
     python benchmarks/prediction_gpu.py [--json PATH] [--only WORD] [--skip WORD] [--seconds 470] [--model NAME …] [--gpus 4] [--costs PATH]
-    python benchmarks/prediction_gpu.py --again PATH    # what today's code makes of the costs in PATH, written as fits
+    python benchmarks/prediction_gpu.py --again PATH    # price the costs in PATH with today's code; written as fits
 
-For each model one way is profiled, one step off on 1 + 1 GPUs, again with twice the prompts and twice the tokens, and for what
-training on two GPUs, waking and sleeping take once more in turns, with half the prompts. These costs predict all others: in turns
-on one GPU and on two, steps off, other batches and groups, longer responses, engines that share a GPU, parts of a batch, other
-passes of training. Then each runs, and its step is compared with the prediction made before: the mean one where lengths have a
-tail, else the median one. Lengths that were not profiled are told to the prediction as a distribution. The profiled way runs once
-more at the end, to see what a launch of its own changes.
+Three profiles of each model give the costs: one step off on 1 + 1 GPUs; the same with twice the prompts and twice the tokens; and
+time-shared GPUs with half the prompts, for training on two GPUs, waking and sleeping. These costs predict all other configurations:
+time-shared on one GPU and on two, steps off, other batches and groups, longer responses, engines that share a GPU, chunks of a batch,
+other training passes. Then each runs, and its step is compared with the earlier prediction: the mean step if lengths have a tail, else
+the median. A prediction for lengths that were not profiled gets their distribution. The profiled configuration runs once more at the
+end, to show the variation between launches.
 
-SmolLM2-135M and the 1.7B shape, of random weights, write responses of one length, the shapes 0.6B and 4B geometric ones: each
-token is as likely as any other, so as many stop tokens as it takes give any median. Of models under a billion parameters the
-host's own work sets the time of a decode step, and with it the noise.
+SmolLM2-135M and the 1.7B shape, with random weights, write responses of one length; the shapes 0.6B and 4B write geometric lengths:
+each token is equally likely, so the number of stop tokens sets the median. For models under a billion parameters the host's work sets
+the time of a decode step, and its noise.
 
-A prediction is made before its run. With `--again` nothing runs: the costs of an earlier file are priced by the code of today, which may
-have been changed since by what those runs showed, so that the file then holds fits (`fit_s`, `fit_error`) and no prediction.
+Each prediction is made before its run. `--again` runs nothing: today's code prices the costs of an earlier file. The code may have
+changed because of those runs, so that the file then holds fits (`fit_s`, `fit_error`) and no predictions.
 
-Most of the time goes into launches: what tells most runs first, every launch is told as it ends, with its seconds, and none
-starts that would not be over after `--seconds` if it took as long as the longest but the first. With `--tiny` a tiny model of
-transformers runs on two cores instead.
+Most of the time goes into launches. The most informative runs come first, each prints its result when it ends, and none starts that
+would end after `--seconds` if it took as long as the longest so far but the first. `--tiny` runs a tiny model of transformers on two
+cores.
 """
 
 import argparse

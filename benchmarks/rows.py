@@ -1,4 +1,4 @@
-"""Which figures stand in README.md and docs/benchmarks.md: what was measured, its file and field, and one peer of each."""
+"""The rows of the tables in README.md and docs/benchmarks.md: what was measured, its file and field, and one peer of each."""
 
 from collections.abc import Mapping
 from typing import Any

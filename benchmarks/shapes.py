@@ -1,4 +1,4 @@
-"""Models of the shapes of Qwen3 with random weights, for speed: nothing is downloaded, and what they write means nothing."""
+"""Models with the shapes of Qwen3 and random weights, to measure speed: nothing is downloaded, and their text has no meaning."""
 
 import json
 import shutil

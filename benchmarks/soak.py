@@ -1,10 +1,10 @@
-"""Whether a long run stays as it began: memory, file handles, shared memory and step time over thousands of steps.
+"""Memory, file handles, shared memory and step time of a run over thousands of steps.
 
     python benchmarks/soak.py [--steps 2000] [--forked] [--json PATH]
 
-A small training loop with simulated engines at depth 2, so that nothing hides what the runtime itself leaves behind. Every worker and
-the driver are looked at each hundredth step. `--forked` starts the workers without Ray. Growth is from the second quarter of the run,
-when all is warm, to the last.
+A small training loop with simulated engines at depth 2, so that only the runtime itself can leave something behind. Every worker and
+the driver are sampled each hundredth step. `--forked` starts the workers without Ray. Growth is measured from the second quarter of the
+run, after the warm-up, to the last.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which processes of a run on Ray a kill may hit: found by a mark in their environment, drawn by what they are."""
+"""Choose the process of a Ray run to kill: found by a mark in its environment, drawn by its role."""
 
 import os
 import random

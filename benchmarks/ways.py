@@ -1,4 +1,4 @@
-"""Ways to run a model on two or four GPUs whose step times are predicted from one of them."""
+"""Configurations of a model on two or four GPUs whose step times are predicted from one of them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run: what is generated and trained, on which devices."""
+    """A configuration: what is generated and trained a step, on which devices."""
 
     model: str
     prompts: int
@@ -27,23 +27,23 @@ class Way:
 
     @property
     def sequences(self) -> int:
-        """The most responses that one engine writes at once: for no more need decode steps be recorded."""
+        """The most responses that one engine decodes at once, and so the largest decode step to record."""
         engines = self.engines_per_gpu * (self.gpus if self.shared else self.rollout_gpus)
         return self.group_size * -(-self.prompts // engines)
 
     @property
     def double(self) -> "Way":
-        """The second way that is profiled: a larger one, since what lies between two sizes is known better than what lies beyond."""
+        """The second configuration to profile, larger than the first: interpolation is more accurate than extrapolation."""
         return replace(self, prompts=2 * self.prompts, tokens=2 * self.tokens, most_tokens=2 * self.most_tokens)
 
     @property
     def turns(self) -> "Way":
-        """The third way that is profiled: it tells what waking and sleeping take."""
+        """The third configuration to profile: it measures waking and sleeping."""
         return replace(self, prompts=self.prompts // 2, depth=0, shared=True)
 
     @property
     def work(self) -> tuple[Any, ...]:
-        """What is done a step, whatever the devices and their order."""
+        """The work of a step, whatever the devices and the order."""
         return self.model, self.prompts, self.group_size, self.tokens, self.gpus
 
 

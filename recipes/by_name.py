@@ -1,8 +1,8 @@
-"""Any estimator, loss and rollout correction, chosen by name; the graph gets the nodes that they read from.
+"""Train with any estimator, loss and rollout correction, chosen by name; the graph gets the nodes that they read.
 
     python recipes/by_name.py estimator=rloo loss=gspo correction=decoupled_token_is [key=value ...] [config=FILE.yaml]
 
-ReMax adds a greedy rollout, GAE a critic, GDPO a second reward, the token baselines and a correction a pass for the trainer's own
+ReMax adds a greedy rollout, GAE a critic, and GDPO a second reward; token baselines and corrections add a pass for the trainer's own
 log-probs, a loss with `kl_coef` a reference. Options go by name too: `estimator=gae estimator_options.lam=0.95`,
 `loss=dro loss_options.beta=0.1`.
 `docs/algorithms.md` lists the names.

@@ -1,10 +1,10 @@
-"""A slow judge hidden behind the decoding: rollouts leave in parts, an async reward scores them, and held-out sums are evaluated.
+"""Hide a slow judge behind decoding: rollouts leave in chunks, an async reward scores them, and held-out sums are evaluated.
 
     python recipes/chunks.py [key=value ...] [config=FILE.yaml]
 
-One-step-off GRPO on few-shot addition. The judge takes `judge_s` a response, many at a time, as one behind a network does; it
-works on a part of the batch while the rest is decoded. Every 5 steps the generator answers held-out sums, in turns with its
-rollouts: metrics `val/pass@1`, `val/pass@4` and `val/version`. `--help` lists the settings.
+One-step-off GRPO on few-shot addition. The judge takes `judge_s` a response and scores many at a time, like one behind a network; it
+scores a chunk of the batch while the rest is decoded. Every 5 steps the generator also answers held-out sums, between its rollouts:
+metrics `val/pass@1`, `val/pass@4` and `val/version`. `--help` lists the settings.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     python recipes/dapo.py [key=value ...] [config=FILE.yaml]
 
-Groups whose responses are all right or all wrong teach nothing: the rollout replaces them, within the step, by the next prompts of
-the data order, so that every group of a batch teaches. `dynamic_sampling/prompts` counts the prompts that this takes.
+A group whose responses are all right or all wrong gives no gradient. The rollout replaces it, within the step, by the next prompt of
+the data order, so that every group of a batch counts. The metric `dynamic_sampling/prompts` is the number of prompts used.
 Source: Yu et al., 2025, 2503.14476. `--help` lists the settings.
 """
 

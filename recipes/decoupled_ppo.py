@@ -2,9 +2,9 @@
 
     python recipes/decoupled_ppo.py [key=value ...] [config=FILE.yaml]
 
-A batch is several versions old when it is trained. The clip then bounds how far the policy moves from where this update began, and
-the correction weighs what the engine sampled under older weights (Hilton et al., 2021, arXiv:2110.00641). Old log-probs are a node
-on the trainer's pool, the correction is one on the host. Trains SmolLM2-135M-Instruct to add; `--help` lists the settings.
+A batch is several versions old when it is trained. The clip bounds how far this update moves the policy from its start; the correction
+weighs tokens that the engine sampled under older weights (Hilton et al., 2021, arXiv:2110.00641). Old log-probs are a node on the
+trainer's pool, the correction is a node on the host. Trains SmolLM2-135M-Instruct to add; `--help` lists the settings.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Interruptible GRPO: each published version is swapped in between two decode steps, under responses that are half written.
+"""Interruptible GRPO: the engine swaps in each published version between two decode steps, in the middle of responses.
 
     python recipes/interrupt.py [key=value ...] [config=FILE.yaml]
 

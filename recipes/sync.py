@@ -1,4 +1,4 @@
-"""Synchronous GRPO on two pools: rollout k + 1 starts when the weights of update k are there, so every batch is on-policy.
+"""Synchronous GRPO on two pools: rollout k + 1 starts after the weights of update k have arrived, so every batch is on-policy.
 
     python recipes/sync.py [key=value ...] [config=FILE.yaml]
 

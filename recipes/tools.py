@@ -1,4 +1,4 @@
-"""GRPO with a tool: responses of two turns, a call of a calculator and the answer; trained on what the policy wrote alone.
+"""GRPO with a tool: responses of two turns, a call to a calculator and the answer; only the policy's own tokens are trained.
 
     python recipes/tools.py [key=value ...] [config=FILE.yaml]
 

@@ -1,18 +1,18 @@
-"""Few-shot addition: two solved sums, then one to solve. Small enough to be learnt on two cores in minutes."""
+"""Few-shot addition: two solved sums, then one to solve. Two cores learn it in minutes."""
 
 import random
 import re
 
 
 def sums(seed: int, count: int = 4096) -> list[dict[str, str]]:
-    """Return additions of two numbers from 1 to 9, each after two solved ones."""
+    """Draw additions of two numbers from 1 to 9, each after two solved ones."""
     draw = random.Random(seed)
     pairs = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(count)]
     return [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
 def right_number(responses: list[str], answers: list[str]) -> list[float]:
-    """Return 1 for each response that begins with the right number, else 0."""
+    """Score 1 for each response that begins with the right number, else 0."""
     numbers = [re.match(r"\s*(\d+)", response) for response in responses]
     return [float(number is not None and number[1] == answer) for number, answer in zip(numbers, answers, strict=True)]
 

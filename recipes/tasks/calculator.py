@@ -1,4 +1,4 @@
-"""Sums of two numbers of two digits, and a calculator to ask: one call, shown in the prompt, and the answer behind it."""
+"""Sums of two two-digit numbers with a calculator: one tool call, shown in the prompt, and the answer after it."""
 
 import random
 import re
@@ -8,7 +8,7 @@ SHOWN = [(12, 30, 42), (55, 17, 72)]
 
 
 def questions(seed: int, count: int = 4096) -> list[dict[str, str]]:
-    """Return questions, each after two that were answered with the calculator."""
+    """Draw questions, each after two that were answered with the calculator."""
     draw = random.Random(seed)
     pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(count)]
     return [{"prompt": _prompt(a, b), "answer": str(a + b)} for a, b in pairs]
@@ -20,6 +20,6 @@ def _prompt(a: int, b: int) -> str:
 
 
 def last_line(responses: list[str], answers: list[str]) -> list[float]:
-    """Return 1 for each response whose last line is the right number, else 0."""
+    """Score 1 for each response whose last line is the right number, else 0."""
     lines = [response.strip().rsplit("\n", 1)[-1] for response in responses]
     return [float(re.sub(r".*</tool_call>", "", line).strip() == answer) for line, answer in zip(lines, answers, strict=True)]
