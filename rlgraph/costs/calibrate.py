@@ -1,4 +1,4 @@
-"""From what a run measured to costs: the law of each node that explains its firings with the fewest numbers."""
+"""Calibrate costs from runs: for each node the function that explains its firings with the fewest numbers."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,36 +27,37 @@ Tokens = Mapping[tuple[str, int], Sampled]
 
 
 def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
-    """Return what each node and moving weights have cost in a run of `plan`, but for the first step, which warms up.
+    """Measure what each node and moving weights cost in a run of `plan`, without the first step, which warms up.
 
-    A cost holds the work itself and, as a serial part, its hand-over: from when it could have begun until it did.
+    A cost holds the work itself and, as a serial part, its latency: from when it could have begun until it did.
     """
     return costs_of([Trace(plan, spans, sampled, published_bytes)])
 
 
-def costs_of(records: Sequence[Trace]) -> Costs:
-    """Return costs that explain all of several runs of the same nodes, with batches of different sizes.
+def costs_of(traces: Sequence[Trace]) -> Costs:
+    """Fit costs that explain several runs of the same nodes, with batches of different sizes.
 
-    What is constant is told from what grows with the batch. Lengths, devices and the setting measured are the first run's. A run
-    on other devices, as one in turns, tells what engines and ranks that are as wide take there, and what waking and sleeping take.
+    Different sizes tell a constant part from one that grows with the batch. Lengths, devices and the measured setting are the first
+    run's. A run on other devices, for example time-shared ones, adds firings of engines and ranks of the same width, and the costs
+    of waking and sleeping.
     """
     places: dict[str, list[Trace]] = {}
-    for record in records:
-        places.setdefault(_place(record.plan), []).append(record)
+    for trace in traces:
+        places.setdefault(_place(trace.plan), []).append(trace)
     groups = [(group[0].plan, _spans(group), _late(group)) for group in places.values()]
     plan, here, late = groups[0]
-    records = [record for group in places.values() for record in group]
-    anywhere = _spans(records)
+    traces = [trace for group in places.values() for trace in group]
+    anywhere = _spans(traces)
     within = interruptions(anywhere)
-    settings = _settings(records)
-    everything = [replace(s, step=_apart(run, s.step)) for run, record in enumerate(records) for s in record.sampled]
+    settings = _settings(traces)
+    everything = [replace(s, step=_apart(run, s.step)) for run, trace in enumerate(traces) for s in trace.sampled]
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
     def moving(event: str) -> float:
         found = [span.seconds for span in here if span.name == event and span.kind in MOVING]
         return outliers.mean(np.array(found)) + late[event] if found else 0.0
 
-    events = {(event.node, event.name) for record in records for event in record.plan.schedule.events if event.kind == "fire"}
+    events = {(event.node, event.name) for trace in traces for event in trace.plan.schedule.events if event.kind == "fire"}
     nodes: dict[str, float | NodeCost] = {}
     for node in plan.nodes:
         own = {event for of, event in events if of == node.name}
@@ -70,8 +71,8 @@ def costs_of(records: Sequence[Trace]) -> Costs:
         if cost.decode is not None:
             cost = replace(cost, decode=_at_other_widths(cost.decode, node.name, each, tokens[node.name], settings, width))
         nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late.get(event, 0.0) for event in sorted(own)))
-    responses = [length for s in records[0].sampled for length in s.response_tokens]
-    prompts = sum(s.prompt_tokens for s in records[0].sampled)
+    responses = [length for s in traces[0].sampled for length in s.response_tokens]
+    prompts = sum(s.prompt_tokens for s in traces[0].sampled)
     return Costs(
         nodes,
         publish_s=sum(moving(publish_event(loop.name)) for loop in plan.loops),
@@ -82,16 +83,16 @@ def costs_of(records: Sequence[Trace]) -> Costs:
         ),
         source="measured",
         lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
-        publish_bytes=records[0].published_bytes or None,
+        publish_bytes=traces[0].published_bytes or None,
         on=_place(plan),
         sleep={model: cost for group in reversed(groups) for model, cost in _sleep(*group).items()},
     )
 
 
 def _firings(spans: Sequence[Span], events: Collection[str], within: Mapping[Span, Sequence[Span]], *, together: bool) -> Firings:
-    """Return the seconds of a node's firings, all chunks of a batch together, but for what interrupted them, `within`.
+    """Sum the seconds of a node's firings over the chunks of a batch, without the interruptions in `within`.
 
-    Ranks that work `together` are counted as one, from when the last of them began: one that is early waits for it.
+    Ranks that work `together` are counted as one, from when the last of them began, since an early one waits for it.
     """
     fired: dict[tuple[str, str, int], list[Span]] = {}
     for span in spans:
@@ -106,7 +107,7 @@ def _firings(spans: Sequence[Span], events: Collection[str], within: Mapping[Spa
 
 
 def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[str, SleepCost]:
-    """Return what each model that shares its devices has taken to wake and to sleep: the mean of its turns, by the slowest rank."""
+    """Measure the wake and sleep of each model that time-shares its devices: the mean over its time slices, of the slowest rank."""
     found: dict[str, SleepCost] = {}
     for worker in (worker for worker in plan.workers if worker.model is not None and worker.rank == 0):
         seconds: dict[str, list[float]] = {"wake": [], "sleep": []}
@@ -126,44 +127,41 @@ def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[
     return found
 
 
-def _spans(records: Sequence[Trace]) -> list[Span]:
-    """Return the spans of all runs but for their warm-up, the steps of each run apart."""
+def _spans(traces: Sequence[Trace]) -> list[Span]:
+    """Collect the spans of all runs after their warm-up, with step numbers of their own for each run."""
     return [
-        replace(span, step=_apart(run, span.step))
-        for run, record in enumerate(records)
-        for span in record.spans
-        if span.step >= _first(record)
+        replace(span, step=_apart(run, span.step)) for run, trace in enumerate(traces) for span in trace.spans if span.step >= _first(trace)
     ]
 
 
-def _late(records: Sequence[Trace]) -> Mapping[str, float]:
-    """Return the mean hand-over of each event."""
+def _late(traces: Sequence[Trace]) -> Mapping[str, float]:
+    """Average the latency of each event."""
     found: dict[str, list[float]] = {}
-    for record in records:
-        together = [node.name for node in record.plan.nodes if node.work in TOGETHER]
-        for event, seconds in latencies(record.plan.schedule, record.spans, _first(record), together).items():
+    for trace in traces:
+        together = [node.name for node in trace.plan.nodes if node.work in TOGETHER]
+        for event, seconds in latencies(trace.plan.schedule, trace.spans, _first(trace), together).items():
             found.setdefault(event, []).append(seconds)
     return {event: float(np.mean(seconds)) for event, seconds in found.items()}
 
 
-def _first(record: Trace) -> int:
+def _first(trace: Trace) -> int:
     """Return the first step that counts."""
-    return min((span.step for span in record.spans), default=0) + WARM_UP
+    return min((span.step for span in trace.spans), default=0) + WARM_UP
 
 
-def _settings(records: Sequence[Trace]) -> Mapping[tuple[str, int], Setting]:
-    """Return where each node ran in each step of the runs."""
-    steps = [(record.plan, _apart(run, step)) for run, record in enumerate(records) for step in {span.step for span in record.spans}]
+def _settings(traces: Sequence[Trace]) -> Mapping[tuple[str, int], Setting]:
+    """Return the setting of each node in each step of the runs."""
+    steps = [(trace.plan, _apart(run, step)) for run, trace in enumerate(traces) for step in {span.step for span in trace.spans}]
     return {(node.name, step): setting_of(plan, node) for plan, step in steps for node in plan.nodes}
 
 
 def _apart(run: int, step: int) -> int:
-    """Return a number for a step that no other run has."""
+    """Number a step so that no other run has the same number."""
     return (run << RUN_BITS) + step
 
 
 def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
-    """Return what each worker sampled in each step, all chunks of a batch together."""
+    """Join what each worker sampled in each step over the chunks of a batch."""
     found: dict[tuple[str, int], Sampled] = {}
     for s in sampled:
         so_far = found.get((s.worker, s.step))
@@ -180,7 +178,7 @@ def _place(plan: Plan) -> str:
 
 
 def setting_of(plan: Plan, node: PlannedNode) -> Setting:
-    """Return where a node of a plan runs."""
+    """Return the setting in which a node of a plan runs."""
     pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
     return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows, node.passes)
 
@@ -203,7 +201,7 @@ def _cost(
 
 
 def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
-    """Seconds by rows of a device, with a constant part where batches of different sizes show one."""
+    """Fit seconds by rows of a device, with a constant part where batches of different sizes show one."""
     found = {"rows": outliers.mean(seconds) / float(rows.mean())}
     columns = {"rows": rows}
     if varies(rows):
@@ -218,7 +216,7 @@ def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
 
 
 def _generating(setting: Setting, firings: Firings, tokens: Tokens, joins: PlannedJoin | None) -> NodeCost:
-    """Decode law from every engine's firings: what its steps, its active sequences and its prompts take."""
+    """Fit decoding from every engine's firings: the seconds of its steps, its active sequences and its prompts."""
     work = _decoded(tokens, joins)
     both = sorted(firings.keys() & tokens.keys(), key=lambda key: (key[1], key[0]))
     seconds = np.array([firings[key] for key in both])
@@ -231,8 +229,8 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens, joins: Plann
 
 
 def _decoded(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, int], tuple[float, float, float]]:
-    """Return the decode steps of each firing, the sequences summed over them, and the prompt tokens that it read: those of its batch,
-    or of all that joined it."""
+    """Count the decode steps of each firing, the sequences summed over them, and the prompt tokens of its batch and of those that
+    joined it."""
     found = {key: (float(max(s.response_tokens)), float(sum(s.response_tokens)), float(s.prompt_tokens)) for key, s in tokens.items()}
     runs: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for worker, step in sorted(tokens) if joins is not None else ():
@@ -249,7 +247,7 @@ def _decoded(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, in
 def _at_other_widths(
     decode: Decode, node: str, firings: Firings, tokens: Tokens, settings: Mapping[tuple[str, int], Setting], width: float
 ) -> Decode:
-    """The law with what wider and narrower engines keep of the ideal speed-up, where the runs have engines of other widths."""
+    """Add the share of the ideal speed-up that wider and narrower engines keep, if the runs have engines of other widths."""
     both = sorted(key for key in firings.keys() & tokens.keys() if settings[node, key[1]].width != width)
     if not both:
         return decode
@@ -260,7 +258,7 @@ def _at_other_widths(
 
 
 def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> tuple[Array, Array]:
-    """Return measured and fitted seconds of each step: those of the engine that was last."""
+    """Take the measured and fitted seconds of the last engine of each step."""
     steps = np.array([step for _, step in keys])
     each = np.unique(steps)
     return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])

@@ -1,4 +1,4 @@
-"""How much faster a wider engine is: found where runs had engines of two widths, else assumed, and said with its bounds."""
+"""The speed-up of wider engines: fitted where runs had engines of two widths, else assumed and reported with bounds."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,9 +16,9 @@ CLOSE = 0.01  # bounds that differ by less need no words
 
 
 def doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
-    """The share of the ideal speed-up that each doubling keeps, or None where no engine was of another width.
+    """Fit the share of the ideal speed-up that each doubling keeps; None if no engine was of another width.
 
-    `wider` are the widths over that of the law, `ideal_s` what the law says of each firing with an ideal speed-up.
+    `wider` are the widths over the measured one, `ideal_s` the seconds of each firing with an ideal speed-up.
 
     >>> doubling(np.array([2.0, 2.0]), np.array([1.0, 3.0]), np.array([1.25, 3.75]))
     0.8
@@ -31,7 +31,7 @@ def doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
 
 
 def assumed(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
-    """Yield for each model that runs on engines of a width nobody measured what its seconds rest on, and how far they may be off.
+    """Say for each model on engines of an unmeasured width what its seconds assume, with bounds.
 
     `devices` is the word for them, "cores" or "GPUs".
     """
@@ -51,7 +51,7 @@ def assumed(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices
 
 
 def _mean(costs: Costs, cost: NodeCost, setting: Setting, kept: float, rows: int) -> float:
-    """Mean seconds of a law where a doubling of the width keeps so much of the ideal speed-up."""
+    """Predict mean seconds if a doubling of the width keeps the share `kept` of the ideal speed-up."""
     if cost.decode is not None:
         cost = replace(cost, decode=replace(cost.decode, doubling=kept))
     elif kept == NONE and cost.measured is not None:
@@ -60,5 +60,5 @@ def _mean(costs: Costs, cost: NodeCost, setting: Setting, kept: float, rows: int
 
 
 def with_doubling(decode: Decode, wider: Array, measured: Array, seconds: Array) -> Decode:
-    """The law with the speed-up of firings on engines of other widths, where there are any; `measured` is what it says at its own."""
+    """Add the speed-up of firings on engines of other widths, if there are any; `measured` are the seconds at its own width."""
     return replace(decode, doubling=doubling(wider, measured / wider, seconds))

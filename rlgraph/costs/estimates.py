@@ -1,4 +1,4 @@
-"""What a plan asks of an engine before anything starts: bytes on its devices and its host, and seconds of a decode step.
+"""Estimates of an engine before anything starts: bytes on its devices and its host, and seconds of a decode step.
 
 An engine brings `Estimates` of its own with its spec; the defaults hold for engines that work as most do, and for models without a spec.
 """
@@ -62,7 +62,7 @@ class Need:
 
 
 def paged(work: Workload) -> Need:
-    """Memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
+    """Estimate the memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
     width = max(work.width, 1.0)
     # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
     weights = int((1 / width + work.copies - 1) * work.shape.parameters * work.itemsize)
@@ -73,12 +73,12 @@ def paged(work: Workload) -> Need:
 
 
 def fully_sharded(work: Workload) -> Need:
-    """Memory of a rank that shares float32 weights, gradients and moments with the others, and gathers a layer at a time."""
+    """Estimate the memory of a rank that holds a shard of float32 weights, gradients and moments, and gathers a layer at a time."""
     return _ranks(work, MASTER)
 
 
 def whole(work: Workload) -> Need:
-    """Memory of a model that has its weights in what it computes with."""
+    """Estimate the memory of a model that keeps its weights in the dtype it computes in."""
     return _ranks(work, work.itemsize)
 
 
@@ -95,27 +95,27 @@ def _ranks(work: Workload, weights: int) -> Need:
 
 
 def compute_weights(parameters: int, itemsize: int) -> int:
-    """Bytes of weights in what passes compute with."""
+    """Count the bytes of weights in the dtype that passes compute in."""
     return parameters * itemsize
 
 
 def master_weights(parameters: int, itemsize: int) -> int:
-    """Bytes of float32 weights."""
+    """Count the bytes of float32 weights."""
     return parameters * MASTER
 
 
 def moments(parameters: int, itemsize: int) -> int:
-    """Bytes of AdamW's two moments."""
+    """Count the bytes of AdamW's two moments."""
     return parameters * OPTIMIZER
 
 
 def stays_awake(parameters: int, itemsize: int) -> int:
-    """None: the engine keeps its device memory while others work."""
+    """Count no bytes: the engine keeps its device memory while others work."""
     return 0
 
 
 def decode_law(shape: ModelShape, device: Device, context: float) -> Decode:
-    """Seconds of a decode step by the device's roofline and the host times of a table, each sequence `context` tokens long.
+    """Estimate the seconds of a decode step by the device's roofline and the host times of a table, each sequence `context` tokens long.
 
     A token takes 2 operations a parameter; a decode step reads the weights once, and the keys and values of each sequence (Pope et al.,
     2022, section 2).
@@ -132,7 +132,7 @@ def decode_law(shape: ModelShape, device: Device, context: float) -> Decode:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """What an engine takes. The defaults are those of an engine that generates and sleeps as vLLM does.
+    """The memory and the decode time of an engine. The defaults are those of an engine that generates and sleeps as vLLM does.
 
     `sleep_bytes(parameters, itemsize)` of a model go to host memory while its engine sleeps, `loading_bytes(parameters, itemsize)` are
     in a worker's memory while it loads, before its ranks share them. `memory_estimate(workload)` is the need of one device,
@@ -154,5 +154,5 @@ SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=whole)
 
 
 def default_estimates(works: Collection[Work]) -> Estimates:
-    """The estimates of a model without a spec, by the works of its nodes."""
+    """Choose the estimates of a model without a spec by the works of its nodes."""
     return GENERATING if "generate" in works else TRAINING if "train" in works else SCORING

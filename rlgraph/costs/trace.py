@@ -30,7 +30,7 @@ class Trace:
         """Read a trace. Raises PlanError for a file that is missing or holds something else."""
         file = Path(path)
         if not file.is_file():
-            raise PlanError(f"replay('{path}'): there is no such record; rg.record writes trace.json into its folder")
+            raise PlanError(f"replay('{path}'): there is no such trace; rg.record writes trace.json into its folder")
         try:
             raw = msgspec.json.decode(file.read_bytes())
             if isinstance(raw, dict):

@@ -1,4 +1,4 @@
-"""What a plan's user could change, in words, read off the critical cycle, the load of the pools and the waits to expect."""
+"""Advise what to change in a plan, from the critical cycle, the load of the pools and the predicted waits."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +11,7 @@ NOTICED = 0.05  # of a step: a wait, or a loss to varying times, that is worth a
 
 
 def advise(plan: Plan) -> tuple[str, ...]:
-    """Return advice, most important first; empty where nothing stands out."""
+    """Advise what to change, most important first; nothing where nothing stands out."""
     rules: Sequence[Callable[[Plan], Iterator[str]]] = (_loop_and_shares, _lengths, _hosts, _moving, _cores)
     return tuple(line for rule in rules for line in rule(plan))
 
@@ -51,7 +51,7 @@ def _lengths(plan: Plan) -> Iterator[str]:
 
 
 def _hosts(plan: Plan) -> Iterator[str]:
-    """A reward, or another node of the host, on the way of a pool."""
+    """Advise on a reward, or another node on the host, that a pool waits for."""
     pools = {pool.name for pool in plan.pools}
     writers = {channel.name: plan.node(channel.writer) for channel in plan.channels}
     for wait in plan.prediction.waits:

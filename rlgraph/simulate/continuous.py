@@ -1,7 +1,7 @@
-"""Batches and versions that join while responses decode: an engine played from decode step to decode step, as its rule says.
+"""Simulate batches and versions that join while responses decode: an engine, played from decode step to decode step by its rule.
 
-A firing of a rollout with `continuous` or `interrupt` has no seconds of its own: what it decodes depends on what joined before, and on
-when versions came. So the schedule is played with an engine that remembers.
+A firing of a rollout with `continuous` or `interrupt` has no fixed seconds: its work depends on what joined before, and on when
+versions came. So the schedule is played with an engine that keeps a state.
 """
 
 import heapq
@@ -22,13 +22,13 @@ from rlgraph.costs.lengths import Array, Lengths
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.simulate.engines_apart import Engines
 
-Arrivals = Callable[[int], float]  # when a version is there, in seconds; infinity where nobody knows yet
+Arrivals = Callable[[int], float]  # when a version arrives, in seconds; infinity while unknown
 ALL = 1 << 20  # versions, more than any batch of a prediction needs
 ROWS = 1 << 16  # drawn at most, since every end of a response is played
 
 
 def never(version: int) -> float:
-    """No version comes."""
+    """Say that no version comes."""
     return float("inf")
 
 
@@ -50,19 +50,21 @@ class Rule(Protocol):
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of a node where batches or versions join while it decodes, else None."""
+    """Return the rule of a node in which batches or versions join while it decodes, else None."""
     rule = node.traits.joining
     return rule if rule is not None and (rule.continuous or rule.interrupt) else None
 
 
 def shares_steps(node: Node) -> bool:
-    """Whether responses that joined later take their decode steps with those under way."""
+    """Tell whether responses that join later share decode steps with those under way."""
     return node.model is None or node.model.traits.shares_steps
 
 
 def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
-    """Whether what joins while a node decodes is counted: where its cost knows decode steps, each response is of one turn and of one
-    batch that leaves whole, and no other node uses the model."""
+    """Tell whether a prediction counts what joins while a node decodes.
+
+    It does if the node's cost has decode steps, each response has one turn and belongs to one batch that leaves whole, and no other
+    node uses the model."""
     cost = costs.cost_of(node.name)
     alone = all(other is node or other.model is not node.model for other in graph.nodes)
     whole = node.chunks == 1 and node.traits.one_turn and alone
@@ -83,9 +85,9 @@ class Batch:
 
 @dataclass
 class Machine:
-    """One engine. `lengths` are its responses `[steps, rows]`; what lies beyond the last step is drawn from the first again.
+    """One engine. `lengths` are those of its responses `[steps, rows]`, and repeat after the last step.
 
-    `shared` says that all running responses take one decode step together; else those that began together have one of their own.
+    With `shared` all running responses take one decode step together; else those that began together have steps of their own.
     """
 
     rule: Rule
@@ -104,7 +106,7 @@ class Machine:
     decoded: list[list[float]] = field(default_factory=list)  # of each firing: decode steps, sequences summed over them, batches begun
 
     def load(self, step: int) -> float:
-        """The seconds in which the version that batch `step` needs is loaded before it, 0 where that has happened."""
+        """Load the version that batch `step` needs, and return the seconds that this takes; 0 if it is loaded already."""
         missing = max(self.rule.needs(step) - self.version, 0)
         self.version += missing
         return missing * self.load_s
@@ -152,7 +154,7 @@ class Machine:
             self._submit(newest, pace)
 
     def _swap(self, pace: float) -> None:
-        """Load the next version; with "recompute" all that runs is read again."""
+        """Load the next version; with "recompute" all running responses are prefilled again."""
         self.version += 1
         self.now += self.load_s
         if self.rule.running == "recompute":
@@ -178,7 +180,7 @@ class Machine:
 
 @dataclass
 class JoinedLoads(Engines):
-    """The loading of versions before a batch: only of those that did not come while the batch before it was decoded."""
+    """The loading of versions before a batch, without those that came while the batch before it decoded."""
 
     machines: Sequence[Machine] = ()
 
@@ -189,7 +191,7 @@ class JoinedLoads(Engines):
 
 @dataclass
 class JoinedFirings(Engines):
-    """The firings of a rollout whose engines remember: `seconds` holds what each takes besides decoding, before and after it is played."""
+    """The firings of a rollout whose engines keep a state. `seconds` holds the time besides decoding at first, all of it once played."""
 
     machines: Sequence[Machine] = ()
     paces: Sequence[float] = ()
@@ -204,7 +206,7 @@ class JoinedFirings(Engines):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A rollout whose batches join, as its engines are built from: its rule, its cost and where it runs. See `Machine` for `shared`."""
+    """A rollout whose batches join, as its engines are built: its rule, its cost and where it runs. See `Machine` for `shared`."""
 
     rule: Rule
     cost: NodeCost
@@ -213,7 +215,7 @@ class Decoder:
     shared: bool
 
     def machines(self, steps: int, rows: int, load_s: float, arrives: Arrivals, version: int = 0) -> list[Machine]:
-        """The engines before the first step, with the responses of so many steps, as drawn for `rows`."""
+        """Make the engines as before the first step, with the responses of `steps` steps, drawn for `rows`."""
         assert self.cost.decode is not None
         setting, decode = self.setting, self.cost.decode_at(self.cost.decode, self.setting)
         drawn = self.lengths.batches(steps, rows)[:, : setting.rows]
@@ -227,7 +229,7 @@ class Decoder:
 
 
 def decoder(node: Node, setting: Setting, costs: Costs) -> Decoder:
-    """The rollout of a node that is played."""
+    """Describe the rollout of a node whose batches join."""
     rule = rule_of(node)
     assert rule is not None
     assert costs.lengths is not None
@@ -235,12 +237,12 @@ def decoder(node: Node, setting: Setting, costs: Costs) -> Decoder:
 
 
 def beside(cost: NodeCost, setting: Setting, steps: int) -> Array:
-    """The seconds `[steps]` of firings besides decoding."""
+    """Predict the seconds `[steps]` of firings besides decoding."""
     return replace(cost, decode=None, spread=()).of(setting, None, 0.0, steps)[:, 0]
 
 
 def saturated(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
-    """Mean seconds of a firing where every version is there before it is needed, and its loading is counted elsewhere."""
+    """Predict the mean seconds of a firing if every version arrives before it is needed; its loading is counted elsewhere."""
     return _saturated(decoder(node, setting, costs), steps_drawn(costs, rows), rows)
 
 
@@ -252,12 +254,12 @@ def _saturated(rollout: Decoder, steps: int, rows: int) -> float:
 
 
 def steps_drawn(costs: Costs, rows: int) -> int:
-    """Of how many steps the lengths are drawn where batches join."""
+    """Return the number of steps for which lengths are drawn where batches join."""
     return max(min(costs.steps_drawn(rows), ROWS // max(rows, 1)), 64)
 
 
 def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
-    """The events of a node that are played with engines that remember, by name: its loading and its firings."""
+    """Make the events of a node whose engines keep a state, by name: its loading and its firings."""
     feedback, cost = node.feedback, costs.cost_of(node.name)
     load = load_event(feedback.name, node.name) if feedback is not None else ""
     load_s = schedule.seconds().get(load, 0.0)
@@ -278,14 +280,14 @@ def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps
 
 
 def planned(node: Node) -> PlannedJoin | None:
-    """How many batches a rollout decodes beside the one that is due, or None where each decodes alone."""
+    """Describe how batches join a rollout, or return None where each decodes alone."""
     rule = rule_of(node)
     return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
 
 
 @dataclass(frozen=True)
 class ReadyVersions:
-    """The rule by which batches joined where every version was there in time."""
+    """The rule of batches that join when every version has arrived in time."""
 
     beside: int
     interrupt: None = None
@@ -312,7 +314,7 @@ def decoded(lengths: Array, join: PlannedJoin) -> Array:
 
 
 def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
-    """Yield what nodes do while they decode that a prediction does not count, and why."""
+    """Say what the prediction leaves out of the work of decoding nodes, and why."""
     for node in graph.nodes:
         rule = rule_of(node)
         if rule is None:

@@ -1,4 +1,4 @@
-"""The engines of a generator apart: one that is done goes on to the next step while another still decodes."""
+"""Simulate each engine of a generator apart: one that is done goes on to the next step while another still decodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ NOTHING = -1  # was waited for
 
 @dataclass
 class Engines:
-    """One event of a node whose engines have it each for itself; `seconds` `[engines]` of each step, as all times here."""
+    """One event of a node that each engine has for itself. `seconds` and all times here are `[engines]` for each step."""
 
     seconds: Sequence[Array]
     starts: list[Array] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Engines:
         return len(self.seconds[0])
 
     def fire(self, step: int) -> None:
-        """Play the event of one step, all that it waits for having been played."""
+        """Play the event of one step, after all that it waits for."""
         at, cause = self._latest(0, step, np.zeros(self.count))
         self.starts.append(at)
         self.causes.append(cause)
@@ -49,11 +49,11 @@ class Engines:
         self.ends.append(at)
 
     def late(self, step: int, seconds: Array) -> Waited:
-        """Return what the starts of a step waited for last, with the sum of their `seconds` `[engines]`."""
+        """Sum the `seconds` `[engines]` of a step's starts by what each waited for last."""
         return self._waited(0, self.causes[step], seconds)
 
     def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
-        """Return when all that a put waits for has come to each engine, not before `at`, and the number of the last if it came later."""
+        """Find when each engine has all that a put waits for, at `at` or later, and the number of what came last after `at`."""
         cause = np.full(self.count, NOTHING)
         for number, (_, done, credits) in enumerate(self.waits.get(put, ())):
             if step >= credits and (later := done[step - credits] > at).any():

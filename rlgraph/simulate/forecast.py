@@ -1,4 +1,4 @@
-"""What to expect of a schedule whose times vary: step time, first step, waits on each channel, staleness, by playing it."""
+"""Forecast a schedule whose times vary by playing it: step time, first step, waits on each channel, staleness."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Settings = Mapping[str, Setting]  # of each node, by name
 
 @dataclass(frozen=True)
 class Forecast:
-    """A schedule, played over `steps` steps of which those before `warm_up` fill the pipeline."""
+    """A schedule that was played over `steps` steps; those before `warm_up` fill the pipeline."""
 
     schedule: Schedule
     played: Played
@@ -30,15 +30,17 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
+        """Return the mean seconds of a step in the steady state."""
         ends = self.played.step_ends()
         return (ends[-1] - ends[self.warm_up - 1]) / (self.steps - self.warm_up)
 
     @property
     def first_step_s(self) -> float:
+        """Return the seconds from the first tick to the end of the first step."""
         return self.played.step_ends()[0]
 
     def waits(self) -> tuple[PlannedWait, ...]:
-        """Return how long each pool, and each worker on the host, stands still for what; the longest first."""
+        """Sum the seconds a step that each pool, and each worker on the host, waits for each channel; the longest first."""
         total: dict[tuple[str, str, Reason], float] = {}
         events = {event.name: event for event in self.schedule.events}
         counted = range(self.warm_up, self.steps)
@@ -52,7 +54,7 @@ class Forecast:
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
     def _neighbours(self) -> Iterator[tuple[str, str, int]]:
-        """Yield each event, after the one before it in the same pool or worker of the host, and how many steps before that was."""
+        """Yield each event with the one before it in the same pool or host worker, and the steps between them: (before, after, steps)."""
         chains: dict[str, list[str]] = {}
         lag = {event.name: event.lag for event in self.schedule.events}
         for event in (e for e in self.schedule.events if e.kind != "receive"):
@@ -62,7 +64,7 @@ class Forecast:
                 yield chain[index - 1], name, int(index == 0) + lag[chain[index - 1]] - lag[name]
 
     def _idle(self, before: str, after: str, back: int, own: bool, steps: Iterable[int]) -> Iterator[tuple[Dependency, float]]:
-        """Yield what an event waited for, and how long it stood still meanwhile; the mean of its engines."""
+        """Yield what an event waited for, and its idle seconds meanwhile, as the mean of its engines."""
         played = self.played
         done, each = played.ends[before], played.engines.get(after)
         for step in steps:
@@ -78,7 +80,7 @@ class Forecast:
             yield from ((cause, seconds / each.count) for cause, seconds in waited)
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
-        """Return the mean gap between the version a rollout takes and the one it is trained at."""
+        """Average the gap between the version that a rollout takes and the version at which it is trained."""
         if not feedback.latest:
             return float(feedback.depth)
         published = sorted(self.played.ends[publish_event(feedback.name)])
@@ -90,7 +92,7 @@ class Forecast:
 
 
 def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Forecast:
-    """Return the schedule played with the lengths and spreads of the costs, or with plain seconds where there are none."""
+    """Play the schedule with the lengths and spreads of the costs, or with plain seconds where there are none."""
     nodes = graph.nodes
     varying = [node.name for node in nodes if costs.varies(node.name)]
     if not varying:

@@ -1,4 +1,4 @@
-"""How long a step takes in the steady state: by the critical cycle, and by playing the schedule forward."""
+"""Find the seconds of a step in the steady state: by the critical cycle, and by playing the schedule forward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,14 +35,14 @@ def critical_cycle(schedule: Schedule) -> Cycle:
 
 
 class Timed:
-    """The period of one schedule under other seconds of its events, which keep its order: many times faster than a new schedule."""
+    """Finds the period of one schedule under other seconds of its events: many times faster than building a new schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._points, self._links = _links(schedule)
 
     def period_s(self, seconds: Mapping[str, float]) -> float:
-        """Return the period where the events take these seconds, by name."""
+        """Find the period if the events, by name, take these seconds."""
         events = tuple(replace(event, seconds=seconds.get(event.name, event.seconds)) for event in self.schedule.events)
         spent = {event.name: event.seconds for event in events}
         links = [
@@ -79,7 +79,7 @@ class _Link(NamedTuple):
 
 
 def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
-    """Return the points of all events, their starts and puts, and what each comes after."""
+    """List the points of all events (starts and puts), and the links between them."""
     puts = _puts(schedule)
     points: list[Point] = [*((event.name, 0) for event in schedule.events), *puts]
     number = {point: index for index, point in enumerate(points)}
@@ -99,12 +99,12 @@ def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
 
 
 def _puts(schedule: Schedule) -> list[Point]:
-    """Return the puts that somebody waits for, or that wait, in order."""
+    """List the puts that wait, or that something waits for, in order."""
     return sorted({(d.before if d.left_at else d.after, d.put) for d in schedule.dependencies if d.put})
 
 
 def _cycle_above(period_s: float, points: int, links: Sequence[_Link], tolerance: float) -> list[_Link]:
-    """Return the links of a cycle whose seconds over credits exceed `period_s`, or none if there is no such cycle.
+    """Find a cycle whose seconds over credits exceed `period_s`; an empty list if there is none.
 
     Longest paths by relaxation (Bellman, 1958): they end after a round for each point, unless a cycle feeds them. The point
     raised last may lie behind that cycle, so its parents are followed until they must be on it.
@@ -153,14 +153,14 @@ class Played:
     engines: Mapping[str, Engines]
 
     def only(self, steps: int) -> "Played":
-        """Leave out the steps that some events were played ahead for others."""
+        """Leave out the steps beyond `steps`, which some events played ahead for others."""
         if all(len(ends) == steps for ends in self.ends.values()):
             return self
         times: dict[str, Any] = {name: {event: at[:steps] for event, at in getattr(self, name).items()} for name in TIMES}
         return replace(self, **times)
 
     def step_ends(self) -> list[float]:
-        """Return when each step is finished: all its firings and those of the steps before."""
+        """Find when each step ends: all its firings and those of the steps before."""
         last = [max(at) for at in zip(*self.ends.values(), strict=True)]
         return list(accumulate(last, max))
 
@@ -168,8 +168,8 @@ class Played:
 def play(
     schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None, engines: Mapping[str, Engines] = TOGETHER
 ) -> Played:
-    """Play `steps` steps in which each firing starts as soon as it may; `seconds(event, step)` may vary. What lies
-    rounds before others is asked for as many steps more.
+    """Play `steps` steps in which each firing starts as soon as it may; `seconds(event, step)` may vary. It is asked
+    for more than `steps` steps of an event that fires rounds ahead of others.
 
     `engines` are the events that each engine of a node has for itself. An engine waits for its own earlier events, and for all
     engines of any other node.
@@ -215,7 +215,7 @@ class _Put:
 
 
 def _lines(schedule: Schedule, found: Played) -> list[tuple[Event, list[_Put]]]:
-    """Return the events in order with their start and puts, each with the times that it waits for."""
+    """Pair the events, in order, with their start and puts, each with the times that it waits for."""
     puts = {event.name: {0: _Put(0)} for event in found.order}
     for name, number in _puts(schedule):
         puts[name][number] = _Put(number)
@@ -243,7 +243,7 @@ def _note_last(found: Played, name: str, each: Engines, puts: Sequence[_Put]) ->
 
 
 def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Dependency | None]:
-    """Return when all of these have come, not before `at`, and which was the last if it came later."""
+    """Find when all of these have come, at `at` or later, and which came last after `at`."""
     cause = None
     for dependency, done, credits in waits:
         if step >= credits and done[step - credits] > at:
@@ -252,7 +252,7 @@ def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Depende
 
 
 def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], float] | None = None) -> list[Span]:
-    """Return when each event of each step runs if everything starts as soon as it may, and what waits for room after its work.
+    """Simulate `steps` steps in which everything starts as soon as it may; spans of kind `room` are waits for slots after the work.
 
     `seconds(event, step)` may vary.
     """
@@ -268,7 +268,7 @@ def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], flo
 
 
 def firing_order(schedule: Schedule) -> list[Event]:
-    """Return the events of a round so that each follows all it waits for within it.
+    """Order the events of a round so that each follows all that it waits for in the round.
 
     Raises networkx.NetworkXUnfeasible for a schedule that would never start.
     """
@@ -280,6 +280,6 @@ def firing_order(schedule: Schedule) -> list[Event]:
 
 
 def simulated_period(schedule: Schedule, warm_up: int = WARM_UP_STEPS) -> float:
-    """Return seconds a step, averaged over as many steps again after `warm_up` of them."""
+    """Simulate the seconds a step, averaged over `warm_up` steps after the first `warm_up`."""
     ends = play(schedule, 2 * warm_up).step_ends()
     return (ends[2 * warm_up - 1] - ends[warm_up - 1]) / warm_up

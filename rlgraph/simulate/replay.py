@@ -1,4 +1,4 @@
-"""What-if: the firings of a recorded run, played again under another depth or another split of the devices."""
+"""Replay a recorded run under another depth or another split of the devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Replayed:
     """A recorded run under another configuration: mean seconds a step as recorded, played as recorded, and played changed."""
 
     recorded_s: float
-    again_s: float  # the same configuration, so what playing leaves out shows here
+    again_s: float  # played as recorded: the difference to recorded_s is the error of playing
     step_s: float
     changed: str
 
@@ -41,11 +41,11 @@ class Replayed:
 
 
 def replayed(trace: Trace, shares: Mapping[str, float] | None, depth: int | None) -> Replayed:
-    """Play the recorded firings again. Raises PlanError for a change that the plan does not allow."""
+    """Play the recorded firings under a change. Raises PlanError for a change that the plan does not allow."""
     plan = trace.plan
     steps = sorted({span.step for span in trace.spans})
     if len(steps) < LEAST_STEPS:
-        raise PlanError(f"replay: the record has {len(steps)} steps; at least {LEAST_STEPS} are needed, the first of which warms up")
+        raise PlanError(f"replay: the trace has {len(steps)} steps; at least {LEAST_STEPS} are needed, the first of which warms up")
     recorded = _durations(plan, trace, steps[WARM_UP:])
     counts = _counts(plan, shares)
     schedule = plan.schedule if depth is None else deeper(plan, depth)
@@ -62,7 +62,7 @@ def replayed(trace: Trace, shares: Mapping[str, float] | None, depth: int | None
 
 
 def _period(schedule: Schedule, durations: Durations) -> float:
-    """Return seconds a step of the recorded steps played over and over."""
+    """Play the recorded steps over and over, and return the seconds a step."""
 
     def seconds(event: Event, step: int) -> float:
         return durations[event.name][step % len(durations[event.name])]
@@ -73,7 +73,7 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 
 
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
-    """Return the seconds of each event in each step, its latency included; of several workers the longest counts."""
+    """Measure the seconds of each event in each step, its latency included; of several workers the longest counts."""
     late = latencies(plan.schedule, trace.spans, steps[0])
     within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
@@ -90,7 +90,7 @@ def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
 
 
 def _scaled(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, int], steps: Sequence[int]) -> Durations:
-    """Return the durations on other numbers of devices, by the cost functions of the run and the lengths of each step."""
+    """Scale the durations to other device counts, by the cost functions of the run and the lengths of each step."""
     costs = measured_costs(plan, trace.spans, trace.sampled)
     found = dict(recorded)
     for node in plan.nodes:
@@ -110,14 +110,14 @@ def _scaled(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, 
 
 
 def _resized(plan: Plan, node: PlannedNode, old: Setting, counts: Mapping[str, int]) -> Setting:
-    """Return the setting on the pool's new devices: more engines of the same width on GPUs, wider ones on cores."""
+    """Give the setting on the pool's new devices: more engines of the same width on GPUs, wider engines on cores."""
     devices = counts.get(node.pool or "", old.devices)
     engines = max(round(devices / old.width), 1) if plan.cluster.gpus else old.engines
     return replace(old, devices=devices, engines=engines)
 
 
 def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]:
-    """Return the devices of each pool when those of the named pools are divided anew by share."""
+    """Divide the devices of the named pools anew by share."""
     if not shares:
         return {}
     pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
@@ -134,7 +134,7 @@ def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]
 
 
 def deeper(plan: Plan, depth: int) -> Schedule:
-    """Return the plan's schedule with another depth on every feedback edge, and the slots that follow."""
+    """Change the depth of every feedback edge of the plan's schedule, and the slots that follow from it."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise PlanError(f"replay(depth={shown(depth)}): depth is a whole number of at least 0")
     if not plan.loops:
@@ -144,7 +144,7 @@ def deeper(plan: Plan, depth: int) -> Schedule:
         pool = plan.node(loop.writer).pool
         if depth != loop.depth and any(plan.node(reader).pool == pool for reader in loop.readers):
             raise PlanError(
-                f"replay(depth={depth}): '{loop.writer}' shares pool '{pool}' with what it gives weights to, and the order of turns there "
+                f"replay(depth={depth}): '{loop.writer}' shares pool '{pool}' with what it gives weights to, and the order of nodes there "
                 "changes with the depth; compile the graph of that depth with job.costs(), or let rg.tune try several"
             )
     more = depth - max(loop.depth for loop in plan.loops)

@@ -1,4 +1,4 @@
-"""Search: every combination of settings and every split of the devices, ranked by what they are predicted to give."""
+"""Search all combinations of settings and splits of the devices, and rank them by their predicted rates."""
 
 import heapq
 from collections import Counter
@@ -31,7 +31,7 @@ CLOSE = 1.1  # and all whose critical cycle is within this of the best
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run: the settings that gave the graph, its plan, and what the plan is predicted to give.
+    """One way to run: the settings of the graph, its plan, and the predicted rates.
 
     `samples_per_s` counts responses, `tokens_per_s` their tokens and the prompts' where lengths are known.
     """
@@ -45,10 +45,12 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
+        """Return the predicted seconds of a step."""
         return self.plan.prediction.step_s
 
     @property
     def staleness(self) -> int:
+        """Return the bound on the versions that a batch can be behind."""
         return self.plan.certificate.staleness_bound
 
 
@@ -67,13 +69,13 @@ class _Draft:
         return rows_trained(self.graph)
 
     def score(self, by: Objective, step_s: float) -> float:
-        """Return what is to be small: seconds a response, or device-seconds a response."""
+        """Compute the quantity to minimise: seconds a response, or device-seconds a response."""
         return step_s / self.rows * (sum(self.counts.values()) if by == "gpu_s_per_sample" else 1)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found: candidates, best first; how many were looked at; why others were left out, with their number."""
+    """The result of a search: candidates, best first; how many it looked at; why it left others out, with counts."""
 
     ranked: tuple[Candidate, ...]
     looked_at: int
@@ -92,7 +94,7 @@ def search(
     max_staleness: int | None,
     shapes_of: Callable[[Graph], Shapes],
 ) -> Search:
-    """Return the candidates ranked. Raises PlanError if none is left."""
+    """Rank the candidates. Raises PlanError if none is left."""
     left_out: Counter[str] = Counter()
     drafts = list[_Draft]()
     streams = []
@@ -121,7 +123,7 @@ def search(
 
 @dataclass(frozen=True)
 class _Problem:
-    """One graph, whose devices are to be divided."""
+    """One graph, and the ways to divide its devices."""
 
     settings: Settings
     graph: Graph
@@ -142,7 +144,7 @@ class _Problem:
             yield _Draft(self.settings, self.graph, self.shapes, self.costs, counts, placed, critical_cycle(schedule).period_s)
 
     def best_first(self, left_out: Counter[str]) -> Iterator[Counts]:
-        """Yield divisions by their period, without those whose memory does not do."""
+        """Yield divisions by their period, without those that do not fit in memory."""
         like = next(iter(self.divisions))
         workers = settled(self.graph, self.cluster, like)[0]
         period = period_on(self.graph, self.cluster, self.costs, like)
@@ -184,7 +186,7 @@ def _problems(
 
 
 def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
-    """Take the drafts of the streams that may be played, the best first: few of a stream, whose neighbours differ little."""
+    """Take the best drafts of the streams, to be played: few of each stream, because its neighbours differ little."""
 
     def score(draft: _Draft) -> float:
         return draft.score(by, draft.period_s)
@@ -219,7 +221,7 @@ def _score(candidate: Candidate, by: Objective) -> float:
 
 
 def rows_trained(graph: Graph) -> int:
-    """Return the responses of a step: the rows that the updates take."""
+    """Return the responses of a step: the rows that an update takes."""
     return max((node.rows for node in graph.nodes if node.traits.work == "train"), default=max(node.rows for node in graph.nodes))
 
 
@@ -228,7 +230,7 @@ def is_async(graph: Graph) -> bool:
 
 
 def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
-    """Return in words whether stale batches pay, and why or why not."""
+    """Say whether stale batches pay, and why or why not."""
     sync = next((c for c in ranked if not is_async(c.graph)), None)
     stale = next((c for c in ranked if is_async(c.graph)), None)
     if sync is None or stale is None:
@@ -249,12 +251,12 @@ def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
 
 
 def doubted(found: str, warnings: Sequence[str]) -> str:
-    """Put what a verdict rests on before it."""
+    """Put the warnings that a verdict rests on before it."""
     return " ".join([f"Not known: {'; '.join(warnings)}. With the numbers as they are:", found]) if found and warnings else found
 
 
 def _sum(candidate: Candidate) -> str:
-    """Return the two longest nodes on pools, with their seconds."""
+    """Name the two longest nodes on pools, with their seconds."""
     nodes = sorted((n for n in candidate.plan.nodes if n.pool is not None), key=lambda n: -n.seconds)[:2]
     return " and ".join(f"{node.name} {node.seconds:.3g} s" for node in nodes)
 

@@ -83,12 +83,12 @@ def test_a_change_that_the_plan_does_not_allow_is_refused(name: str, trace: Trac
 
 
 def test_a_colocated_run_cannot_be_replayed_at_a_depth() -> None:
-    with pytest.raises(PlanError, match=r"shares pool 'shared' .*the order of turns there changes with the depth"):
+    with pytest.raises(PlanError, match=r"shares pool 'shared' .*the order of nodes there changes with the depth"):
         replayed(recorded(Loop(depth=0, shared=True)), None, 1)
 
 
 def test_no_record_and_a_short_one_are_refused(trace: Trace, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"there is no such record; rg.record writes trace.json"):
+    with pytest.raises(PlanError, match=r"there is no such trace; rg.record writes trace.json"):
         rg.replay(tmp_path)
     (tmp_path / "trace.json").write_text("{}")
     with pytest.raises(PlanError, match=r"give the trace.json that rg.record writes"):
