@@ -1,6 +1,6 @@
-"""What every channel is: a writer, its readers, a fixed number of slots, deadlines, and three different ways to stop.
+"""The interface of every channel: a writer, its readers, a fixed number of slots, deadlines, and three errors that stop it.
 
-An end belongs to one thread. From any other, `close()` and `fail()` end a wait that is going on, and `statistics()` may be read.
+An end belongs to one thread. Other threads may call `close()` and `fail()`, which end its wait, and `statistics()`.
 """
 
 import time
@@ -19,64 +19,64 @@ MAX_SLOTS = 64  # the control messages of this many slots always fit into a sock
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one end has seen. `used` counts the slots that a writer found taken at its last put, or that a reader holds now."""
+    """The counts of one end. `used` is the number of slots taken at a writer's last put, or held by a reader now."""
 
     slots: int
     used: int
     peak_used: int
     messages: int
     bytes: int
-    blocked_s: float  # seconds spent waiting for the other end, the wait that is going on included
+    blocked_s: float  # seconds spent waiting for the other end, including a wait under way
 
 
 class Writer(Protocol):
-    """The end that puts messages in."""
+    """The end that puts messages into the channel."""
 
     def put(
         self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
     ) -> None:
         """Copy the columns into a free slot for every reader; blocks while all slots are taken.
 
-        Floating-point columns are stored as a copy of type `dtype` where one is given. With `bucket_bytes` a reader of this host that
-        calls `begin` gets at the first columns while the others are being copied, each time that so many bytes more are there.
-        Raises ChannelTimeout after `timeout_s` without a free slot (the channel stays usable), ChannelClosed when a reader
-        closed its end, ChannelBroken when one failed or died, ChannelError for what is no column.
+        With `dtype`, floating-point columns are cast to it on the way. With `bucket_bytes`, a reader on this host that calls `begin` reads
+        the first columns while the rest are being copied; it is told after every `bucket_bytes` bytes.
+        Raises ChannelTimeout after `timeout_s` without a free slot (the channel stays usable), ChannelClosed if a reader closed its
+        end, ChannelBroken if one failed or died, ChannelError for a value that is no column.
         """
 
     def close(self) -> None:
-        """End the channel: the readers take what is in the slots, then get ChannelClosed."""
+        """End the channel: the readers take the messages in the slots, then get ChannelClosed."""
 
     def fail(self, reason: str) -> None:
         """Break the channel: the readers get ChannelBroken with the reason at once, before messages still in the slots."""
 
     def statistics(self) -> Statistics:
-        """What this end has seen so far."""
+        """The counts of this end so far."""
 
 
 class Reader(Protocol):
     """One of the ends that take messages out; each sees every message once, in order."""
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
-        """Return the next message, which must be that of `step`; blocks until there is one.
+        """Take the next message, which must be that of `step`; blocks until there is one.
 
-        Tensors are views of the slot, valid until `release`, and are read-only: `release` finds changes in place.
-        Raises ChannelTimeout after `timeout_s` of silence (the channel stays usable), ChannelClosed when the writer closed and all is
-        taken, ChannelBroken when it failed or died, ChannelError for a message of another step.
+        Tensors are views of the slot, valid until `release`. They are read-only: `release` detects changes in place.
+        Raises ChannelTimeout after `timeout_s` without a message (the channel stays usable), ChannelClosed if the writer closed and all
+        messages are taken, ChannelBroken if it failed or died, ChannelError for a message of another step.
         """
 
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
-        """Take the next message as soon as it is begun: `arrived` says which of its tensors are there. Raises as `take` does."""
+        """Take the next message while it is still being written; `arrived` counts its tensors that can be read. Raises as `take` does."""
 
     def arrived(self, beyond: int, timeout_s: float) -> int:
-        """How many tensors of the message begun last are there; blocks until it is more than `beyond`, or all.
+        """Count the tensors that have arrived of the message begun last; blocks until it is more than `beyond`, or all.
 
         Raises as `take` does.
         """
 
     def release(self) -> None:
-        """Give back the slot of the oldest message taken and not yet released.
+        """Free the slot of the oldest message that is taken and not released.
 
-        Raises ChannelError if there is none, or if a column of it was changed in place.
+        Raises ChannelError if there is none, or if one of its columns was changed in place.
         """
 
     def close(self) -> None:
@@ -86,12 +86,12 @@ class Reader(Protocol):
         """Break the channel: the writer gets ChannelBroken with the reason."""
 
     def statistics(self) -> Statistics:
-        """What this end has seen so far."""
+        """The counts of this end so far."""
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of a named channel, which words the errors raised there."""
+    """One end of a named channel; makes the errors that it raises."""
 
     channel: str
     role: str
@@ -114,7 +114,7 @@ class End:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why no message can pass any more: `who` closed the channel, or broke it for a reason; `peer` is its process, 0 where unknown."""
+    """The reason why the channel ended: `who` closed it, or broke it for `reason`; `peer` is its process id, 0 if unknown."""
 
     who: str
     reason: str | None = None
@@ -122,7 +122,7 @@ class Stop:
 
 
 class Meter:
-    """Counts for one end what `Statistics` reports."""
+    """Counts the statistics of one end."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -156,22 +156,22 @@ class Meter:
 
 
 class Taken:
-    """A message in the hands of a reader; finds out whether it was changed in place."""
+    """A message that a reader holds; detects changes in place."""
 
     def __init__(self, step: int, columns: Mapping[str, Column]) -> None:
         self.step = step
         self.tensors = sum(isinstance(column, torch.Tensor) for column in columns.values())
         self.text = self.tensors < len(columns)
-        # inference tensors keep no count of their changes
+        # inference tensors do not count their changes
         self._tensors = {name: c for name, c in columns.items() if isinstance(c, torch.Tensor) and not c.is_inference()}
         self._versions = [tensor._version for tensor in self._tensors.values()]
 
     def again(self, step: int) -> None:
-        """Hold the same tensors once more, for the next message that lies there."""
+        """Hold the same tensors for the slot's next message."""
         self.step, self._versions = step, [tensor._version for tensor in self._tensors.values()]
 
     def as_given(self) -> bool:
-        """Whether the tensors can be given again, for the slot's next message: nobody changed them, or asked for gradients."""
+        """Whether the tensors can be reused for the slot's next message: nobody changed them or asked for gradients."""
         return all(t._version == v and not t.requires_grad for t, v in zip(self._tensors.values(), self._versions, strict=True))
 
     def check_unchanged(self, end: End) -> None:
@@ -179,13 +179,13 @@ class Taken:
             if tensor._version != version:
                 raise end.defect(
                     self.step,
-                    f"column '{name}' was changed in place between take and release; what a channel gives is shared with "
+                    f"column '{name}' was changed in place between take and release; columns of a channel are shared with "
                     "other nodes and read-only: change a clone() of it",
                 )
 
 
 def check_channel(name: str, slots: int, readers: int) -> None:
-    """Raise ChannelError for a number of slots or readers that no channel can have."""
+    """Raise ChannelError for an impossible number of slots or readers."""
     if not 1 <= slots <= MAX_SLOTS:
         raise ChannelError(f"channel '{name}' has slots={slots}; a channel holds 1 to {MAX_SLOTS} messages")
     if readers < 1:

@@ -1,7 +1,7 @@
-"""Every transport by name: its two ends, and what the plan, the memory estimate, the worker and the tests need to know of it.
+"""Every transport by name: its two ends, and its properties for the plan, the memory estimate, the worker and the tests.
 
-A new transport is one file, which defines `open_writer` and `open_reader`, and one line of `TRANSPORTS`. Neither is imported before
-an end is made, so that a plan knows a transport whose library is not there.
+A new transport is one file that defines `open_writer` and `open_reader`, and one line of `TRANSPORTS`. The file is imported when an end
+is made, so a plan can name a transport whose library is not installed.
 """
 
 import importlib
@@ -18,11 +18,11 @@ Memory: TypeAlias = Literal["host", "gpu"]
 
 @dataclass(frozen=True)
 class Transport:
-    """One way from a writer to its readers. `module` defines `open_writer(transport, site)` and `open_reader(transport, site)`.
+    """One way to connect a writer and its readers. `module` defines `open_writer(transport, site)` and `open_reader(transport, site)`.
 
-    `writer_keeps` says in which memory the writer holds a copy of each slot, and `reader_keeps` in which each reader holds one more:
-    None where messages pass by reference, or a reader maps the writer's. `carrier` is the library that brings columns on a GPU to
-    another host. `needs_ray` says that both ends must be workers of one Ray.
+    `writer_keeps` is the memory in which the writer holds a copy of each slot, `reader_keeps` the memory in which each reader holds
+    another: None if messages pass by reference, or if a reader maps the writer's. `carrier` is the library that sends columns on a GPU
+    to another host. With `needs_ray` both ends must be workers of one Ray.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Transport:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an end is made, as both ends know it, and for how many slots and readers.
+    """The address of a channel, and its number of slots and readers, as both ends know them.
 
-    The writer listens at the path `address`, or at a free port of `host` where the transport reaches other hosts, and its `address`
-    then says where readers find it. A reader waits `timeout_s` for the writer. `here` is what ends of one process share.
+    The writer listens at the path `address`, or at a free port of `host` if the transport reaches other hosts; readers then find it at
+    the writer's own `address`. A reader waits `timeout_s` for the writer. The ends of one process share `here`.
     """
 
     channel: str
@@ -53,13 +53,13 @@ class Site:
 
 
 class ListeningWriter(Writer, Protocol):
-    """A writer that says where its readers find it."""
+    """A writer whose `address` tells its readers where to connect."""
 
     @property
     def address(self) -> str: ...
 
 
-# Where several fit, a plan takes the first that reaches far enough and keeps its slots where the columns lie.
+# If several fit, a plan takes the first that reaches far enough and keeps its slots in the memory of the columns.
 TRANSPORTS: Final[Mapping[str, Transport]] = {
     transport.name: transport
     for transport in (
@@ -77,20 +77,20 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
 
 
 def transport_of(name: str) -> Transport:
-    """Look a transport up by its name. Raises ChannelError for a name that there is not."""
+    """Look up a transport by its name. Raises ChannelError for an unknown name."""
     if name not in TRANSPORTS:
         raise ChannelError(f"transport '{name}': there is none of that name; choose one of {list(TRANSPORTS)}")
     return TRANSPORTS[name]
 
 
 def first_choice(reach: Reach, memory: Memory = "host") -> str:
-    """Name the transport that a plan takes for readers so far away, and columns in that memory."""
+    """Name the transport that a plan takes for readers within this reach and columns in this memory."""
     wanted = None if reach == "process" else memory
     return next(name for name, found in TRANSPORTS.items() if found.reach == reach and found.writer_keeps == wanted)
 
 
 def open_writer(transport: str, site: Site) -> ListeningWriter:
-    """Make the writing end of a channel. Raises ChannelError for a site where the transport cannot work.
+    """Make the writing end of a channel. Raises ChannelError for a site on which the transport cannot work.
 
     writer = open_writer("shm", Site("scores", slots=2, readers=1, address="/tmp/job/scores", authkey=key))
     reader = open_reader("shm", Site("scores", slots=2, readers=1, address=writer.address, authkey=key, timeout_s=10))
@@ -102,7 +102,7 @@ def open_writer(transport: str, site: Site) -> ListeningWriter:
 def open_reader(transport: str, site: Site) -> Reader:
     """Make a reading end of a channel, whose writer listens at the site's address.
 
-    Raises ChannelTimeout where there is none in time, ChannelError where it refuses the reader.
+    Raises ChannelTimeout if none listens in time, ChannelError if it refuses the reader.
     """
     found = transport_of(transport)
     return cast(Reader, importlib.import_module(found.module).open_reader(found, site))

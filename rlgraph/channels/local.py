@@ -1,4 +1,4 @@
-"""Channels inside one process: messages pass by reference, and nobody waits, since nobody else could end the wait."""
+"""Channels inside one process. Messages pass by reference, and no call waits, since no other thread could end the wait."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class _Message:
 
 @dataclass
 class _Queue:
-    """What one reader has not released yet, oldest first; `taken` of its messages are in the reader's hands."""
+    """The messages that one reader has not released, oldest first; the reader holds those in `taken`."""
 
     messages: deque[_Message] = field(default_factory=deque)
     taken: deque[Taken] = field(default_factory=deque)
@@ -133,9 +133,14 @@ class LocalReader:
 
 
 def local_channel(name: str, slots: int, readers: int) -> tuple[LocalWriter, list[LocalReader]]:
-    """Return the ends of a channel inside this process. Columns pass by reference, so nobody may change them after `put`.
+    """Make the ends of a channel inside this process. Columns pass by reference, so the writer must not change them after `put`.
 
-    What would have to wait raises ChannelTimeout at once. Raises ChannelError for slots or readers that cannot be.
+    A call that would have to wait raises ChannelTimeout at once. Raises ChannelError for an impossible number of slots or readers.
+
+    >>> writer, [reader] = local_channel("scores", slots=1, readers=1)
+    >>> writer.put(0, {"scores": torch.ones(2)}, timeout_s=1)
+    >>> reader.take(0, timeout_s=1)
+    {'scores': tensor([1., 1.])}
     """
     check_channel(name, slots, readers)
     shared = _Shared(name, slots, [_Queue() for _ in range(readers)])
@@ -147,7 +152,7 @@ def open_writer(transport: Transport, site: Site) -> LocalWriter:
 
 
 def open_reader(transport: Transport, site: Site) -> LocalReader:
-    """Make the next of the readers. Raises ChannelError where all of them have been made."""
+    """Make the next reader. Raises ChannelError if all readers have been made."""
     shared = _shared(site)
     if shared.opened == len(shared.queues):
         raise ChannelError(f"channel '{site.channel}' has {len(shared.queues)} readers, and all of them have been made")
@@ -156,7 +161,7 @@ def open_reader(transport: Transport, site: Site) -> LocalReader:
 
 
 def _shared(site: Site) -> _Shared:
-    """Find what the ends at this site share in this process; the first of them makes it."""
+    """Look up the state that the ends at this site share in this process; the first end makes it."""
     if site.address not in site.here:
         check_channel(site.channel, site.slots, site.readers)
         site.here[site.address] = _Shared(site.channel, site.slots, [_Queue() for _ in range(site.readers)], site.address)

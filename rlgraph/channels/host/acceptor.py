@@ -38,7 +38,7 @@ class Acceptor:
         return [self._bell, *(connection.fileno() for connection in self.connections)]
 
     def news(self, handles: Iterable[int]) -> list[Connection]:
-        """Return the connections among the handles that are ready."""
+        """The connections whose handles are ready."""
         if self._bell in handles:
             os.eventfd_read(self._bell)
         return [connection for connection in self.connections if connection.fileno() in handles]

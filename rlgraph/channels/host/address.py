@@ -1,4 +1,4 @@
-"""Where the ends of a connection meet: a path in a folder of the job on one host, `address:port` between hosts."""
+"""Addresses of connections: a path in a folder of the job on one host, `address:port` between hosts."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ def is_path(address: str) -> bool:
 
 
 def check_address(channel: str, address: str, carrier: str | None = None) -> None:
-    """Raise ChannelError for a path that no Unix-domain socket can have, or that is no place for a carrier."""
+    """Raise ChannelError for a path too long for a Unix-domain socket, or for a path together with a carrier."""
     if is_path(address) and carrier is not None:
         raise ChannelError(
             f"channel '{channel}' listens at the path '{address}' and has the carrier '{carrier}'; on one host readers map the "
@@ -38,9 +38,9 @@ def check_address(channel: str, address: str, carrier: str | None = None) -> Non
 
 
 def listen(channel: str, address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at a path, which appears only when it can be connected to, or at `address:port`.
+    """Listen at a path or at `address:port`. The path appears only once it accepts connections.
 
-    Port 0 is any that is free. Raises ChannelError where another writer has the path or the port.
+    Port 0 takes a free port. Raises ChannelError if another writer has the path or the port.
     """
     if is_path(address):
         return _listen_at_path(channel, address, backlog)
@@ -75,13 +75,13 @@ def _listen_at_path(channel: str, address: str, backlog: int) -> socket.socket:
 
 
 def bound(listener: socket.socket) -> str:
-    """Return the address at which a socket listens."""
+    """The address at which a socket listens."""
     name = listener.getsockname()
     return name if isinstance(name, str) else _joined(*name[:2])
 
 
 def close_listener(listener: socket.socket, address: str) -> None:
-    """Let nobody in any more; a thread in `accept` wakes with an OSError."""
+    """Stop listening; a thread in `accept` wakes with an OSError."""
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)
     listener.close()
@@ -91,9 +91,9 @@ def close_listener(listener: socket.socket, address: str) -> None:
 
 
 def dial(where: str, address: str, timeout_s: float) -> socket.socket:
-    """Return a socket connected to who listens there; waits for a path to appear. `where` begins what is raised:
+    """Connect to the listener at `address`; waits for a path to appear. `where` begins every error.
 
-    ChannelTimeout when there is none in time, ChannelError when it is gone.
+    Raises ChannelTimeout if none listens in time, ChannelError if it is gone.
     """
     deadline = time.monotonic() + timeout_s
     if is_path(address) and not _wait_for_path(address, deadline):
@@ -136,7 +136,7 @@ def set_deadline(sock: socket.socket, timeout_s: float) -> None:
 
 
 def ready(handles: Iterable[int], deadline: float) -> list[int]:
-    """Block until some of the handles can be read, and return those; none when the deadline passes first."""
+    """Wait until some of the handles can be read, and return these; none if the deadline passes first."""
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
@@ -145,7 +145,7 @@ def ready(handles: Iterable[int], deadline: float) -> list[int]:
 
 
 def _wait_for_path(path: str, deadline: float) -> bool:
-    """Return whether the path exists before the deadline; sleeps in inotify, since a listener is renamed into its place."""
+    """Wait for the path until the deadline, and return whether it exists. It sleeps in inotify: a listener is renamed into its place."""
     if os.path.exists(path):
         return True
     libc = ctypes.CDLL(None, use_errno=True)

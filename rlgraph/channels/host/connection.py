@@ -25,7 +25,7 @@ _CHALLENGE, _PROOF = 32, 32  # bytes
 
 
 class Garbled(OSError):
-    """The peer sent what no end of a job sends."""
+    """The peer broke the protocol."""
 
 
 class Connection:
@@ -45,7 +45,7 @@ class Connection:
 
     @classmethod
     def pair(cls, peer: str) -> "tuple[Connection, Connection]":
-        """Return the two ends of a connection inside this process, which stands for one to `peer`."""
+        """Make the two ends of a connection inside this process, in place of one to `peer`."""
         ends = []
         for sock in socket.socketpair():
             end = cls.__new__(cls)
@@ -65,12 +65,12 @@ class Connection:
         challenge = os.urandom(_CHALLENGE)
         self._socket.sendall(challenge)
         asked = self._read(_CHALLENGE)
-        if not server:  # who listens proves nothing to strangers
+        if not server:  # the server proves nothing to strangers
             self._socket.sendall(_proof(authkey, mine, asked))
         expected = _proof(authkey, theirs, challenge)
         if not hmac.compare_digest(self._read(_PROOF), expected):
             if server:
-                self._socket.sendall(bytes(_PROOF))  # which the client will not expect either, so it learns of the refusal
+                self._socket.sendall(bytes(_PROOF))  # not the proof that the client expects, so it learns of the refusal
             raise AuthenticationError("the peer does not know the key of this job")
         if server:
             self._socket.sendall(_proof(authkey, mine, asked))
@@ -89,7 +89,7 @@ class Connection:
         poll.poll()
 
     def receive(self, most: int = MAX_FRAME) -> bytes:
-        """Return the next frame. Raises EOFError at the end, Garbled for one of more than `most` bytes, OSError for half a one."""
+        """Receive the next frame. Raises EOFError at the end, Garbled for more than `most` bytes, OSError for half a frame."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > most:
             raise Garbled(f"a frame of {length} bytes, where one has at most {most}")
@@ -100,7 +100,7 @@ class Connection:
         self._socket.sendall(data)
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill the memory with raw bytes. Raises EOFError if the peer ends before."""
+        """Fill the memory with raw bytes. Raises EOFError if the peer ends first."""
         while memory:
             count = self._socket.recv_into(memory)
             if not count:
@@ -111,7 +111,7 @@ class Connection:
         socket.send_fds(self._socket, [b"\0"], [handle])
 
     def receive_handle(self) -> int:
-        """Return the file descriptor that follows a frame. Raises EOFError at the end, Garbled if there is none."""
+        """Receive the file descriptor that follows a frame. Raises EOFError at the end, Garbled if there is none."""
         data, handles, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             raise EOFError
@@ -127,7 +127,7 @@ class Connection:
         set_deadline(self._socket, STALL_S)
 
     def end(self, how: int = socket.SHUT_RDWR) -> None:
-        """Let both sides find the end of the file; what was sent still arrives."""
+        """Shut the connection down: both sides read end-of-file, after the bytes already sent."""
         with contextlib.suppress(OSError):  # the peer may have gone first
             self._socket.shutdown(how)
 
@@ -146,7 +146,7 @@ def _proof(authkey: bytes, role: bytes, challenge: bytes) -> bytes:
 
 
 def _peer(sock: socket.socket) -> tuple[int, str]:
-    """Return the peer's process id, 0 where it is on another host, and how to call it."""
+    """The peer's process id (0 on another host) and its name for errors."""
     if sock.family == socket.AF_UNIX:
         pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         return pid, f"process {pid}"

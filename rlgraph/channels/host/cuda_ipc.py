@@ -1,4 +1,4 @@
-"""Memory of a GPU that another process of the same host maps: what a channel's slot is for columns on a GPU.
+"""GPU memory that another process of the same host maps: the slot of a channel for columns on a GPU.
 
 The reader copies straight from it over NVLink, by the copy engines: no kernel of either side waits for the other, and neither
 needs the other's device to be visible. The control path is the channel's; a peer that dies leaves nothing behind.
@@ -37,7 +37,7 @@ _of_others: dict[int, tuple[weakref.ref[torch.Tensor], Handle]] = {}
 
 
 def handle_of(tensor: torch.Tensor) -> Handle:
-    """Return the handle of the whole memory on a GPU that a tensor lies in: the owner's, where that is another process."""
+    """Export the GPU memory that a tensor lies in. For memory of another process this is its owner's handle."""
     storage = tensor.untyped_storage()
     memory, handle = _of_others.get(storage.data_ptr(), (None, None))
     if memory is not None and handle is not None and memory() is not None:  # else the address is this process's again
@@ -53,7 +53,7 @@ class Mapped:
     memories: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
 
     def open(self, handle: Handle) -> torch.Tensor:
-        """Return the peer's memory as bytes that can be copied from."""
+        """Map the peer's memory, as bytes to copy from."""
         key = (handle.memory, handle.offset)
         if key not in self.memories:
             here = torch.cuda.current_device()  # the mapping is this device's, wherever the memory lies

@@ -1,10 +1,10 @@
 """Columns through the channels of Ray's Compiled Graphs: a buffer of Ray's shared memory for each slot of the plan.
 
-Ray carries the bytes; who came, which slot is full or free, and why an end stopped go over the connection that every host channel has.
-Ray alone would say none of it: its reader polls with most of a core, and hears of no peer's death. Three rules keep out of its defects.
-A message never exceeds its buffer, since Ray never frees one that it enlarges: a larger message gets a new channel of twice the size.
-A reader copies what it reads and lets Ray's buffer go, which any view that outlives the message would hold for ever. And all ends are
-on one host, since a channel of Ray between hosts can hang.
+Ray carries the bytes. The control messages (connected, full, free, why an end stopped) go over the connection of every host channel,
+because Ray has none: its reader polls with most of a core and does not notice a peer's death. Three rules avoid Ray's defects. A message
+never exceeds its buffer, since Ray never frees a buffer that it enlarges; a larger message gets a new channel of twice the size. A reader
+copies each message and releases Ray's buffer, which a view that outlives the message would hold for ever. All ends are on one host,
+since a channel of Ray between hosts can hang.
 """
 
 import mmap
@@ -83,11 +83,11 @@ class RayWriter(HostWriter):
         return size + wanted.device_size
 
     def _parts(self, wanted: serialization.MessageLayout) -> tuple[Any, ...]:
-        """What the message holds beside its bytes in host memory."""
+        """The entries of the message beside its bytes in host memory."""
         return ()
 
     def _after(self, slot: int, wanted: serialization.MessageLayout, columns: Columns) -> None:
-        """Send what goes another way than through host memory, once the readers know of the message."""
+        """Send the columns that do not go through host memory, after the readers were told of the message."""
 
     def _make(self, size: int) -> Any:
         """Make a channel of Ray with a buffer of that size, for each process that reads."""
@@ -126,7 +126,7 @@ class RayReader(HostReader):
         return super()._read(Full(full.step, full.slot, len(header), size, 0, apart))
 
     def _beside(self, full: Full, parts: tuple[Any, ...]) -> int:
-        """Take in what came another way than through host memory; say how many bytes that are."""
+        """Receive the columns that do not go through host memory, and return their bytes."""
         return 0
 
 
@@ -140,7 +140,7 @@ class RayBuffers:
     messages: dict[int, tuple[Any, int]] = field(default_factory=dict)  # by step, and how many readers have yet to take it
 
     def connect(self, slot: int, name: bytes) -> None:
-        """Find the channel of that name, before the writer can be gone with it."""
+        """Attach to the channel of that name at once, while the writer lives."""
         if slot in self.channels and self.channels[slot][0] == name:
             return
         self.channels[slot] = name, attached(self.site, name)
@@ -167,7 +167,7 @@ def attached(site: Site, name: bytes) -> Any:
 
 @contextmanager
 def in_words(where: str) -> Iterator[None]:
-    """Say in rlgraph's words what Ray raises."""
+    """Raise Ray's errors as errors of the channel."""
     try:
         yield
     except ray.exceptions.ObjectStoreFullError as error:
@@ -187,7 +187,7 @@ def _check_ray(channel: str) -> None:
 
 
 def _raw(wanted: serialization.MessageLayout, columns: Columns) -> list[tuple[int, Any]]:
-    """The bytes of each tensor and where they lie: a view of it, where it is as it will be stored."""
+    """The bytes and the offset of each tensor: a view if it is already stored as it is sent, else a copy."""
     found = []
     for place in wanted.host:
         column = cast(torch.Tensor, columns[place.name]).detach()

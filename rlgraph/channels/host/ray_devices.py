@@ -1,7 +1,7 @@
 """Columns on a GPU through the accelerator channel of Ray's Compiled Graphs, all others through its shared memory.
 
-Ray's channel has no buffer: its send waits for its receive. So the writer stages each slot on its GPU, and a thread for each reader
-sends from there, as the reader takes. The communicator that Ray's channel calls is rlgraph's own pair of NCCL, the library that torch
+Ray's channel has no buffer: a send waits for its receive. So the writer stages each slot on its GPU, and a thread for each reader sends
+from there when the reader takes. The communicator that Ray's channel calls is rlgraph's own pair of NCCL, the library that torch
 has loaded: Ray's would need cupy, which brings a second one. "gloo" is its twin for machines without a GPU.
 """
 
@@ -59,7 +59,7 @@ class RayDeviceWriter(RayWriter):
         super()._await(step, timeout_s)
         while self._stop is None and len(self._senders) < self._readers:
             if not self._hear(deadline):
-                raise self._end.timeout(step, timeout_s, "a reader has come in and has not said where the two meet")
+                raise self._end.timeout(step, timeout_s, "a reader has connected and has not sent the name of its store")
 
     def _obey(self, message: ControlMessage | Lost, connection: Connection) -> None:
         if isinstance(message, KeyValue) and connection not in self._senders:
@@ -68,7 +68,7 @@ class RayDeviceWriter(RayWriter):
             super()._obey(message, connection)
 
     def _parts(self, wanted: serialization.MessageLayout) -> tuple[Any, ...]:
-        """What the message holds beside its bytes in host memory: how many lie on the GPU, and which of Ray's channels tells of them."""
+        """The message's number of bytes on the GPU, and for each reader the Ray channel of their metadata."""
         return wanted.device_size, {sender.store: sender.name for sender in self._senders.values()} if wanted.device_size else {}
 
     def _after(self, slot: int, wanted: serialization.MessageLayout, columns: Columns) -> None:
@@ -104,7 +104,7 @@ class RayDeviceReader(RayReader):
         send(self._connection, KeyValue(self._store, b""))
 
     def _beside(self, full: Full, parts: tuple[Any, ...]) -> int:
-        """Receive the columns on the GPU; say how many bytes they have."""
+        """Receive the columns on the GPU, and return their bytes."""
         size, names = parts
         if not size:
             return 0
@@ -134,7 +134,7 @@ class RayDeviceReader(RayReader):
 
 
 class _Sender:
-    """Sends what is staged to one reader, on a thread of its own."""
+    """Sends the staged columns to one reader, on its own thread."""
 
     def __init__(self, writer: RayDeviceWriter, store: str, kind: Kind, device: torch.device, site: Site) -> None:
         self.store, self._kind, self._device, self._site, self._writer = store, kind, device, site, writer
@@ -162,7 +162,7 @@ class _Sender:
 
 
 class Pair(Communicator):  # type: ignore[misc]
-    """What Ray's channel sends and receives by: a communicator of a writer, rank 0, and one reader."""
+    """The communicator that Ray's channel uses: the writer is rank 0, one reader is rank 1."""
 
     def __init__(self, store: str, rank: int, kind: Kind, device: torch.device) -> None:
         file_store = FileStore(store, 2)

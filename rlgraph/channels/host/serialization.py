@@ -1,7 +1,7 @@
-"""How columns lie in a slot: a msgpack header, which holds the text, then the tensors as aligned raw bytes.
+"""The layout of columns in a slot: a msgpack header with the text columns, then the tensors as aligned raw bytes.
 
-Columns on a GPU lie in memory of that GPU instead: the header holds the handle under which a reader of the same host maps it,
-or, between hosts, its bytes are carried into memory of the reader's GPU.
+Columns on a GPU are in GPU memory instead. The header holds the handle under which a reader of the same host maps it; between hosts the
+bytes are sent to memory of the reader's GPU.
 """
 
 import math
@@ -26,11 +26,11 @@ DTYPES = {
 
 
 class Malformed(ValueError):
-    """A header that no writer makes."""
+    """A header that no writer writes."""
 
 
 class TensorColumn(msgspec.Struct, tag="tensor", array_like=True):
-    """Where a tensor lies: `offset` in bytes from the end of the aligned header, or from the start of the device memory."""
+    """The place of a tensor: `offset` in bytes from the end of the aligned header, or from the start of the device memory."""
 
     name: str
     dtype: str
@@ -61,16 +61,16 @@ Signature: TypeAlias = tuple[torch.dtype | None, list[tuple[str, torch.Size, tor
 
 
 def signature(columns: Columns, dtype: torch.dtype | None) -> Signature | None:
-    """What the layout of a message depends on; None where there is text, which lies in the header itself."""
+    """Compute the key of a message's layout; None if it has text, which is part of the header."""
     tensors = [(name, c.shape, c.dtype, c.device) for name, c in columns.items() if isinstance(c, torch.Tensor)]
     return (dtype, tensors) if len(tensors) == len(columns) else None
 
 
 class MessageLayout:
-    """The place of every column of a message. Floating-point columns become `dtype`.
+    """The place of every column of a message. Floating-point columns are cast to `dtype`.
 
-    The columns on devices of type `apart` lie together in `device_size` bytes on theirs, all others in host memory. It serves all
-    messages whose `signature` is the same.
+    Columns on devices of type `apart` take `device_size` bytes on their device, all others are in host memory. One layout serves all
+    messages with the same `signature`.
     """
 
     def __init__(self, columns: Columns, dtype: torch.dtype | None, *, apart: str | None = "cuda") -> None:
@@ -92,12 +92,12 @@ class MessageLayout:
             ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
             if on_device:
                 self.device = column.device
-        # Also columns without an element need memory there, since it is what says where they lie.
+        # Columns without an element need device memory too: it tells their device.
         self.host_size, self.device_size = ends[False], ends[True] or (ALIGNMENT if self.apart else 0)
         self.tensors = len(self.host) + len(self.apart)
 
     def header(self, handle: Handle | None) -> bytes:
-        """Return the header of a slot whose memory on a GPU has that handle."""
+        """Encode the header of a slot whose GPU memory has this handle."""
         return msgspec.msgpack.encode([*self._entries, *([] if handle is None else [handle])])
 
 
@@ -115,9 +115,9 @@ class WriteView:
         self._buckets: tuple[int | None, list[Bucket]] = (0, [])
 
     def write(self, columns: Columns, bucket_bytes: int | None = None) -> Iterator[int]:
-        """Copy every tensor into the slot once, cast and made contiguous on the way, a bucket after the other.
+        """Copy every tensor into the slot, bucket by bucket, cast and made contiguous on the way.
 
-        Yields how many tensors are there, in the order of the columns, each time that a reader may look at more.
+        Yields the number of tensors written so far, in the order of the columns, after each bucket.
         """
         if self._buckets[0] != bucket_bytes:
             views = [(name, self._views[name]) for name, column in columns.items() if isinstance(column, torch.Tensor)]
@@ -136,13 +136,13 @@ class WriteView:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors on one kind of device that are copied together; with them the first `end` tensors are there."""
+    """Tensors on one kind of device that are copied together; after them the first `end` tensors are written."""
 
     end: int
     views: list[tuple[str, torch.Tensor]]
 
     def copy(self, columns: Columns) -> torch.cuda.Event | None:
-        """Begin to copy the columns in; return what tells when they are there, where it is not at once."""
+        """Start the copies; return the event that completes them on a GPU, None if they are done."""
         with torch.no_grad():
             torch._foreach_copy_([view for _, view in self.views], [columns[name] for name, _ in self.views])  # type: ignore[misc]
         device = self.views[0][1].device
@@ -150,7 +150,7 @@ class Bucket:
 
 
 def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | None) -> list[Bucket]:
-    """Return the views in buckets of at least so many bytes; None is a single one of each device."""
+    """Group the views into buckets of at least `bucket_bytes`; None makes one bucket for each device."""
     buckets: list[Bucket] = []
     first, size = 0, 0
     for end, (_, view) in enumerate(views, 1):
@@ -163,7 +163,7 @@ def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | N
 
 
 def size_of(layout: MessageLayout, header: bytes) -> int:
-    """Return the bytes of a slot in host memory: the header, and the columns there."""
+    """The bytes of a slot in host memory: its header and its columns there."""
     return _aligned(len(header)) + layout.host_size
 
 
@@ -178,14 +178,14 @@ class ReadView:
     columns: dict[str, Column]
 
     def again(self, header: bytes, size: int, segment: mmap, carried: torch.Tensor | None) -> bool:
-        """Whether a message lies where the last one lay."""
+        """Whether a message has the same place and layout as the last one."""
         return self.segment is segment and self.carried is carried and self.size == size and self.header == header
 
 
 def read(slot: mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
-    """Return the columns that were written with a header of so many bytes; tensors are views of the slot, or of what was `carried`.
+    """Read the columns behind a header of `header` bytes; tensors are views of the slot, or of the `carried` memory.
 
-    Raises Malformed for a header whose columns do not lie within the `size` bytes of the message.
+    Raises Malformed if a column leaves the `size` bytes of the message.
     """
     try:
         entries = _decoder.decode(memoryview(slot)[:header])
@@ -227,7 +227,7 @@ def _check(entry: TensorColumn, room: int) -> None:
 
 
 def device_view(memory: torch.Tensor, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
-    """Return the tensor that lies `offset` bytes into a flat memory."""
+    """View a tensor that begins `offset` bytes into a flat memory."""
     with torch.inference_mode(False):  # a slot keeps its views, whatever mode the caller is in
         return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 

@@ -1,4 +1,4 @@
-"""Shared memory that has no name: segments behind file handles, which are gone with the last process that maps them."""
+"""Unnamed shared memory: segments behind file handles, freed with the last process that maps them."""
 
 import fcntl
 import mmap
@@ -8,7 +8,7 @@ from rlgraph.channels.host.connection import Garbled
 
 
 def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
-    """Return memory for at least `size` bytes and its handle; pages that are never touched take no memory."""
+    """Allocate a segment of at least `size` bytes and return its handle. Pages that are never touched take no memory."""
     capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
     handle = os.memfd_create(f"rlgraph {channel}".encode()[:200].decode(errors="ignore"), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -21,14 +21,14 @@ def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
 
 
 def segment_of(channel: str, segment: mmap.mmap | None, size: int) -> tuple[int | None, mmap.mmap]:
-    """Return a slot's memory where it holds `size` bytes, else new memory and its handle."""
+    """Reuse a slot's memory if it holds `size` bytes, else allocate new memory and return its handle too."""
     return (None, segment) if segment is not None and len(segment) >= size else new_segment(channel, size)
 
 
 def map_segment(handle: int, size: int) -> mmap.mmap:
-    """Map the memory that a peer sent, and close its handle.
+    """Map memory that a peer sent, and close its handle.
 
-    Raises Garbled for memory that is smaller than was said, or could be made so: touching it would end this process.
+    Raises Garbled for memory that is smaller than announced or can shrink: touching it would kill this process.
     """
     try:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(handle).st_size < size:

@@ -1,18 +1,18 @@
-"""A number for the bits of a tensor, by which both ends of a transfer find out whether it arrived as it left."""
+"""Checksums of tensors, by which both ends of a transfer detect a changed bit."""
 
 from collections.abc import Iterable
 
 import torch
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COLUMNS_COUNT = 1_000_003  # keeps what is added up along the rows apart from what is added up along the columns
+COLUMNS_COUNT = 1_000_003  # weights the sum along the columns differently from the sum along the rows
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Compute a 64-bit number on the tensor's device: the same for the same bits in the same places, on any device.
 
-    Fletcher's idea in two dimensions: the sums of rows and of columns, each weighted by its place. Any single element that changes,
-    and any two rows or columns that change places, change it; it costs two readings of the tensor and no copy.
+    Fletcher's idea in two dimensions: the sums of rows and of columns, each weighted by its place. It changes with any single element and
+    with any two rows or columns that swap places. It reads the tensor twice and copies nothing.
     """
     rows = max(len(tensor), 1) if tensor.dim() else 1
     bits = tensor.detach().contiguous().view(WORDS[tensor.itemsize]).view(rows, -1)

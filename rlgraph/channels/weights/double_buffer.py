@@ -1,4 +1,4 @@
-"""A second buffer for all weights, filled in one burst while the engine goes on with its own."""
+"""A second buffer for all weights, filled in one burst while the engine decodes with its own copy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -16,11 +16,11 @@ Arrived: TypeAlias = Callable[[int, int], int]
 
 
 class Staging:
-    """Holds one version of the weights: every parameter whole, whatever boxes of it the trainer's ranks sent.
+    """Holds one version of the weights, every parameter whole, however the trainer's ranks shard it.
 
-    On a GPU it is one flat buffer, which a single trainer rank's memory is copied into as a whole, or in few parts: bursts on a stream
-    of its own disturb decoding for the shortest time. What is copied where is kept while the shards lie where they lay: to look at each
-    parameter again takes longer than to copy it.
+    On a GPU it is one flat buffer. The memory of a single trainer rank is copied into it as a whole or in a few pieces: a burst on its own
+    stream disturbs decoding for the shortest time. The copies are planned once for each sharding, because planning takes longer than
+    copying.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,16 @@ class Staging:
         self.targets: list[list[torch.Tensor]] = []  # for each rank, the views of the weights that its shards are copied to
         self._shards: list[Shards] = []  # of the last version, by rank
         self._flat: torch.Tensor | None = None
-        self._whole: tuple[torch.Tensor, list[int]] | None = None  # memory that is copied as it is, and where parameters begin and it ends
-        self._streams: list[torch.cuda.Stream] = []  # one for each rank: what they send comes at once, each over its own link
+        self._whole: tuple[torch.Tensor, list[int]] | None = (
+            None  # the source memory if one copy of it suffices, and its offsets of parameters and end
+        )
+        self._streams: list[torch.cuda.Stream] = []  # one for each rank, so that their copies overlap, each over its own link
 
     def fill(self, ranks: Sequence[Shards], arrived: Arrived | None = None, after: torch.cuda.Event | None = None) -> None:
-        """Copy the shards of all ranks to their places; returns when they are here. The very lists of last time are not looked at again.
+        """Copy the shards of all ranks to their places; returns when they are copied. The same list objects are checked once.
 
-        `arrived(rank, beyond)` waits until more than `beyond` shards of a rank are there, and says how many; without it all are.
-        On a GPU nothing is overwritten before `after`. Raises ChannelError, before the first copy, for shards that do not make up
+        `arrived(rank, beyond)` waits until more than `beyond` shards of a rank have arrived, and returns how many; without it all have.
+        On a GPU the copies begin after the event `after`. Raises ChannelError, before the first copy, for shards that do not make up
         whole parameters.
         """
         if len(ranks) != len(self._shards) or any(new is not old for new, old in zip(ranks, self._shards, strict=True)):
@@ -64,7 +66,7 @@ class Staging:
         copy_all([to for to, _ in pairs], [of for _, of in pairs])
 
     def _prepare(self, ranks: Sequence[Shards]) -> None:
-        """Find out what to copy where; parameters that changed their shape or dtype get new memory."""
+        """Plan the copies; parameters that changed their shape or dtype get new memory."""
         found = parameters(ranks)
         if not found:
             raise ChannelError("weights: no trainer rank sends a shard; the ranks yield every parameter by `weight_shards`")
@@ -93,7 +95,7 @@ class Staging:
 
 
 def in_one_memory(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate tensors of these shapes and dtypes together in one memory, which other processes map at once."""
+    """Allocate tensors of these shapes and dtypes in one memory, which another process maps in one call."""
     places, end = {}, 0
     for name, (shape, dtype) in kinds.items():
         places[name] = end
@@ -113,7 +115,7 @@ def _offsets(weights: Weights) -> dict[str, int]:
 
 
 def _whole_memory(weights: Weights) -> torch.Tensor | None:
-    """The one memory on a GPU that all the weights lie in, as bytes; None where there is no such."""
+    """The one GPU memory that holds all the weights, as bytes; None if they are not in one."""
     first = next(iter(weights.values()))
     if not first.is_cuda or not lie_together(weights):
         return None

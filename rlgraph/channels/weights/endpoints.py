@@ -1,8 +1,8 @@
-"""Versions of weights on a feedback edge: every trainer rank publishes its shards, every generator receives them all.
+"""Versions of weights on a feedback edge: every trainer rank publishes its shards, every generator receives all of them.
 
-The payload goes through ordinary channels, one for each trainer rank, whose slots stage the versions: publishing is one
-copy (and cast) into a free slot, and no rank ever builds a full parameter that it does not own. A message holds a description of
-the shards, their tensors, and checksums where they are asked for.
+The weights go through ordinary channels, one for each trainer rank, whose slots stage the versions. Publishing is one copy (and cast)
+into a free slot; no rank builds a full parameter that it does not own. A message holds a description of the shards, their tensors, and
+their checksums if enabled.
 """
 
 import sys
@@ -23,11 +23,11 @@ from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 SHARDS = "shards of all below"  # the first column: where the others belong
 CHECKSUMS = "checksums of all above"  # the last one
 SWITCH_S = 0.0001  # after which one thread gives the interpreter to another
-A_DAY_S = 86_400.0  # the receiving thread has no deadline of its own: who waits for it has one
+A_DAY_S = 86_400.0  # the receiving thread waits without a deadline; `receive` has one
 
 
 class WeightsWriter:
-    """One trainer rank's end. A generator of this host receives a version while it is being staged, bucket by bucket."""
+    """One trainer rank's end. A generator on the same host receives a version bucket by bucket, while it is being staged."""
 
     def __init__(self, writer: Writer, dtype: torch.dtype, bucket_bytes: int | None = None, checksum: bool = False) -> None:
         self.writer, self.dtype, self.bucket_bytes, self.checksum = writer, dtype, bucket_bytes, checksum
@@ -36,9 +36,9 @@ class WeightsWriter:
         self._description = torch.empty(0)
 
     def publish(self, version: int, shards: Iterable[WeightShard], timeout_s: float) -> None:
-        """Stage this rank's shards, cast to the engine's dtype; returns as soon as they are copied.
+        """Stage this rank's shards, cast to the generator's dtype; returns as soon as they are copied.
 
-        Raises ChannelError for shards that leave their parameter or overlap, and what the channel raises.
+        Raises ChannelError for shards that leave their parameter or overlap, and the channel's errors.
         """
         sent = [shard for shard in shards if shard.replica == 0]
         sharding = [(s.name, s.global_shape, s.offsets, s.tensor.shape, s.tensor.dtype) for s in sent]
@@ -52,7 +52,7 @@ class WeightsWriter:
         self.writer.put(version, columns, timeout_s, dtype=self.dtype, bucket_bytes=self.bucket_bytes)
 
     def blocked_s(self) -> float:
-        """How long `publish` has waited for a free slot so far."""
+        """The seconds that `publish` has waited for a free slot so far."""
         return self.writer.statistics().blocked_s
 
 
@@ -70,7 +70,7 @@ class WeightsReader:
         self._prefetch = _Prefetch(readers, first) if buffers == 2 else None
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
-        """Receive version `version` of all parameters, valid until `done`. Versions are received one after another.
+        """Receive version `version` of all parameters, valid until `done`. Versions are received in order.
 
         Raises ChannelError for shards that do not make up whole parameters, ChannelTimeout, ChannelBroken or ChannelClosed as the
         channel does.
@@ -78,7 +78,7 @@ class WeightsReader:
         return self._take(version, timeout_s) if self._prefetch is None else self._prefetch.receive(version, timeout_s)
 
     def done(self) -> None:
-        """Give the version's buffer back: the engine has its own copy, or will have once this thread's stream has come so far."""
+        """Free the version's buffer: the engine has copied it, or will have once this thread's CUDA stream gets here."""
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         if self._prefetch is not None:
             self._prefetch.free(None if stream is None else stream.record_event())
@@ -89,10 +89,7 @@ class WeightsReader:
             reader.release()
 
     def _take(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
-        """Put the shards of all ranks together; a parameter that came as one box is not copied.
-
-        What has come before a timeout is there at the next call.
-        """
+        """Take the shards of all ranks and assemble the parameters. After a timeout the next call goes on with what has arrived."""
         for reader in self.readers[len(self._messages) :]:
             self._messages.append(_tensors(reader.take(version, timeout_s)))
         messages, self._messages = self._messages, []
@@ -108,7 +105,7 @@ class WeightsReader:
 
 @dataclass(frozen=True)
 class _RankShards:
-    """What one trainer rank sends of a version: how its shards are described, and their tensors."""
+    """The shards of one trainer rank in a version: their description and their tensors."""
 
     rank: int
     description: bytes
@@ -116,23 +113,25 @@ class _RankShards:
 
     @classmethod
     def of(cls, rank: int, message: Mapping[str, torch.Tensor]) -> "_RankShards":
-        """Take a message apart whose first column has arrived."""
+        """Split a message whose first column has arrived."""
         if SHARDS not in message:
-            raise ChannelError(f"weights: what came of trainer rank {rank} has no column '{SHARDS}'; both ends run one version of rlgraph")
+            raise ChannelError(
+                f"weights: the message of trainer rank {rank} has no column '{SHARDS}'; both ends run one version of rlgraph"
+            )
         return cls(rank, message[SHARDS].numpy().tobytes(), [tensor for name, tensor in message.items() if name not in (SHARDS, CHECKSUMS)])
 
     def shards(self) -> list[WeightShard]:
         return shards_of(self.description, self.tensors)
 
     def same(self, other: "_RankShards") -> bool:
-        """Whether these are the very tensors of the other, described alike."""
+        """Whether these are the same tensor objects as the other's, with the same description."""
         alike = self.description == other.description and len(self.tensors) == len(other.tensors)
         return alike and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
 
 
 @dataclass
 class _Prefetch:
-    """Receives one version ahead into its own buffer. The thread ends with the channel."""
+    """Receives the next version into a second buffer, on a thread that ends with the channel."""
 
     readers: Sequence[Reader]
     first: int
@@ -153,7 +152,7 @@ class _Prefetch:
         while True:
             try:
                 self._next(version)
-            except (ChannelError, RuntimeError) as error:  # no memory for a copy, say: who waits is to hear of it
+            except (ChannelError, RuntimeError) as error:  # out of memory, for example: `receive` raises it
                 self.error = error
                 self.staged.release()
                 return
@@ -161,7 +160,7 @@ class _Prefetch:
             self.staged.release()
 
     def _next(self, version: int) -> None:
-        """Copy what a rank has staged while it stages the rest, once the engine has done with the buffer."""
+        """Copy each rank's shards as they are staged, once the engine has released the buffer."""
         messages = [_tensors(reader.begin(version, A_DAY_S)) for reader in self.readers]
         for reader in self.readers:
             reader.arrived(0, A_DAY_S)  # the description, which comes first
@@ -179,7 +178,7 @@ class _Prefetch:
             reader.release()
 
     def _shards(self, rank_shards: "_RankShards") -> list[WeightShard]:
-        """The rank's shards: the same list for every version that is cut and lies as the one before."""
+        """The rank's shards: the same list object for every version with the same sharding and the same tensors."""
         last = self.last.get(rank_shards.rank)
         if last is None or not rank_shards.same(last[0]):
             last = self.last[rank_shards.rank] = rank_shards, rank_shards.shards()
@@ -200,7 +199,7 @@ class _Prefetch:
 def check(
     version: int, rank: int, shards: Sequence[WeightShard], arrived: Sequence[torch.Tensor], message: Mapping[str, torch.Tensor]
 ) -> None:
-    """Compare what arrived of a rank's shards with the checksums in its message, if any. Raises ChannelBroken."""
+    """Compare a rank's received shards with the checksums in its message, if any. Raises ChannelBroken."""
     if CHECKSUMS not in message:
         return
     for shard, here, there in zip(shards, checksums(arrived).tolist(), message[CHECKSUMS].tolist(), strict=True):
@@ -213,7 +212,7 @@ def check(
 
 
 def _column_names(shards: Sequence[WeightShard]) -> list[str]:
-    """Name a column for each shard: by its parameter, and further boxes of one parameter by a number too."""
+    """Name a column for each shard: by its parameter, with a number from its second box on."""
     count: dict[str, int] = {}
     names = []
     for shard in shards:

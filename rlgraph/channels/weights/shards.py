@@ -37,7 +37,7 @@ class WeightShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box is the whole parameter."""
+        """Whether the box covers the whole parameter."""
         return tuple(self.tensor.shape) == tuple(self.global_shape)
 
     @property
@@ -68,7 +68,7 @@ def whole(weights: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A whole parameter, and which ranks hold which boxes of it."""
+    """A whole parameter and its boxes, each with the rank that holds it."""
 
     shape: Numbers
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Parameter:
 
 
 def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
-    """Find the whole parameters that the shards of all ranks make up, in an order that keeps the order of each rank.
+    """Group the shards of all ranks into whole parameters, in an order that keeps each rank's own order.
 
     Raises ChannelError for boxes that leave a hole, overlap, leave their parameter, or differ in its shape or dtype.
     """
@@ -94,14 +94,14 @@ def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
 
 
 def check_own(shards: Sequence[WeightShard]) -> None:
-    """Check the shards of one rank as far as the others need not be known. Raises ChannelError as `parameters` does."""
+    """Check the shards of one rank without those of the others. Raises ChannelError as `parameters` does."""
     for name, found in _by_name({None: shards}).items():
         _check(name, found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where in a whole parameter the shard of that rank and number belongs."""
+    """The place in a whole parameter of shard `number` of a rank."""
 
     rank: int
     number: int
@@ -111,7 +111,7 @@ class _Placement:
 
 
 class Assembly:
-    """Puts shards of all ranks together to whole parameters. It is made once for all versions that are sharded alike, and holds no tensor.
+    """Assembles the shards of all ranks into whole parameters. One serves all versions of the same sharding; it holds no tensor.
 
     Raises ChannelError as `parameters` does.
 
@@ -152,7 +152,7 @@ class Assembly:
 
 
 def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others. One copy into a view with gaps would slow down all that are made in one call, so these are made apart."""
+    """Copy tensors into others, in one call for contiguous targets and one for the rest: a view with gaps slows its whole call."""
     for contiguous in (True, False):
         pairs = [(a, b) for a, b in zip(to, of, strict=True) if a.is_contiguous() == contiguous]
         if pairs:
@@ -160,7 +160,7 @@ def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
 
 
 class _ShardEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a rank tells of a shard beside its tensor."""
+    """The description of a shard, sent beside its tensor."""
 
     name: str
     global_shape: Numbers
@@ -171,13 +171,13 @@ _decoder = msgspec.msgpack.Decoder(list[_ShardEntry])
 
 
 def described(shards: Iterable[WeightShard]) -> torch.Tensor:
-    """Describe where the shards belong, as a column of bytes."""
+    """Encode the names, shapes and offsets of shards as a column of bytes."""
     entries = [_ShardEntry(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards]
     return torch.frombuffer(bytearray(msgspec.msgpack.encode(entries)), dtype=torch.uint8)
 
 
 def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[WeightShard]:
-    """The shards that were `described`, with the tensors that came beside. Raises ChannelError where they do not fit."""
+    """Decode shards that were `described`, with their tensors. Raises ChannelError if the two do not fit."""
     try:
         entries = _decoder.decode(description)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -208,7 +208,7 @@ def _by_name(ranks: Mapping[int, Sequence[WeightShard]] | Mapping[None, Sequence
 
 
 def _check(name: str, found: list[Owned]) -> None:
-    """Check all boxes of a parameter but for what they leave out."""
+    """Check the boxes of a parameter for everything but holes."""
     first_rank, first = found[0]
     for rank, shard in found:
         dims = {len(shard.global_shape), len(shard.offsets), shard.tensor.dim()}
@@ -232,7 +232,7 @@ def _check(name: str, found: list[Owned]) -> None:
 
 
 def _overlap(boxes: list[Owned]) -> tuple[Owned, Owned] | None:
-    """Find two boxes that share an element: a sweep along the dim of the most cuts, so that few are compared with each other."""
+    """Find two boxes that share an element, by a sweep along the dim with the most cuts, so that few pairs are compared."""
     if len(boxes) < 2:
         return None
     spans = [shard.spans or [(0, 1)] for _, shard in boxes]

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import carrying
 import forked
 import pytest
 import torch
-from carrying import LARGE
+import transfer_peer
+from transfer_peer import LARGE
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.remote import relay
@@ -165,7 +165,7 @@ def test_a_writer_that_closes_or_goes_lets_its_reader_take_what_was_put(carried:
 
 def test_a_reader_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(process: Any) -> None:
     writer = HostWriter("edge", 1, 1, b"key", HERE, "gloo")
-    process(carrying.read, writer.address, signal.SIGKILL)
+    process(transfer_peer.read, writer.address, signal.SIGKILL)
     writer.put(0, {"x": LARGE}, START_S)
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader \(at 127.0.0.1, port \d+\) died"):
@@ -182,7 +182,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     if library == "does not hear of it":
         monkeypatch.setattr(Gloo, "receive", lambda self, memory: lambda: go_on.wait(LONG))
     here, there = forked.server.Pipe()
-    process(carrying.write, there, signal.SIGKILL)
+    process(transfer_peer.write, there, signal.SIGKILL)
     reader = HostReader("edge", b"key", here.recv(), LONG)
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer \(at 127.0.0.1, port \d+\) died"):
@@ -195,7 +195,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
 def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "FAREWELL_S", 0.1)
     here, there = forked.server.Pipe()
-    process(carrying.write, there, signal.SIGSTOP)
+    process(transfer_peer.write, there, signal.SIGSTOP)
     threads = set(threading.enumerate())
     reader = HostReader("edge", b"key", here.recv(), LONG)
     with pytest.raises(ChannelTimeout, match=r"'edge', a reader, step 0: waited 0\.5 s, no message came"):
@@ -206,7 +206,7 @@ def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader
 
 def test_a_reader_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_writer(process: Any) -> None:
     writer = HostWriter("edge", 1, 1, b"key", HERE, "gloo")
-    process(carrying.read, writer.address, signal.SIGSTOP)
+    process(transfer_peer.read, writer.address, signal.SIGSTOP)
     writer.put(0, {"x": LARGE}, START_S)
     with pytest.raises(ChannelTimeout, match=r"'edge', the writer, step 1: waited 0\.5 s, all 1 slots are taken"):
         writer.put(1, {"x": LARGE}, 0.5)
