@@ -1,7 +1,7 @@
 """The copies that load new weights into a model, recorded once from the model's own loader and replayed in one call.
 
-A loader fuses, splits and slices: it knows that `q_proj` is a part of `qkv_proj`. What it does in the end is copy, so the list of
-its copies is all that a later version needs. This holds for dense, unquantised models, whose parameters stay where they are.
+A loader fuses, splits and slices: it knows that `q_proj` is a part of `qkv_proj`. In the end it only copies, so the list of its copies is
+enough for every later version. This holds for dense, unquantised models, whose parameters stay in place.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,13 +18,13 @@ COPIED, CONSTANT = 1, 2  # what an element of a parameter was last given
 
 
 class Loadable(Protocol):
-    """What is loaded: a model of vLLM, or the part of it that one rank has."""
+    """A model that loads weights: a model of vLLM, or one rank's shard of it."""
 
     def load_weights(self, weights: Weights) -> Any:
         """Load full tensors under their Hugging Face names."""
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """Return the tensors that the model computes with."""
+        """The tensors that the model computes with."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class CopyPlan:
 
 
 def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Whether these are the very same tensors, in the same order: a buffer that was only filled again."""
+    """Whether these are the same tensor objects in the same order: a buffer that was only refilled."""
     return len(some) == len(others) and all(a is b for a, b in zip(some.values(), others.values(), strict=True)) and [*some] == [*others]
 
 
 def record(model: Loadable, weights: Mapping[str, torch.Tensor]) -> CopyPlan | None:
-    """Load the weights with the model's own loader and return its copies, or None where it does more than copy.
+    """Load the weights with the model's own loader and record its copies; None if it does more than copy.
 
     It does more if a copy comes from elsewhere than the weight that is being loaded, if a parameter is written in another way, or if
     a part of one is left as it was. Constants, like the zeros of a padded vocabulary, stay and need no copy. A rank of a

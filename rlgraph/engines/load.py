@@ -1,4 +1,4 @@
-"""Where an engine is loaded, in the worker that will run it, and what it computes in there."""
+"""The place in which an engine is loaded: the worker that will run it, its device and its precision."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,8 +8,8 @@ from rlgraph.engines.precision import device_precision
 
 
 class Place(Protocol):
-    """Where an engine runs: its rank among the workers of its model, its cores, and how many versions of the weights lie on its
-    device."""
+    """The place of an engine: its rank among the workers of its model, its device and cores, and the number of weight versions on
+    that device."""
 
     @property
     def rank(self) -> int: ...
@@ -53,5 +53,5 @@ def score_engine(model: Any, place: Place) -> Any:
 
 
 def dtype_of(model: Any, place: Place) -> str:
-    """The dtype that a model computes in: its own, or for "auto" what the device here computes in."""
+    """The dtype that a model computes in: its own, or for "auto" that of the device."""
     return device_precision(place.device).dtype if model.dtype == AUTO else str(model.dtype)

@@ -1,4 +1,4 @@
-"""What the devices of this machine compute in: bfloat16 where they have instructions for it, else float32."""
+"""The precision that the devices of this machine compute in: bfloat16 if they have instructions for it, else float32."""
 
 import os
 
@@ -14,7 +14,7 @@ UNLIMITED = ("", "ALL", "DEFAULT")
 
 
 def device_precision(device: str) -> Precision:
-    """What models with dtype="auto" compute in on a device of this machine, "cuda" or "cpu", and why.
+    """Choose the precision of models with dtype="auto" on a device of this machine, "cuda" or "cpu", with the reason.
 
     A limit that the environment sets for PyTorch (`ATEN_CPU_CAPABILITY`) or oneDNN (`ONEDNN_MAX_CPU_ISA`) counts as the CPU's own.
     """
@@ -44,6 +44,6 @@ def _of_cpu() -> Precision:
 
 
 def _has(feature: str) -> bool:
-    """Whether the CPU has a set of instructions; False where this PyTorch cannot tell."""
+    """Whether the CPU has a set of instructions; False if this PyTorch cannot tell."""
     asked = getattr(torch.cpu, f"_is_{feature}_supported", None)
     return bool(asked and asked())

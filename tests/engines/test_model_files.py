@@ -100,7 +100,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "more layers": (config(num_hidden_layers=3), r"tells of 3 layers, but the weights of layers \[2\] are in no"),
     "fewer layers": (config(num_hidden_layers=1), r"tells of 1 layers, the weights have 2"),
     "a layer is missing": (without_layer, r"the weights of layers \[1\] are in no"),
-    "weights cut off": (cut_off, r"model\.safetensors' has \d+ bytes, but its header tells of \d+: it was cut off"),
+    "weights cut off": (cut_off, r"model\.safetensors' has \d+ bytes, but by its header \d+: it was cut off"),
     "weights are empty": (written("model.safetensors", b""), r"model\.safetensors' has 0 bytes and is no safetensors"),
     "weights are a pointer": (written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
     "weights are a page": (written("model.safetensors", b"<!doctype html><p>not found</p>"), r"model\.safetensors' .* is no safetensors"),

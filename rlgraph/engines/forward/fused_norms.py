@@ -13,7 +13,7 @@ NEAR = 1e-5  # of float32, relative: two orders of the same operations
 
 
 def install(model: torch.nn.Module) -> int:
-    """Let each norm of the model compute so that does what `torch.nn.functional.rms_norm` does; return how many that are."""
+    """Replace each norm of the model that equals `torch.nn.functional.rms_norm` by that kernel; return their number."""
     plain = [module for module in model.modules() if _is_plain(module)]
     for module in plain:
         module.forward = MethodType(_forward, module)
@@ -21,12 +21,12 @@ def install(model: torch.nn.Module) -> int:
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the norm `[..., D]`; the kernel sums in float32 and rounds once, at the end."""
+    """Compute the norm `[..., D]`; the kernel sums in float32 and rounds once, at the end."""
     return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def _is_plain(module: Any) -> bool:
-    """Return whether a module is a norm of this form: found by what it computes, since models give it names of their own."""
+    """Whether a module is a norm of this form, by its output: models give it their own class names."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return False

@@ -1,4 +1,4 @@
-"""What a trained model gives for each response token: a policy its log-prob, a critic a value; and which loss that goes to."""
+"""The heads of trained models: a policy gives each response token its log-prob, a critic a value; each knows its kind of loss."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -19,7 +19,7 @@ from rlgraph.errors import DataError
 class Head(torch.nn.Module, ABC):
     """A model and its head as one module, so that FSDP gathers all that lies outside of the layers around a whole pass.
 
-    `prefix` begins the names of its metrics, `loss_name` is that of the whole loss.
+    `prefix` begins the names of its metrics; `loss_name` is the name of the whole loss.
     """
 
     prefix: ClassVar[str]
@@ -35,11 +35,11 @@ class Head(torch.nn.Module, ABC):
     def forward(
         self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Give a number `[N]` for each target of a micro-batch and behind it, if asked for, entropies or sums of squares `[N]`."""
+        """Compute a score `[N]` for each target of a micro-batch, then entropies or sums of squares `[N]` if asked for."""
 
     @abstractmethod
     def loss(self, loss: Any, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss and the metrics of what `forward` returned, as `[b, T]`."""
+        """Compute the loss and its metrics from the results of `forward`, as `[b, T]`."""
 
 
 class PolicyHead(Head):

@@ -10,7 +10,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # 16 MiB of float32 stay in 
 def token_scores(
     logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probs `[N]` of `tokens [N]` under `logits [N, V] / temperature`, and entropies `[N]` if asked for.
+    """Compute the log-probs `[N]` of `tokens [N]` under `logits [N, V] / temperature`, and the entropies `[N]` if asked for.
 
     Both are float32, whatever the logits are; the full `[N, V]` in float32 is never built, not in the backward pass either.
     """
@@ -20,7 +20,7 @@ def token_scores(
 
 @torch.no_grad()
 def sum_pi_squared(logits: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """Return the sum `[N]` of the squared probabilities of each distribution `logits [N, V] / temperature`, float32."""
+    """Compute the sum `[N]` of the squared probabilities of each distribution `logits [N, V] / temperature`, float32."""
     sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for rows in _chunks(logits):
         sums[rows] = (logits[rows].float() / temperature).softmax(-1).square_().sum(-1)

@@ -99,7 +99,7 @@ def _shallow(config: Any) -> dict[str, Any]:
 
 
 def _covering(kinds: list[str]) -> int:
-    """How many of the first layers show each kind, at least 2 and at most `MOST_LAYERS`."""
+    """Count the first layers that include each kind, at least 2 and at most `MOST_LAYERS`."""
     return min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), MOST_LAYERS, len(kinds))
 
 
@@ -132,7 +132,7 @@ def _narrow_mamba(found: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What transformers says of a made-up configuration is of no use to anyone."""
+    """Silence transformers' warnings about a made-up configuration."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

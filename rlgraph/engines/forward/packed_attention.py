@@ -139,7 +139,7 @@ def attend(
 
 
 def kernel_takes(size: int) -> bool:
-    """Whether FlashAttention has heads of so many numbers. By arithmetic alone: in a compiled layer the size can be a symbol."""
+    """Whether FlashAttention supports heads of this size. By arithmetic alone: in a compiled layer the size can be a symbol."""
     return size <= 256 and size % 8 == 0
 
 
@@ -217,7 +217,7 @@ def _flash(
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """How the kernel is told of a window, which it counts without the token itself; one with an end is causal by its end."""
+    """Convert a window to the kernel's, which does not count the token itself."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -265,6 +265,6 @@ def with_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> tu
 
 
 def of_sinks(grad: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The gradient `[H]` of the sinks, from that of the output `[L, H, D]` and what `with_sinks` gave."""
+    """Compute the gradient `[H]` of the sinks from that of the output `[L, H, D]` and the results of `with_sinks`."""
     shares = (sinks.float()[:, None] - sums).exp()
     return -(shares * (grad.float() * out.float()).sum(-1).t()).sum(-1).to(sinks.dtype)

@@ -1,4 +1,4 @@
-"""Which rows of a batch are computed together: shared prompts, ranks and micro-batches. Pure and the same on every rank.
+"""Pack the rows of a batch into inputs: shared prompts, ranks and micro-batches. Pure, and the same on every rank.
 
 Responses of one prompt lie behind one copy of it and do not see each other, so the prompt is computed once
 (Liu et al. 2025, arXiv:2506.05433, "Prefix Grouper"); the last token of a response predicts nothing and is left out.
@@ -59,10 +59,10 @@ class MicroBatch:
 def plan_micro_batches(
     batch: Columns, world: int, micro_batch_tokens: int, *, flat: bool = False, shared: bool = True
 ) -> list[list[list[PackedSequence]]]:
-    """Return for each rank its micro-batches, as many for each; one that is empty still has to run.
+    """Plan the micro-batches of each rank, the same number for each; an empty one still has to run.
 
-    They are dealt and cut by `batching.micro_batches`, the longest first. Packed `flat` there are no shared prompts and no padding,
-    and without `shared` each response has its own copy of its prompt.
+    `batching.micro_batches` deals the sequences, the longest first. `flat` packing has no shared prompts and no padding; without `shared`
+    each response has its own copy of its prompt.
     """
     sequences = sorted(_sequences(batch, shared=shared and not flat), key=lambda s: (-s.tokens, s.rows))
     sizes = np.array([[sequence.tokens for sequence in sequences]], dtype=np.int64)
@@ -102,13 +102,13 @@ def _saves(sequence: PackedSequence, length: int) -> bool:
 
 
 def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
-    """Return `[B]`: how many tokens lead up to the last true position, tool tokens between them included."""
+    """Count the tokens up to the last true position of each row, `[B]`, including tool tokens in between."""
     position = torch.arange(1, response_mask.shape[1] + 1, device=response_mask.device)
     return (response_mask * position).amax(-1)
 
 
 def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
-    """Return the input for some sequences of a batch. With none it is one token that predicts nothing."""
+    """Pack some sequences of a batch into a padded input. Without sequences it is one token that predicts nothing."""
     prompts, prompt_mask, responses, response_mask = _read(batch)
     length = max((s.tokens for s in sequences), default=1)
     shape = (max(len(sequences), 1), length)
@@ -148,7 +148,7 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
 
 
 def pack_flat(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
-    """Return the input for some sequences of a batch, one behind the other in one row. With none it is one token."""
+    """Pack some sequences of a batch one behind another in one row. Without sequences it is one token."""
     prompts, prompt_mask, responses, response_mask = _read(batch)
     pieces: list[torch.Tensor] = []
     positions, predicts, targets, columns, rows = [], [], [], [], []
@@ -180,7 +180,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch
 
 
 def _mask(segments: torch.Tensor) -> torch.Tensor:
-    """Return `[S, 1, L, L]`: a token sees what is before it in its own segment, and the prompt, which is segment 0."""
+    """Build the mask `[S, 1, L, L]`: a token sees the earlier tokens of its own segment, and the prompt, which is segment 0."""
     length = segments.shape[1]
     seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
     return (seen & torch.ones(length, length, dtype=torch.bool).tril())[:, None]

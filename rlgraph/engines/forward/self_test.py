@@ -1,4 +1,4 @@
-"""Does rlgraph compute a model's log-probs as the model itself does? Tried on a small random model of the same making.
+"""Test whether rlgraph computes a model's log-probs as the model itself does, on a small random model of the same architecture.
 
 Each way that batches are laid out is compared, in float32 and over a few hundred tokens, with transformers' plain attention over each
 sequence alone. A layer that looks further than its window, or a state that runs on into the next sequence, is off by 0.1 to 3 nats.
@@ -27,7 +27,7 @@ SHAPE = ((40, (21, 30)), (37, (13, 17)), (12, (34, 6)))  # tokens of each prompt
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far the log-probs of a way are off, in nats, and what rounding may do; or why there are none."""
+    """The largest error of a layout's log-probs, in nats, and the limit that rounding explains; or the error that prevented them."""
 
     off: float = float("inf")
     limit: float = NEAR
@@ -43,9 +43,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a trainer lays out the batches of a model: packed `flat` or padded, and then with shared prompts or without.
+    """The layout of a trainer's batches: packed `flat`, or padded with or without shared prompts.
 
-    `note` says why it is another way than the one asked for.
+    `note` gives the reason if it is not the layout asked for.
     """
 
     flat: bool
@@ -54,9 +54,9 @@ class BatchLayout:
 
 
 def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> BatchLayout:
-    """Choose a layout that is right for a model: the one asked for, else without shared prompts, else padded.
+    """Choose a correct layout for a model: the one asked for, else padded, else padded without shared prompts.
 
-    Raises DataError where none is, or for a model that transformers cannot make.
+    Raises DataError if none is correct, or for a model that transformers cannot make.
     """
     found = trainer_verdicts(path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
     if flat and found[FLAT].right:

@@ -33,5 +33,5 @@ class AdamW:
         settings.check(self)
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of the optimizer step `step`, counted from 0."""
+        """The learning rate of optimizer step `step`, counted from 0."""
         return self.lr * min(1.0, (step + 1) / max(self.warmup_steps, 1))

@@ -40,7 +40,7 @@ ALLOWED = {  # what a table of contents is made of; a pickle that asks for anyth
 
 
 def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Name the live weights and moments. Moments that the optimizer would make at its first step are made now."""
+    """Collect the live weights and moments by name. Moments that the optimizer would make at its first step are made now."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters:
         held = optimizer.state[parameter]
@@ -53,13 +53,13 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
 
 
 class StateCopy:
-    """A copy of a state on the host, in memory that is kept: the run goes on while the copy is written."""
+    """A copy of a state in host memory, which is reused: the run goes on while the copy is written."""
 
     def __init__(self) -> None:
         self.copy: dict[str, torch.Tensor] = {}
 
     def take(self, state: State) -> Mapping[str, torch.Tensor]:
-        """Copy the state; blocks for as long as that takes."""
+        """Copy the state; blocks until it is copied."""
         for name, tensor in state.items():
             if name not in self.copy:
                 self.copy[name] = _host_like(tensor)
@@ -68,7 +68,7 @@ class StateCopy:
 
 
 class Saver:
-    """Saves the state of one rank of a model again and again; it keeps the host memory of the copy, and the group that ranks agree in.
+    """Saves the state of one rank of a model, repeatedly; it keeps the host memory of the copy and the process group of the ranks.
 
     This is `save` of a train engine whose state is a mapping of tensors, as `save = lambda: saver.save(self.state(), folder, deadline_s)`.
     """
@@ -79,7 +79,7 @@ class Saver:
         self._group: Any = None
 
     def save(self, state: State, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
-        """Copy the state, and give the function that writes the copy; see `TrainEngine.save`. Every rank calls it."""
+        """Copy the state, and return the function that writes the copy; see `TrainEngine.save`. Every rank calls it."""
         if self._group is None:
             self._group = writing_group(self._world, timedelta(seconds=deadline_s))
         copy = self._staging.take(state)
@@ -87,9 +87,9 @@ class Saver:
 
 
 def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
-    """Write this rank's part, to disk and not only to its cache, and give its files. `group` is None for a world of one.
+    """Write this rank's shards, synced to disk, and return its files. `group` is None for a world of one.
 
-    Raises CheckpointError where the folder cannot be written.
+    Raises CheckpointError if the folder cannot be written.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     planner = DefaultSavePlanner()
@@ -123,9 +123,9 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
 
 
 def read(folder: Path, state: State) -> None:
-    """Fill the live tensors of `state` with what was written, whatever the number of ranks that wrote it.
+    """Load a written state into the live tensors of `state`, whatever the number of ranks that wrote it.
 
-    Raises CheckpointError where a tensor is missing or has another shape.
+    Raises CheckpointError if a tensor is missing or has another shape.
     """
     reader = _Reader(folder)
     known = reader.read_metadata().state_dict_metadata
@@ -150,7 +150,7 @@ def writing_group(world: int, timeout: Any) -> Any:
 
 
 class _Reader(FileSystemReader):
-    """Reads the table of contents with nothing but the classes that it is made of."""
+    """Reads the table of contents, and unpickles only the classes that it consists of."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(os.path.join(self.path, ".metadata"), "rb") as file:
@@ -177,7 +177,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """A rank that reads for itself agrees with nobody, of which torch warns at every call."""
+    """Silence torch's warning that a rank reads alone, without the others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -188,7 +188,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """Tell the first cause in a few words; several ranks may have one each, and the system's own error may lie behind another."""
+    """Name the first cause in a few words. Each rank may have one, and the operating system's error may be the cause of another."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values())) if failures else error
     found: BaseException = first[0] if isinstance(first, tuple) else first

@@ -1,4 +1,4 @@
-"""What the ranks of a model tell each other: bytes, which each decodes as the type it expects. Nothing of a peer is unpickled."""
+"""Messages between the ranks of a model: bytes, which each rank decodes as the type it expects. Nothing from a peer is unpickled."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

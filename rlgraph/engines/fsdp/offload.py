@@ -12,7 +12,7 @@ TOUCHING = 16  # threads that touch new memory, whatever the worker computes wit
 
 
 class OffloadedMoments:
-    """Takes the moments of an optimizer off the device and puts them back; where they lie on the device may change, they do not."""
+    """Moves the moments of an optimizer to host memory and back. Their device addresses may change, their values do not."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -20,9 +20,9 @@ class OffloadedMoments:
         self._away: list[torch.Tensor] = []
 
     def take_off(self) -> int:
-        """Free the device memory of the moments, and of what no tensor is in; return the bytes that went to the host.
+        """Free the device memory of the moments and torch's unused memory; return the bytes moved to the host.
 
-        Nothing happens if they are away already.
+        It does nothing if they are on the host already.
         """
         if self._away:
             return 0
@@ -38,7 +38,7 @@ class OffloadedMoments:
         return sum(tensor.numel() * tensor.itemsize for tensor in self._away)
 
     def put_back(self) -> None:
-        """Let the moments be on the device again, once this returns."""
+        """Copy the moments back to the device."""
         if not self._away:
             return
         for host, tensor in zip(self._host, self._away, strict=True):
@@ -53,10 +53,10 @@ class OffloadedMoments:
 
 
 def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return host memory of these shapes and dtypes that copies from and to a GPU are fast with; it stays so until the process ends.
+    """Allocate pinned host memory of these shapes and dtypes; it stays pinned until the process ends.
 
-    One memory for all is touched by many threads and registered as it is: torch's own pinned memory takes the next power of two for
-    each tensor, and over twice as long, since one thread touches it page by page.
+    Many threads touch one memory for all tensors, which is then registered. torch's own pinned memory takes the next power of two for each
+    tensor, and over twice the time, since one thread touches it page by page.
     """
     if not tensors:
         return []

@@ -1,4 +1,4 @@
-"""Where the ranks of one model meet: a file on one host, a socket between hosts."""
+"""The rendezvous of the ranks of one model: a file on one host, a socket between hosts."""
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -11,8 +11,8 @@ TCP = "tcp://"
 def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
     """Join the process group of a model's ranks; blocks until all are there.
 
-    `at` is `file://` and a path, or `tcp://address:port`, at which rank 0 listens already: `listen_fd` is the descriptor of its socket,
-    which is used up. So nobody else can take the port, and rank 0 is reached at that address alone.
+    `at` is `file://` and a path, or `tcp://address:port`. There rank 0 listens already, and `listen_fd` is the descriptor of its socket,
+    which this call takes over. So no other process can take the port, and rank 0 listens at that address only.
     """
     if not at.startswith(TCP):
         dist.init_process_group(backends(), init_method=at, rank=rank, world_size=world)

@@ -12,15 +12,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlgraph.errors import GraphError
 
-# Of a unit, at least: what the host does to gather, cast and scatter one takes as long for a small unit as for a large one, and
-# in a model under some billion parameters longer than the GPU computes.
+# The least size of a unit: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less than
+# some billion parameters longer than the GPU computes.
 UNIT_PARAMETERS = 200_000_000
 
 
 def join(rank: int, world: int) -> bool:
-    """Make sure that there is a process group, and tell whether it was made here, which it is for a world of one.
+    """Make sure that a process group exists. Return whether this call made it, which it does for a world of one.
 
-    Raises GraphError where the group is another one, or there is none for several ranks.
+    Raises GraphError if the group has another rank or size, or if there is none for several ranks.
     """
     if dist.is_initialized():
         found = (dist.get_rank(), dist.get_world_size())
@@ -34,12 +34,12 @@ def join(rank: int, world: int) -> bool:
 
 
 def backends() -> str:
-    """What carries collectives here: gloo for tensors in host memory and, where there are GPUs, NCCL for theirs."""
+    """The backends of collectives: gloo for tensors in host memory and, on a machine with GPUs, NCCL for theirs."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) -> None:
-    """Let the layers recompute their activations in the backward pass, or compile them; before they are sharded."""
+    """Make the layers recompute their activations in the backward pass, or compile them; call it before they are sharded."""
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
@@ -49,7 +49,7 @@ def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) 
 
 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
-    """Shard the layers, some at a time, and the rest as one; passes compute in `dtype`. The result is a module of each of these units."""
+    """Shard the layers in units, and the rest as one unit; passes compute in `dtype`. Returns the first module of each unit."""
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units: list[list[Any]] = [*together(layers), [whole]]
@@ -82,9 +82,9 @@ def full(value: torch.Tensor) -> torch.Tensor:
 
 
 def placed(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Find where this rank's box of a tensor begins in every dim, and which of several equal copies of that box this is.
+    """Compute the offsets of this rank's box of a tensor, and its number among equal boxes of several ranks.
 
-    A DTensor may be sharded along any dims of any mesh. Raises GraphError for one whose ranks hold summands of it.
+    A DTensor may be sharded along any dims of any mesh. Raises GraphError for a partial tensor, whose ranks hold summands.
     """
     if not isinstance(value, DTensor):
         return (0,) * value.dim(), dist.get_rank() if dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""What each rank of a model writes of a state, in values that can be told to the others, and back as torch.distributed.checkpoint's."""
+"""The pieces of a state that each rank writes, as plain values to send to other ranks, and back as torch.distributed.checkpoint's."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ Numbers = tuple[int, ...]
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True):
-    """Which piece of which tensor."""
+    """The name of a piece: its tensor, its offset and its place in the plan."""
 
     name: str
     offset: Numbers | None
@@ -27,7 +27,7 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a tensor that a rank has."""
+    """A piece of a tensor that a rank holds."""
 
     index: Index
     kind: str
@@ -43,7 +43,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank has written a piece."""
+    """The file and offset at which a rank has written a piece."""
 
     index: Index
     size: int
@@ -58,7 +58,7 @@ class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pieces(plan: SavePlan) -> list[Piece]:
-    """The pieces that a rank has of a state of tensors."""
+    """List the pieces of a state that a rank's plan writes."""
     found = []
     for item in plan.items:
         data = item.tensor_data
@@ -70,13 +70,13 @@ def pieces(plan: SavePlan) -> list[Piece]:
 
 
 def plan(found: Iterable[Piece]) -> SavePlan:
-    """The plan of a rank with these pieces."""
+    """Build the plan of a rank with these pieces."""
     items = [piece.restored() for piece in found]
     return SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
 
 
 def places(results: Sequence[WriteResult]) -> list[PiecePlace]:
-    """Where a rank has written its pieces."""
+    """List the files and offsets of a rank's written pieces."""
     stored = [(result, result.storage_data) for result in results]
     return [PiecePlace(_index(r.index), r.size_in_bytes, data.relative_path, data.offset, data.length) for r, data in stored]
 

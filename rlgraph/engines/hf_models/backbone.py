@@ -17,7 +17,7 @@ SHORT_SEQUENCE = 128  # tokens; the unfused kernel is 2.3 times as fast at 54 an
 
 
 def load_causal(path: str | Path) -> Any:
-    """Load a language model. Raises DataError for a folder without one, or one whose logits `Logits` does not know."""
+    """Load a language model. Raises DataError for a folder without one, or whose logits `LogitShape` cannot reproduce."""
     from transformers import AutoModelForCausalLM
 
     check_model(path)
@@ -46,7 +46,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def layers_of(backbone: Any) -> Any:
-    """The layers of a model without its head. Raises DataError where it has no list of as many as its configuration says."""
+    """Find the layers of a model without its head. Raises DataError if no module list has the configuration's number of layers."""
     count = backbone.config.get_text_config().num_hidden_layers
     for module in backbone.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -56,7 +56,7 @@ def layers_of(backbone: Any) -> Any:
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What a model does to its head's output: `scale` it, then cap it softly at `cap`."""
+    """The transform of a head's output into logits: multiply by `scale`, then cap softly at `cap`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -74,7 +74,7 @@ class LogitShape:
 
 
 def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """The last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
+    """Compute the last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
     more: dict[str, Any] = {}
     if micro_batch.starts is not None:
         more = {"cu_seq_lens_q": micro_batch.starts, "max_length_q": micro_batch.longest}
@@ -89,7 +89,7 @@ def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _attention(backbone: Any, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """The attention kernel for an input: on a CPU the backward pass of the fused one is slow for short sequences."""
+    """Choose the attention kernel for an input: on a CPU the backward pass of the fused one is slow for short sequences."""
     short = micro_batch.starts is None and micro_batch.tokens.device.type == "cpu" and micro_batch.tokens.shape[1] <= SHORT_SEQUENCE
     again = getattr(backbone, "is_gradient_checkpointing", False)  # outside of this context, where each pass has to take the same kernel
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if short and not again else nullcontext()

@@ -1,11 +1,11 @@
-"""How the text of a prompt becomes token ids."""
+"""Encode the texts of prompts as token ids."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Encode prompts. A text that begins with the special tokens the tokenizer would put in front gets no second ones.
+    """Encode prompts. A text that already begins with the special tokens that the tokenizer adds in front does not get them twice.
 
     A chat template writes such tokens itself: Llama 3's begins with `<|begin_of_text|>`, which its tokenizer adds to any text.
     With it, "Hi" and "<|begin_of_text|>Hi" are both `[128000, 13347]`.
@@ -19,6 +19,6 @@ def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _repeats(ids: list[int], own: list[int]) -> bool:
-    """Whether the tokens in front of the text's own are those that it begins with."""
+    """Whether the text already begins with the tokens that the tokenizer adds in front."""
     front = next((n for n in range(1, len(ids) - len(own) + 1) if ids[n : n + len(own)] == own), 0)
     return front > 0 and own[:front] == ids[:front]

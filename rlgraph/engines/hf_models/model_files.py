@@ -1,4 +1,4 @@
-"""Whether a model folder can be loaded, by its config, its tokenizer and the headers of its weights, before anything starts.
+"""Check that a model folder can be loaded, by its config, its tokenizer and the headers of its weights, before anything starts.
 
 It takes milliseconds: no weight is read, and nothing is looked up on a network.
 """
@@ -78,12 +78,12 @@ def header_shapes(file: Path) -> Shapes:
             raise DataError(f"'{file}': its header is broken ({broken!s:.80}); {AGAIN}") from None
     end = max((ends for _, ends in tensors.values()), default=0)
     if size != 8 + length + end:
-        raise DataError(f"'{file}' has {size} bytes, but its header tells of {8 + length + end}: it was cut off or overwritten; {AGAIN}")
+        raise DataError(f"'{file}' has {size} bytes, but by its header {8 + length + end}: it was cut off or overwritten; {AGAIN}")
     return {name: shape for name, (shape, _) in tensors.items()}
 
 
 def _tensor(found: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a tensor and where it ends. Raises ValueError where its bytes are not those of its shape."""
+    """Read a tensor's shape and its end offset. Raises ValueError if its bytes do not match its shape."""
     shape, (begin, end) = tuple(map(int, found["shape"])), found["data_offsets"]
     bits = BITS[found["dtype"]]
     for size in shape:
@@ -94,7 +94,7 @@ def _tensor(found: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 
 def _check_index(folder: Path, places: Mapping[str, Path]) -> None:
-    """Raise DataError where the index tells of a file or of a weight that is not there."""
+    """Raise DataError if the index names a file or a weight that is missing."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return
@@ -109,7 +109,7 @@ def _check_index(folder: Path, places: Mapping[str, Path]) -> None:
 
 
 def _expected(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
-    """The shapes that the config gives, of those weights that are there."""
+    """The shapes by the config, of the weights in the folder."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     known: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     if config["model_type"] in PLAIN and "quantization_config" not in config:
@@ -146,13 +146,11 @@ def _check_layers(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> No
     missing = sorted(set(range(config["num_hidden_layers"])) - there) if there else []
     if missing:
         raise DataError(
-            f"model '{folder}': config.json tells of {config['num_hidden_layers']} layers, but the weights of layers {missing[:8]} are "
+            f"model '{folder}': config.json has {config['num_hidden_layers']} layers, but the weights of layers {missing[:8]} are "
             f"in no *.safetensors; {AGAIN}"
         )
     if config["model_type"] in PLAIN and len(there) > config["num_hidden_layers"]:
-        raise DataError(
-            f"model '{folder}': config.json tells of {config['num_hidden_layers']} layers, the weights have {len(there)}; {AGAIN}"
-        )
+        raise DataError(f"model '{folder}': config.json has {config['num_hidden_layers']} layers, the weights have {len(there)}; {AGAIN}")
 
 
 def check_tokenizer(path: str | Path) -> Any:

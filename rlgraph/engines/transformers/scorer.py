@@ -35,7 +35,7 @@ class ScoreEngine:
         self._device, self._label, self._batch_tokens = device, label or 0, batch_tokens
 
     def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> torch.Tensor:
-        """Return the rewards [B] float32. Raises DataError for a text that is longer than the model's context."""
+        """Compute the rewards `[B]` float32. Raises DataError for a text longer than the model's context."""
         rows = [self._encoded(p, r) for p, r in zip(prompts, responses, strict=True)]
         for row, tokens in enumerate(rows):
             if not 0 < len(tokens) <= self._context:
@@ -49,7 +49,7 @@ class ScoreEngine:
         return found
 
     def _encoded(self, prompt: str, response: str) -> list[int]:
-        """Return the tokens of the text as the model was trained on it: by its chat template, if it has one."""
+        """Encode the text as the model was trained on it: by its chat template, if it has one."""
         tokenizer: Any = self._tokenizer
         if not tokenizer.chat_template:
             return prompt_tokens(tokenizer, [prompt + response])[0]
@@ -70,7 +70,7 @@ class ScoreEngine:
         return scores
 
     def sleep(self) -> int | None:
-        """Give back what no tensor is in; the weights stay where they are."""
+        """Free the memory that no tensor uses; the weights stay on the device."""
         if self._device == "cuda":
             torch.cuda.empty_cache()
         return 0

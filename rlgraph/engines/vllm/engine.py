@@ -24,13 +24,12 @@ FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # by vLLM's 
 
 
 class VllmEngine(GenerateEngine):
-    """A `GenerateEngine` on vLLM. Make one a process.
+    """A `GenerateEngine` on vLLM, one in a process.
 
-    `max_model_len` is the context (None: the model's). Of a GPU's memory the `engines` on it take the share `memory` together
-    and give it back between rollouts if the pool is `shared`; of it, `copies` of the weights are for each engine, one of them its own,
-    the others buffers that it receives versions in. `kv_cache_bytes` says instead what keys and values may take.
-    `threads` is the number of cores on a CPU; it is set for the process as a whole. `random_weights` leaves the folder's weights
-    aside. Log-probs are those of the distribution sampled from.
+    `max_model_len` is the context (None: the model's). The `engines` on a GPU together take the share `memory` of its memory, and free it
+    between rollouts if the pool is `shared`. In this share each engine has `copies` of the weights: its own, and the buffers in which it
+    receives versions. `kv_cache_bytes` instead sets the size of the KV cache. `threads` is the number of cores on a CPU, for the whole
+    process. `random_weights` ignores the weights of the folder. Log-probs are those of the sampling distribution.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -92,7 +91,7 @@ class VllmEngine(GenerateEngine):
         self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
-        """Take a request; see `GenerateEngine`."""
+        """Queue a request; see `GenerateEngine`."""
         check_request(request, self._names, self.context_length(), self._summary.vocab_size)
         # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._loads)}
@@ -101,13 +100,13 @@ class VllmEngine(GenerateEngine):
         self._running[name] = _Running(request)
 
     def decode(self) -> dict[str, Response]:
-        """Advance by one decode step; see `GenerateEngine`."""
+        """Run one decode step; see `GenerateEngine`."""
         finished: dict[str, Response] = {}
         gone: list[str] = []
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
         for output in self._engine.engine_core.get_output().outputs:
             row = self._running.get(output.request_id)
-            if row is None:  # aborted while its next token was on its way
+            if row is None:  # aborted while its next token was being computed
                 continue
             if output.new_token_ids:
                 row.tokens += output.new_token_ids
@@ -120,15 +119,15 @@ class VllmEngine(GenerateEngine):
         return finished
 
     def unfinished(self) -> int:
-        """Return how many requests the engine holds."""
+        """Count the requests that the engine holds."""
         return len(self._running)
 
     def written(self) -> dict[str, int]:
-        """Return how many tokens each unfinished request has so far."""
+        """Count the tokens that each unfinished request has so far."""
         return {row.request.id: len(row.tokens) for row in self._running.values()}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
-        """End these requests, and return what they have so far."""
+        """End these requests and return their responses so far."""
         names = [self._names[request_id] for request_id in ids if request_id in self._names]
         self._engine.abort_request(names, internal=True)
         return {self._running[name].request.id: self._forget(name) for name in names}
@@ -157,7 +156,7 @@ class VllmEngine(GenerateEngine):
         )
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
-        """Take new weights; see `GenerateEngine`."""
+        """Load new weights; see `GenerateEngine`."""
         if not copy_plan.same_tensors(weights, self._checked):
             check_weights(weights, self._shapes)
             self._checked = dict(weights)
@@ -178,9 +177,9 @@ class VllmEngine(GenerateEngine):
             self._begin_again([row.request for row in self._running.values() if not row.tokens])
 
     def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load by the recorded copies of the model's loader; by the loader itself the first time, or where it does more than copy.
+        """Load by the recorded copies of the model's loader; by the loader itself the first time, or if it does more than copy.
 
-        The copies are under way when this returns, and done before the next decode step of this thread begins.
+        The copies are under way when this returns; they are done before this thread's next decode step begins.
         """
         if self._copies is None:
             self._copies = copy_plan.record(self._model(), weights)
@@ -188,7 +187,7 @@ class VllmEngine(GenerateEngine):
             self._copies.replay(weights)
 
     def _catch_up(self) -> None:
-        """Take the tokens of decode steps that are under way, which the old weights compute."""
+        """Collect the tokens of decode steps under way, which the old weights compute."""
         core = self._engine.engine_core.engine_core
         if not core.batch_queue:
             return
@@ -198,7 +197,7 @@ class VllmEngine(GenerateEngine):
         core.resume_scheduler()
 
     def sleep(self) -> int | None:
-        """Give the memory of keys and values back, and that of the weights, which go to host memory; see `GenerateEngine`."""
+        """Free the memory of keys, values and weights; the weights go to host memory; see `GenerateEngine`."""
         if self._on_cpu:
             return None
         self._catch_up()
@@ -208,20 +207,20 @@ class VllmEngine(GenerateEngine):
         return self._own_bytes
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Take the device memory back."""
         self._wake("weights")
         self._wake("kv_cache")
 
-    def _wake(self, part: str) -> None:
-        if part in self._asleep:
-            self._engine.wake_up(tags=[part])
-            self._asleep.remove(part)
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._engine.wake_up(tags=[tag])
+            self._asleep.remove(tag)
 
     def _model(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.get_model()
 
     def _begin_again(self, waiting: list[Request]) -> None:
-        """Put requests without a token at the end of the queue again, so that they know nothing of the old weights."""
+        """Queue requests without a token again, so that they see nothing of the old weights."""
         self.drop([request.id for request in waiting])
         for request in waiting:
             self.submit(request)
@@ -235,7 +234,7 @@ class VllmEngine(GenerateEngine):
             head.quant_method.process_weights_after_loading(head)
 
     def context_length(self) -> int:
-        """Return how many tokens prompt and response may have together."""
+        """The number of tokens that prompt and response may have together."""
         length: int = self._engine.vllm_config.model_config.max_model_len
         return length
 

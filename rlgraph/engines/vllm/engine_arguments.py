@@ -1,4 +1,4 @@
-"""What vLLM is started with: on a CPU a small eager engine, on a GPU one with recorded decode steps and most of the memory."""
+"""The arguments of vLLM: on a CPU a small eager engine, on a GPU one with recorded decode steps and most of the memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,13 +24,13 @@ MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, a
 
 
 def most_sequences(on_cpu: bool, needed: int = 0) -> int:
-    """How many responses an engine decodes at once: no more than are `needed` (0: not known), as each size of a decode step is recorded."""
+    """The number of responses decoded at once: at most `needed` (0: not known), since every size of a decode step is recorded."""
     most = 256 if on_cpu else 1024
     return min(needed, most) if needed else most
 
 
 def environment(gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set before vLLM is imported, where they are not `given`."""
+    """The environment variables to set before vLLM is imported, unless they are `given`."""
     variables = ENVIRONMENT | (GPU_ENVIRONMENT if gpu else {})
     # vLLM's own all-reduce multicasts over NVLink too, and does not look at NCCL's variable.
     return variables | ({"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if given.get("NCCL_NVLS_ENABLE") == "0" else {})
@@ -58,7 +58,7 @@ def of_model(path: str | Path, context: int, dtype: str, seed: int, tensor_paral
 def arguments(
     *, on_cpu: bool, context: int, max_sequences: int | None, kv_cache_bytes: int | None, share: float, shared: bool
 ) -> Mapping[str, Any]:
-    """Return the arguments of `vllm.EngineArgs` that depend on the machine; `share` is that of a GPU's memory."""
+    """The arguments of `vllm.EngineArgs` that depend on the machine; `share` is the share of a GPU's memory."""
     if on_cpu:
         return {
             "kv_cache_memory_bytes": kv_cache_bytes or KV_CACHE_BYTES,
@@ -81,7 +81,7 @@ def arguments(
         "async_scheduling": True,  # the next step is scheduled while the GPU is at this one
         "enable_sleep_mode": shared,
         "attention_backend": "FLASH_ATTN",
-        # Steps that only decode; those that read prompts too are recorded by `recorded_prompts`.
+        # Steps that only decode; those that read prompts too are recorded by `mixed_cudagraph_patch`.
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -91,26 +91,26 @@ def arguments(
 
 
 def share_of_memory(given: float | None, shared: bool) -> float:
-    """Return the share of a GPU's memory that its engines take together."""
+    """The share of a GPU's memory that its engines take together."""
     return given or (MEMORY_SHARED if shared else MEMORY_ALONE)
 
 
 def kv_cache_of_many(total: int, weights: int, engines: int, share: float) -> int:
-    """Return what each of several engines on one GPU has for keys and values, in bytes.
+    """Compute the KV cache of each of several engines on one GPU, in bytes.
 
-    vLLM measures what is free, which is wrong while other processes start there; so it is told.
+    vLLM would measure the free memory, which is wrong while other processes start on the GPU; so it gets this number.
     """
     return max(int(total * share) // engines - weights - STEP_BYTES, KV_CACHE_BYTES)
 
 
 def recorded_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences whose decode step is recorded as a CUDA graph: dense where steps are short."""
+    """List the numbers of sequences whose decode step is recorded as a CUDA graph: dense where steps are short."""
     sizes = {1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(256, min(most, 512) + 1, 16), *range(512, most + 1, 64), most}
     return sorted(size for size in sizes if size <= most)
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens of recorded steps that read prompts too, up to 512 tokens of them: 8 apart, or a quarter at most."""
+    """List the token counts of recorded steps that also read up to 512 tokens of prompts: 8 apart, or a quarter at most."""
     sizes = [8]
     while sizes[-1] < most + 512:
         sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 3)))

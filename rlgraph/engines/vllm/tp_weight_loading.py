@@ -1,7 +1,7 @@
 """New weights for an engine that spans GPUs: its ranks map the memory that they arrived in, and each copies its own part of them.
 
-No tensor goes through a message. The engine's process says once where the weights lie, in memory of its first GPU or of the trainer's;
-every rank records the copies of its own loader and replays them from then on, over NVLink where the memory is another GPU's.
+No tensor goes through a message. The engine's process describes once where the weights are, in memory of its first GPU or of the trainer's.
+Every rank records the copies of its own loader once and replays them from then on, over NVLink from another GPU's memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Weight(msgspec.Struct, array_like=True):
-    """Where a parameter lies: `offset` in bytes from the start of the memory."""
+    """The place of a parameter: `offset` in bytes from the start of the memory."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ class Description(msgspec.Struct, array_like=True):
 
 
 def describe(weights: Weights, memory: Handle) -> bytes:
-    """Return, as msgpack, where weights lie that are together in one memory."""
+    """Encode, as msgpack, the places of weights in one memory."""
     entries = []
     for name, weight in weights.items():
         start = int(weight.storage_offset()) * weight.itemsize
@@ -45,7 +45,7 @@ def describe(weights: Weights, memory: Handle) -> bytes:
 
 
 def described(description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights as views of the described memory, which `mapped` gives as bytes."""
+    """View the weights in the described memory, which `mapped` gives as bytes."""
     found = msgspec.msgpack.decode(description, type=Description)
     memory = mapped(found.memory)
     return {w.name: device_view(memory, DTYPES[w.dtype], torch.Size(w.shape), w.offset) for w in found.weights}
@@ -60,9 +60,9 @@ class SharedWeights:
         self._known: dict[str, torch.Tensor] = {}  # what the ranks have mapped
 
     def load(self, weights: Weights) -> None:
-        """Have every rank load the weights; the memory that they came in is free when it returns.
+        """Load the weights on every rank; the memory in which they arrived is free when this returns.
 
-        Weights that lie together in one memory on a GPU are read there; all others are copied together first.
+        Weights in one GPU memory are read from there; all others are first copied into one.
         """
         if not same_tensors(weights, self._known) and not (_first(weights).is_cuda and lie_together(weights)):
             weights = self._copied(weights)
@@ -74,7 +74,7 @@ class SharedWeights:
         self._known = dict(weights)
 
     def give_back(self) -> None:
-        """Free what the weights were copied to; no rank has it mapped any more."""
+        """Free the memory that the weights were copied to; the ranks unmap it."""
         if self._own:
             self._call("forget_weights")
             self._known, self._own = {}, {}
@@ -102,7 +102,7 @@ class RankWeights:
         self.plan: copy_plan.CopyPlan | None = None
 
     def map(self, description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> None:
-        """From now on load what lies where the description says."""
+        """Use the weights at the described places from now on."""
         self.weights = described(description, mapped)
 
     def load(self) -> None:
@@ -113,21 +113,21 @@ class RankWeights:
             self.plan.replay(self.weights)
 
     def forget(self) -> None:
-        """Keep nothing that lies in the memory of the engine's process."""
+        """Drop every view of the engine process's memory."""
         self.weights = {}
         if self.plan is not None:
             self.plan = copy_plan.CopyPlan(self.plan.copies)
 
 
 class Extension:
-    """What vLLM's worker of each GPU can do besides."""
+    """Methods added to vLLM's worker of each GPU."""
 
     get_model: Callable[[], Any]  # the worker's own
     _rank_weights: RankWeights | None = None
-    _mapped_weights: Mapped | None = None  # the few memories that versions come in, in turns
+    _mapped_weights: Mapped | None = None  # the few memories in which versions arrive
 
     def take_weights(self, description: bytes | None = None) -> None:
-        """Load the weights that lie where the last description said; returns when they are there."""
+        """Load the weights at the described places (None: those of the last call); returns when they are loaded."""
         if self._rank_weights is None or self._mapped_weights is None:
             self._rank_weights, self._mapped_weights = RankWeights(self.get_model()), Mapped()
         if description is not None:
@@ -136,7 +136,7 @@ class Extension:
         torch.cuda.current_stream().synchronize()
 
     def forget_weights(self) -> None:
-        """Keep nothing mapped."""
+        """Unmap all memory."""
         if self._rank_weights is not None:
             self._rank_weights.forget()
             self._mapped_weights = Mapped()
