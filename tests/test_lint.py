@@ -34,6 +34,7 @@ BREACHES = {
     "imports go down only": ("errors.py", "from rlgraph import api"),
     "Ray is known to its dispatch, its channels and its graph": ("nodes/items.py", "import ray"),
     "transformers and vllm are imported by the engines alone": ("nodes/prompts.py", "import transformers"),
+    "what draws plans and runs knows no engine and no node's work": ("render/text.py", "import rlgraph.engines.registry"),
     "an engine saves and loads itself: the runtime knows nothing of how it is sharded": (
         "runtime/local.py",
         "import rlgraph.engines.fsdp.sharding",

@@ -48,7 +48,7 @@ LOOKED_AT = {
         "self.cls",
     ),
     *("annotation", "signature.parameters.get('name')", "setting"),  # of a setting, whose fields are checked one by one
-    *("costs", "made", "plan", "found", "law.decode"),  # fields(...) of our own values, one by one
+    *("costs", "made", "plan", "found", "cost.decode"),  # fields(...) of our own values, one by one
     *("torch", "library", "MultiOutputNode", "self.actor", "actor", "self", "end"),
 }
 

@@ -22,6 +22,9 @@ Aggregation: TypeAlias = Annotated[str, OneOf(AGGREGATIONS)]
 class Totals:
     """The size of a whole mini-batch over all ranks: the trained tokens, and the rows with at least one. Micro-batches divide by it.
 
+        >>> Totals.of(torch.tensor([[True, True], [True, False], [False, False]]))
+        Totals(tokens=3, rows=2)
+
     A row that a filter or a rejection masks out counts in no mean over rows: 4 of 8 rows masked give the loss of the other 4.
     """
 
@@ -31,9 +34,6 @@ class Totals:
     @classmethod
     def of(cls, mask: torch.Tensor) -> "Totals":
         """Count the trained tokens and rows of a mini-batch that is whole on this rank, by its mask `[B, T]`.
-
-            >>> Totals.of(torch.tensor([[True, True], [True, False], [False, False]]))
-            Totals(tokens=3, rows=2)
 
         Raises DataError for a mask that is not bool and [B, T].
         """

@@ -19,7 +19,16 @@ class ImportanceWeights(ABC):
     """Base of the importance weights: the ratio of the trainer's to the engine's probability, of each token or each whole response.
 
     `level="token"` has little variance and a bias; `"sequence"` multiplies the ratios of a response, and only its bounds add a bias.
-    `normalize` divides by the mean over the batch. Log-ratios are clamped to [-20, 20].
+    `normalize` divides by the mean over the batch. Log-ratios are clamped to [-20, 20]. Weights of your own derive from it:
+
+        >>> class Unbounded(ImportanceWeights):
+        ...     def bounded(self, weights):
+        ...         return weights
+        ...     def bounds(self):
+        ...         return 0.0, float("inf")
+        >>> Unbounded()(torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), torch.tensor([[True]]))
+        tensor([[7.3891]])
+
     Source: "When Speed Kills Stability", richardli.xyz/rl-collapse; Yao et al., 2025, fengyao.notion.site/off-policy-rl.
     """
 
