@@ -64,7 +64,7 @@ CORRECTED = ("proximal", *(name for name in LOSSES if name.startswith("bypass"))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_goes_with_every_estimator_and_every_correction_but_weights_it_has_already(model: str, loss: str) -> None:
+def test_every_loss_works_with_every_estimator_and_every_correction_except_weights_it_already_has(model: str, loss: str) -> None:
     def declared(**settings: str) -> rg.Graph:
         return by_name.graph(by_name.Config(model=model, loss=loss, loss_options=OPTIONS.get(loss, {}), **settings))
 
@@ -114,6 +114,6 @@ def test_the_greedy_baseline_is_generated_beside_the_responses_and_repeated_for_
     assert plan.certificate.staleness_bound == 1
 
 
-def test_an_unknown_name_lists_those_there_are(model: str) -> None:
+def test_an_unknown_name_lists_the_known_ones(model: str) -> None:
     with pytest.raises(GraphError, match=r"there is no estimator 'grop'; choose one of \['dr_grpo'"):
         steps(model, estimator="grop")

@@ -52,7 +52,7 @@ def test_a_run_is_a_function_of_its_seed(tmp_path: Path, monkeypatch: pytest.Mon
     assert runs[0] == runs[1]
 
 
-def test_a_run_that_was_left_goes_on_with_the_prompts_behind_those_it_drew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_with_the_next_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dapo, "right_number", rare)
 
     def run(steps: int, folder: Path | None) -> list[dict[str, float]]:

@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_bad_input_is_refused_with_where_what_rule_and_fix(name: str) -> None:
+def test_bad_input_raises_an_error_with_place_finding_rule_and_fix(name: str) -> None:
     declare, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         declare()

@@ -113,7 +113,7 @@ def test_torch_distributed_is_known_to_the_trainer_and_to_one_channel() -> None:
     assert breaks("import torch.distributed.fsdp")
 
 
-def test_what_is_private_is_used_by_its_own_module() -> None:
+def test_private_names_are_used_in_their_own_module_alone() -> None:
     found = {name: private for name, text in sources() if not name.startswith("engines/") and (private := private_of_others(text))}
     assert {name: more for name, private in found.items() if (more := private - PRIVATE.get(name, set()))} == {}
     assert {name: gone for name, known in PRIVATE.items() if (gone := known - found.get(name, set()))} == {}, "no longer used"

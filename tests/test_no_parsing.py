@@ -34,7 +34,7 @@ def test_regular_expressions_read_the_text_of_others_alone() -> None:
     assert using <= set(FOREIGN), f"{using - set(FOREIGN)}: carry a value beside the message instead of reading the message"
 
 
-def test_no_part_of_the_runtime_or_the_planner_looks_for_words_in_a_text() -> None:
+def test_neither_runtime_nor_planner_looks_for_words_in_a_text() -> None:
     words = {"startswith", "endswith", "partition", "rpartition", "find", "index"}
     found = [
         f"{name}:{node.lineno}"

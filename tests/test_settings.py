@@ -162,7 +162,7 @@ def test_an_error_says_the_rule_and_what_to_write(name: str) -> None:
         declare()
 
 
-def test_what_means_the_same_is_taken_and_turned_into_the_type() -> None:
+def test_equivalent_values_are_converted_to_the_type() -> None:
     sampling = rg.Sampling(max_tokens=np.int64(8), temperature=np.float32(0.5), stop_token_ids=[np.int32(2), torch.tensor(3)])  # type: ignore[arg-type]
     assert sampling == rg.Sampling(max_tokens=8, temperature=0.5, stop_token_ids=(2, 3))
     assert type(sampling.max_tokens) is int
@@ -198,7 +198,7 @@ def test_a_value_in_a_message_is_short_on_one_line(name: str) -> None:
     assert "\n" not in shown(value)
 
 
-def test_a_value_whose_class_cannot_print_itself_is_named_by_its_class() -> None:
+def test_a_value_that_cannot_be_printed_is_named_by_its_class() -> None:
     class Shy:
         def __repr__(self) -> str:
             raise ValueError("no")
@@ -227,7 +227,7 @@ def test_an_error_never_shows_a_long_value_whole(make) -> None:
     assert len(str(error.value)) < 600
 
 
-def test_a_difference_of_two_runs_is_told_in_short() -> None:
+def test_a_difference_of_two_runs_is_printed_in_short() -> None:
     told = difference({"data": "a" + LONG}, {"data": "b" + LONG})
     assert told.startswith("'data' was 'axx")
     assert len(told) < 300

@@ -60,7 +60,7 @@ def looked_at(source: str) -> Iterator[tuple[int, str]]:
             yield call.lineno, ast.unparse(call.args[0])
 
 
-def test_no_operation_node_stage_or_model_is_looked_at_by_the_name_of_an_attribute() -> None:
+def test_no_attribute_of_an_operation_node_stage_or_model_is_read_by_getattr() -> None:
     assert len(SOURCES) > 100
     found = [f"{file.name}:{line} {what}" for file in SOURCES for line, what in looked_at(file.read_text()) if what not in LOOKED_AT]
     assert not found, f"declare a trait in rlgraph/graph/operation.py, with a default, in place of {found}"
@@ -211,7 +211,7 @@ class Locked(Operation):
         raise AssertionError("never run")
 
 
-def test_an_operation_that_no_other_process_can_have_is_named_before_anything_starts() -> None:
+def test_an_unpicklable_operation_is_named_before_anything_starts() -> None:
     graph = fakes.vector_loop(
         1, middle=lambda rollout: declare("mine", Locked(threading.Lock()), [rollout], reads=("values",), writes=("rewards",)).batch
     )
@@ -219,7 +219,7 @@ def test_an_operation_that_no_other_process_can_have_is_named_before_anything_st
         check_sendable(graph)
 
 
-def test_what_is_no_operation_is_refused_where_it_is_declared() -> None:
+def test_declare_refuses_an_object_that_is_no_operation() -> None:
     with pytest.raises(GraphError, match=r"node 'mine' has operation=.*derive from rlgraph\.Operation"):
         rg.declare("mine", lambda step, columns: columns, (), reads=(), writes=("rewards",), rows=1)  # type: ignore[arg-type]
 

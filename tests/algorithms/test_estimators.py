@@ -107,7 +107,7 @@ def test_a_column_of_another_shape_is_refused(name: str) -> None:
 
 @quick
 @given(seeds, st.sampled_from([0.9, 1.0]))
-def test_gae_goes_on_behind_a_response_that_was_cut_off_and_nowhere_else(seed: int, gamma: float) -> None:
+def test_gae_bootstraps_responses_that_were_cut_off_and_no_others(seed: int, gamma: float) -> None:
     columns = batch(seed)
     cut = torch.arange(8) % 3 == 0
     columns["finish_reasons"] = torch.where(cut, 1 + torch.arange(8) % 2, 0).to(torch.int8)
@@ -225,6 +225,6 @@ def test_the_tail_of_the_longest_response_has_no_baseline_even_behind_gaps() -> 
         (lambda: alg.OptimalTokenBaseline(align="row"), r"'column', 'token'"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_when_it_is_given(make: object, message: str) -> None:
+def test_an_impossible_option_is_refused_when_it_is_given(make: object, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         make()

@@ -236,7 +236,7 @@ def test_entropy_and_kl_terms_add_up_with_their_coefficients() -> None:
     assert metrics["actor/pg_loss"] == pytest.approx(float(plain))
 
 
-def test_a_loss_reads_what_its_options_need() -> None:
+def test_a_loss_reads_the_columns_its_options_need() -> None:
     assert alg.ClippedLoss().reads == ("old_log_probs", "advantages")
     assert alg.ClippedLoss(kl_coef=0.1).reads == ("old_log_probs", "advantages", "ref_log_probs")
     assert alg.Reinforce().reads == ("advantages",)
@@ -313,7 +313,7 @@ def test_value_loss_agrees_with_finite_differences_and_ignores_what_is_masked() 
         (lambda: alg.ProximalLoss(method="cubic"), "'loglinear', 'linear'"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_when_it_is_given(make: object, message: str) -> None:
+def test_an_impossible_option_is_refused_when_it_is_given(make: object, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         make()
 
@@ -333,7 +333,7 @@ def test_a_mask_that_is_not_bool_is_refused(name: str) -> None:
 
 
 @every_loss
-def test_every_column_that_a_loss_reads_is_needed_in_its_shape_and_kind(name: str) -> None:
+def test_a_loss_needs_every_column_it_reads_in_its_shape_and_dtype(name: str) -> None:
     columns = batch(0)
     for column in ALL_LOSSES[name].reads:
         without = {key: value for key, value in columns.items() if key != column}
@@ -343,7 +343,7 @@ def test_every_column_that_a_loss_reads_is_needed_in_its_shape_and_kind(name: st
             evaluate(ALL_LOSSES[name], {**columns, column: columns[column][:-1]})
 
 
-def test_what_the_value_loss_reads_is_needed_in_its_shape_and_kind() -> None:
+def test_the_value_loss_needs_its_columns_in_their_shape_and_dtype() -> None:
     columns = batch(0)
     for column in alg.ValueLoss().reads:
         with pytest.raises(DataError, match=rf"'{column}' is torch.float64 of shape \[7, 9\]"):

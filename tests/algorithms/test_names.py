@@ -30,7 +30,7 @@ def test_every_loss_can_be_made_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(("look_up", "known"), [(alg.estimator, "grpo"), (alg.loss, "clipped"), (alg.correction, "decoupled_seq_is")])
-def test_an_unknown_name_lists_those_there_are(look_up: object, known: str) -> None:
+def test_an_unknown_name_lists_the_known_ones(look_up: object, known: str) -> None:
     with pytest.raises(GraphError, match=f"'gpro'.*'{known}'"):
         look_up("gpro")
 
@@ -54,7 +54,7 @@ def described(correction: alg.RolloutCorrection) -> str:
     return " | ".join([f"{weights.level}, {bounds}" if weights else "", *(rejections or [""])])
 
 
-def test_the_documentation_says_what_each_preset_does() -> None:
+def test_the_documentation_describes_each_preset() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     rows = {" ".join(line.split()) for line in text.splitlines()}
     assert [

@@ -55,7 +55,7 @@ def test_k1_bounds_are_bounds_of_the_ratio(low: float | None, high: float, kept:
     assert [ratio for ratio, keep in zip(RATIOS, mask[0].tolist(), strict=True) if keep] == list(kept)
 
 
-def test_settings_of_verl_keep_what_its_code_keeps() -> None:
+def test_settings_of_verl_keep_the_tokens_that_its_code_keeps() -> None:
     mask = alg.Rejection.from_verl("token_k1", "0.6_1.2")(*inputs())
     assert [ratio for ratio, keep in zip(RATIOS, mask[0].tolist(), strict=True) if keep] == [0.9, 1.0, 1.15, 1.5]
     assert alg.Rejection.from_verl("seq_mean_k3", "0.01") == alg.Rejection("seq_mean_k3", 0.01)
@@ -89,7 +89,7 @@ def test_thresholds_that_verl_refuses_are_refused_with_the_format(option: str, t
         alg.Rejection.from_verl(option, threshold)
 
 
-def test_an_option_that_verl_lacks_is_refused_with_those_it_has() -> None:
+def test_an_option_unknown_to_verl_is_refused_with_the_known_ones() -> None:
     with pytest.raises(GraphError, match=r"statistic is one of .*token_k1"):
         alg.Rejection.from_verl("token_k4", 1.0)
 
@@ -177,7 +177,7 @@ def test_bypass_rejections_keep_the_totals_and_are_reported() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in alg.LOSSES if name.startswith("bypass")])
-def test_bypass_tells_what_the_diagnostics_of_the_whole_batch_do(name: str) -> None:
+def test_bypass_reports_the_diagnostics_of_the_whole_batch(name: str) -> None:
     columns = batch(3)
     loss = alg.loss(name)
     policies = columns["log_probs"], columns["rollout_log_probs"], columns["response_mask"]
@@ -243,7 +243,7 @@ def test_a_rollout_without_log_probs_cannot_be_interpolated() -> None:
         (lambda: alg.RolloutCorrection(None, (alg.Rejection("token_k2", 1.0),) * 2), "twice"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_when_it_is_given(make: object, message: str) -> None:
+def test_an_impossible_option_is_refused_when_it_is_given(make: object, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         make()
 

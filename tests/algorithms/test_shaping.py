@@ -29,7 +29,7 @@ def test_constant_groups_are_those_that_teach_nothing() -> None:
     assert alg.constant_groups(metric, ids).tolist() == [True, False, True, False, True, False]
 
 
-def test_each_response_has_one_metric_and_one_id() -> None:
+def test_constant_groups_needs_one_metric_and_one_id_per_response() -> None:
     with pytest.raises(DataError, match=r"'group_ids' is torch.int64 of shape \[4\], the metric has shape \[3\]"):
         alg.constant_groups(torch.zeros(3), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(DataError, match=r"'group_ids' is torch\.float32"):
