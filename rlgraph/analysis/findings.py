@@ -81,7 +81,7 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
         if side.trainer_waits > NOTICED:
             best = max(side.generate_s, side.train_s)
             yield (
-                f"depth=0 makes '{generator.name}' and '{trainer.name}' take turns: '{trainer.name}' waits {side.trainer_waits:.0%} of its "
+                f"depth=0 makes '{generator.name}' and '{trainer.name}' alternate: '{trainer.name}' waits {side.trainer_waits:.0%} of its "
                 f"time; with depth=1 they overlap, at one version of staleness, and a step can come near {words.seconds(best)} "
                 f"(now {words.seconds(run.step_s)})"
             )
@@ -160,8 +160,8 @@ def _sleeping(run: Run) -> Iterator[str]:
         share = run.steady_bubbles.share((row for row in rows if row.use == "sleep"), rows)
         if share > NOTICED:
             yield (
-                f"engines that have '{pool.name}' in turns wake and sleep {share:.0%} of its time: give them longer turns by larger "
-                "batches, or a pool each, with depth=1"
+                f"engines that time-share '{pool.name}' wake and sleep for {share:.0%} of its time: use larger batches, or give each "
+                "engine a pool of its own with depth=1"
             )
 
 

@@ -71,7 +71,7 @@ def _nodes(plan: Plan) -> list[str]:
 def _sleeps(plan: Plan) -> list[str]:
     """Write the table of models that time-share their devices, with the seconds they take to wake and to sleep; empty if there are none."""
     rows = [[s.model, words.seconds(s.wake_s, s.cost), words.seconds(s.sleep_s, s.cost), s.cost, words.size(s.bytes)] for s in plan.sleeps]
-    return aligned(["in turns", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
+    return aligned(["time-shared", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
 
 
 def _workers(plan: Plan) -> list[str]:
@@ -119,7 +119,7 @@ def _batch_size(channel: PlannedChannel) -> str:
 
 def _route(channel: PlannedChannel) -> str:
     lead = "" if channel.kind == "batch" else f"{words.clean(channel.writer)} -> "
-    carried = "the turn" if channel.kind == "order" else ", ".join(map(words.clean, channel.columns))
+    carried = "order only" if channel.kind == "order" else ", ".join(map(words.clean, channel.columns))
     return f"{lead}{', '.join(map(words.clean, channel.readers))}: {carried}"
 
 

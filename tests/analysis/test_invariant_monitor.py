@@ -1,4 +1,4 @@
-"""A run is held against its certificate: what it allows passes, anything more is named."""
+"""The invariant monitor accepts every run within its certificate and names each bound that a run exceeds."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_a_run_that_keeps_the_plan_passes_and_reaches_its_bound(depth: int) -> N
     assert monitor.observed.channel_slots == {"rollout": depth + 1}
 
 
-def test_a_wait_for_the_rollouts_channel_is_no_rollout() -> None:
+def test_a_wait_for_the_rollout_channel_does_not_count_as_a_rollout() -> None:
     costs = rg.Costs({"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "update": 0.1})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
     monitor = InvariantMonitor(plan)
@@ -38,7 +38,7 @@ def test_a_wait_for_the_rollouts_channel_is_no_rollout() -> None:
     assert monitor.observed.open_batches == 2
 
 
-def test_a_batch_admitted_too_early_is_named() -> None:
+def test_a_batch_admitted_too_early_is_an_error() -> None:
     costs = rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
     early = tuple(
@@ -54,7 +54,7 @@ def test_a_batch_admitted_too_early_is_named() -> None:
         run()
 
 
-def test_a_run_may_go_on_from_any_step() -> None:
+def test_a_run_may_resume_at_any_step() -> None:
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
     monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)[7:], start=7):
@@ -62,7 +62,7 @@ def test_a_run_may_go_on_from_any_step() -> None:
     assert monitor.observed.open_batches == 2
 
 
-def test_a_batch_too_far_behind_and_a_channel_too_full_are_named() -> None:
+def test_a_stale_batch_and_an_overfull_channel_are_errors() -> None:
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
     with pytest.raises(CertificateError, match=r"staleness at most 1\): its oldest token is 2 versions behind"):
         InvariantMonitor(plan).check(5, [], 2, {})
@@ -70,7 +70,7 @@ def test_a_batch_too_far_behind_and_a_channel_too_full_are_named() -> None:
         InvariantMonitor(plan).check(5, [], 1, {ChannelEnd("rollout", "take", 1): 3})
 
 
-def test_a_wait_for_a_channel_that_has_its_writers_name_is_no_admission() -> None:
+def test_a_wait_for_a_channel_named_like_its_writer_is_no_admission() -> None:
     plan = rg.compile(Loop(depth=0).graph(), rg.Cluster(cpus=2))
     monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)):

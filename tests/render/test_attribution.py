@@ -27,7 +27,7 @@ def seconds(bubbles: Bubbles, pool: str | None) -> dict[tuple[Use, str, str], fl
     return {(row.use, row.name, row.cause): round(row.seconds, 9) for row in bubbles.of_pool(pool)}
 
 
-def test_a_wait_is_traced_through_those_who_wait_themselves_to_the_node_that_was_late() -> None:
+def test_a_wait_is_traced_through_waiting_workers_to_the_late_node() -> None:
     spans = [
         Span("load weights for rollout", "load", 0, "generator", 0.0, 1.0),
         Span("rollout", "fire", 0, "generator", 1.0, 6.0),
@@ -84,7 +84,7 @@ def test_a_shared_device_is_busy_while_one_of_its_workers_works_and_the_other_wa
     assert found.share((row for row in rows if row.use == "weights"), rows) == pytest.approx(3 / 7)
 
 
-def test_who_waits_for_data_leaves_a_shared_device_idle_not_who_waits_for_its_turn(plans: dict[str, Plan]) -> None:
+def test_a_wait_for_data_outranks_a_wait_for_order_on_a_shared_device(plans: dict[str, Plan]) -> None:
     plan = plans["ppo_cores"]
     turn = next(c for c in plan.channels if c.kind == "order")
     after, before = plan.node(turn.readers[0]), plan.node(turn.writer)
@@ -106,7 +106,7 @@ def test_weights_that_are_loaded_while_a_node_decodes_have_a_row_of_their_own() 
     assert found == {("node", "rollout"): 7.0, ("weights", "weights"): 1.0, ("moving", "load weights for rollout"): 2.0}
 
 
-def test_the_parts_of_a_batch_are_one_row(plans: dict[str, Plan]) -> None:
+def test_the_chunks_of_a_batch_are_one_row(plans: dict[str, Plan]) -> None:
     plan = plans["one_step_off"]
     event = next(e for e in plan.schedule.events if e.name == "rollout")
     parts = tuple(replace(event, name=f"rollout {i}/2") for i in (1, 2))
@@ -116,7 +116,7 @@ def test_the_parts_of_a_batch_are_one_row(plans: dict[str, Plan]) -> None:
     assert [(row.name, row.seconds) for row in attribute(spans, parted).of_worker(worker)] == [("rollout", 3.0)]
 
 
-def test_what_no_span_covers_is_the_residual() -> None:
+def test_time_without_a_span_is_the_residual() -> None:
     plan = loop_plan(1)
     lanes = [worker.name for worker in plan.workers]
     spans = [Span("rollout", "fire", 0, name, 0.0, 4.0) for name in lanes] + [Span("rollout", "fire", 1, name, 5.0, 10.0) for name in lanes]
@@ -125,7 +125,7 @@ def test_what_no_span_covers_is_the_residual() -> None:
     assert attribute(whole, plan).residual == 0
 
 
-def test_before_its_first_span_a_worker_starts_and_after_its_last_it_is_done() -> None:
+def test_a_worker_starts_up_before_its_first_span_and_is_finished_after_its_last() -> None:
     found = attribute([Span("rollout", "fire", 0, "generator", 2.0, 3.0)], loop_plan(1), 0.0, 5.0)
     assert {(row.use, row.name): row.seconds for row in found.of_worker("generator")} == {
         ("start", "start-up"): 2.0,
@@ -135,7 +135,7 @@ def test_before_its_first_span_a_worker_starts_and_after_its_last_it_is_done() -
     assert found.residual == 0
 
 
-def test_a_worker_that_was_started_again_was_starting_up_until_then() -> None:
+def test_a_restarted_worker_starts_up_until_its_restart() -> None:
     spans = [
         Span("rollout", "fire", 4, "generator", 0.0, 3.0),
         Span("start-up", "start", 5, "generator", 5.0, 6.0),

@@ -56,7 +56,7 @@ def test_each_span_is_named_for_its_event_and_step_and_keeps_its_times(plans: di
     assert (event["ts"], event["dur"]) == (round(span.start_s * 1e6, 3), round((span.end_s - span.start_s) * 1e6, 3))
 
 
-def test_a_wait_names_its_channel_and_is_of_a_category_of_its_own(plans: dict[str, Plan]) -> None:
+def test_a_wait_names_its_channel_and_has_its_own_category(plans: dict[str, Plan]) -> None:
     plan = plans["one_step_off"]
     (event,) = events(trace([Span("advantages", "wait", 3, plan.workers[0].name, 1.0, 2.5)], plan), "X")
     assert event["name"] == "wait advantages@3"
@@ -101,7 +101,7 @@ def test_arrows_never_lead_back_in_time(plans: dict[str, Plan]) -> None:
             assert start["ts"] <= end["ts"]
 
 
-def test_where_loading_and_publishing_are_no_spans_arrows_join_update_and_rollout(plans: dict[str, Plan]) -> None:
+def test_arrows_join_update_and_rollout_if_loading_and_publishing_have_no_spans(plans: dict[str, Plan]) -> None:
     plan = plans["one_step_off"]
     found = trace([span for span in simulate(plan.schedule, 5) if span.kind == "fire"], plan)
     joined = {(span_at(found, start), span_at(found, end)) for start, end in arrows(found).values()}
@@ -116,7 +116,7 @@ def test_a_measured_version_decides_where_its_arrow_begins(plans: dict[str, Plan
     assert ("policy.update@0", "rollout@4") in {(span_at(found, start), span_at(found, end)) for start, end in arrows(found).values()}
 
 
-def test_the_freshest_version_is_the_newest_one_published_before(plans: dict[str, Plan]) -> None:
+def test_the_latest_version_is_the_newest_one_published_before(plans: dict[str, Plan]) -> None:
     plan = plans["k_step_off"]
     (loop,) = plan.loops
     eager = replace(plan, loops=(replace(loop, latest=True),))

@@ -100,12 +100,12 @@ def test_the_critical_cycle_is_drawn_in_red_and_nothing_else_is(plans: dict[str,
     assert {name for name, stroke in edges.items() if stroke == red} == {"critic.values → advantages", "advantages → policy.update"}
 
 
-def test_an_edge_tells_columns_transport_slots_and_bytes_when_pointed_at(plans: dict[str, Plan]) -> None:
+def test_the_tooltip_of_an_edge_lists_columns_transport_slots_and_bytes(plans: dict[str, Plan]) -> None:
     tip = next(tip for tip in tips(ElementTree.fromstring(svg(plans["ppo"])), "edge") if tip.startswith("reward → kl"))
     assert tip.splitlines()[1:] == ["columns rewards", "channel reward: shm, 2 slots, 512 B a batch"]
 
 
-def test_turns_of_a_shared_pool_are_numbered_in_the_order_of_the_plan(plans: dict[str, Plan]) -> None:
+def test_nodes_of_a_shared_pool_are_numbered_in_the_order_of_the_plan(plans: dict[str, Plan]) -> None:
     nodes = tips(ElementTree.fromstring(svg(plans["ppo"])), "node")
     turns = {tip.split(":")[0]: match[1] for tip in nodes if (match := re.search(r"turn (\d of \d) in pool train", tip))}
     assert turns == {
@@ -116,7 +116,7 @@ def test_turns_of_a_shared_pool_are_numbered_in_the_order_of_the_plan(plans: dic
     }
 
 
-def test_a_picture_needs_nothing_beside_it(plans: dict[str, Plan]) -> None:
+def test_a_picture_is_self_contained(plans: dict[str, Plan]) -> None:
     for plan in plans.values():
         assert not re.search(r"href|url\(|<script|<style|@import", svg(plan))
 

@@ -154,7 +154,7 @@ def test_a_loop_label_gives_way_to_the_lines_of_loops_below_it(plans: dict[str, 
     assert (centred.x, moved.span[0] > 480.0, crowded.span[0] > 900.0) == (500.0, True, True)
 
 
-def test_the_critical_cycle_of_a_pool_marks_its_boxes_and_its_turns(plans: dict[str, Plan]) -> None:
+def test_the_critical_cycle_of_a_pool_marks_its_boxes_and_their_order(plans: dict[str, Plan]) -> None:
     picture = layout(plans["ppo"])
     assert picture.critical.nodes == {"policy.log_probs", "critic.values", "advantages", "policy.update", "critic.update"}
     assert picture.critical.edges == {("critic.values", "advantages"), ("advantages", "policy.update")}

@@ -59,7 +59,7 @@ def test_the_facade_of_a_plan_writes_the_report(run: Run, tmp_path: Path) -> Non
     assert (tmp_path / "run.html").read_text(encoding="utf-8") == page(run)
 
 
-def test_a_report_needs_nothing_beside_it(run: Run) -> None:
+def test_a_report_is_self_contained(run: Run) -> None:
     text = page(run)
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest", text)
@@ -95,7 +95,7 @@ def test_the_certificate_stands_beside_what_was_seen(root: ElementTree.Element, 
     assert ["staleness, in versions", "at most 1", "at most 3", "BROKEN"] in found
 
 
-def test_what_the_certificate_bounds_is_shown_with_the_most_that_was_seen(run: Run) -> None:
+def test_each_bound_of_the_certificate_has_its_observed_maximum_beside_it(run: Run) -> None:
     seen = replace(run, observed=Observed(1, 2, {"rollout": 1}))
     found = cells(section(ElementTree.fromstring(page(seen)), "certificate"))
     assert ["open batches", "at most 2", "at most 2", "held"] in found
@@ -126,7 +126,7 @@ def test_settings_and_names_are_shown_as_they_are_and_never_as_markup(root: Elem
     assert "<1> & 'quoted'" in text
 
 
-def test_each_metric_has_its_curve_and_one_that_is_missing_none(run: Run, root: ElementTree.Element) -> None:
+def test_each_metric_has_a_curve_and_a_missing_metric_has_none(run: Run, root: ElementTree.Element) -> None:
     titles = [shown(text) for svg in section(root, "curves").iter("{http://www.w3.org/2000/svg}svg") for text in list(svg)[1:2]]
     assert {"Reward", "Staleness", "Response length", "Loss", "KL", "Entropy"} <= set(titles)
     assert "Value loss" not in titles
@@ -154,7 +154,7 @@ def test_a_recorded_run_gives_the_report_of_the_run_itself(run: Run, tmp_path: P
     assert page(Run.load(tmp_path)) == page(run)
 
 
-def test_a_folder_without_a_run_and_a_run_cut_off_are_named(run: Run, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_a_truncated_run_are_errors(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no recorded run"):
         Run.load(tmp_path)
     run.save(tmp_path)

@@ -41,7 +41,7 @@ def test_every_worker_channel_and_event_of_the_critical_cycle_is_there(plans: di
     assert "model2[0..2] 3 GPU 3-5 policy.log_probs, policy.update" in shown
     assert "policy.log_probs (local) local 2" in shown
     assert "reward shm 2 512 B kl_shaped_rewards: rewards" in shown
-    assert "policy.update -> critic.update: the turn" in shown
+    assert "policy.update -> critic.update: order only" in shown
     assert " -> ".join(plans["ppo"].prediction.critical) in shown
 
 
@@ -67,7 +67,7 @@ def test_an_unsafe_certificate_is_not_called_safe(plans: dict[str, Plan]) -> Non
     assert "no deadlock" not in shown
 
 
-def test_a_publish_that_lengthens_the_step_is_said_to(plans: dict[str, Plan]) -> None:
+def test_a_publish_that_lengthens_the_step_says_so(plans: dict[str, Plan]) -> None:
     plan = plans["one_step_off"]
     (loop,) = plan.loops
     assert "lengthens the step" in text(replace(plan, loops=(replace(loop, hidden=False),)))
@@ -82,7 +82,7 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(plans: dict[str,
     assert clean("\x1b[31m") in text(replace(plans["single"], graph="\x1b[31m"))
 
 
-def test_who_waits_for_what_is_told_the_longest_first(plans: dict[str, Plan]) -> None:
+def test_waits_are_listed_longest_first(plans: dict[str, Plan]) -> None:
     shown = " ".join(text(plans["ppo"]).split())
     waits = plans["ppo"].prediction.waits
     assert [wait.seconds for wait in waits] == sorted((wait.seconds for wait in waits), reverse=True)

@@ -1,4 +1,4 @@
-"""What a run suggests is what it shows: for each observation of the tuning guide a run that has it, and one that has not."""
+"""Findings match the run: for each observation of the tuning guide, one run that shows it and one that does not."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def plan(depth: int, generate_s: float, train_s: float, score_s: float = 0.001, 
     return rg.compile(fakes.vector_loop(depth), rg.Cluster(cpus=cpus), rg.Costs(nodes, publish_s=moving_s, swap_s=moving_s))
 
 
-def in_turns(sleep_s: float) -> Plan:
+def time_shared(sleep_s: float) -> Plan:
     graph = fakes.vector_loop(0, pools=(pool := rg.Pool("both"), pool))
     costs = rg.Costs({"prompts": 0.001, "rollout": 2.0, "score": 0.001, "update": 2.0}, sleep={"policy": SleepCost(sleep_s, sleep_s)})
     return rg.compile(graph, rg.Cluster(gpus=1), costs)
@@ -32,12 +32,12 @@ def with_metric(run: Run, name: str, value: float) -> Run:
     return replace(run, steps=tuple({**step, name: value} for step in run.steps))
 
 
-def test_what_worked_otherwise_than_asked_stands_first_and_is_no_reason_to_leave_the_rest_out() -> None:
+def test_notices_come_first_and_do_not_replace_the_other_findings() -> None:
     run = played(plan(1, 3.0, 1.0), 30, tail=1.8)
     assert findings(replace(run, notices=("the loader copies",))) == ("the loader copies", *findings(run))
 
 
-def test_a_trainer_that_waits_with_even_lengths_is_told_to_give_rollout_more_and_how_much() -> None:
+def test_a_trainer_that_waits_with_even_lengths_is_advised_a_split_with_more_rollout() -> None:
     advice = said(played(plan(1, 3.0, 1.0), 30, tail=1.8))
     assert "wait_prev_gen is high" in advice
     assert "'train' waits 6" in advice  # two thirds of its time
@@ -45,32 +45,32 @@ def test_a_trainer_that_waits_with_even_lengths_is_told_to_give_rollout_more_and
     assert "max_tokens" not in advice
 
 
-def test_a_trainer_that_waits_for_a_long_tail_is_told_that_devices_do_not_help() -> None:
+def test_a_trainer_that_waits_for_a_long_tail_is_advised_shorter_responses_not_devices() -> None:
     advice = said(played(plan(1, 3.0, 1.0), 30, tail=10.0))
     assert "lengths have a long tail (the longest response has 10.0 times" in advice
     assert "cap max_tokens, generate continuously, or raise depth above 1" in advice
     assert "share" not in advice
 
 
-def test_a_generator_that_waits_for_versions_is_told_that_training_sets_the_step() -> None:
+def test_a_generator_that_waits_for_versions_is_advised_more_training_devices() -> None:
     advice = said(played(plan(1, 1.0, 3.0), 30))
     assert "training sets the step; share 2:6 for 'rollout':'train' instead of 4:4" in advice
     assert "wait_prev_gen" not in advice
 
 
-def test_sides_that_take_turns_are_told_what_one_version_of_staleness_would_bring() -> None:
+def test_sides_that_alternate_are_advised_one_version_of_staleness() -> None:
     advice = said(played(plan(0, 2.0, 2.0), 30))
     assert "with depth=1 they overlap, at one version of staleness, and a step can come near 2.0" in advice
     assert "(now 4.0" in advice
 
 
-def test_sides_that_overlap_well_are_told_that_nothing_is_to_gain() -> None:
+def test_sides_that_overlap_well_get_no_advice_to_change() -> None:
     advice = findings(played(plan(1, 2.0, 2.0), 30, jitter=0.0))
     assert len(advice) == 1
     assert "overlap well" in advice[0]
 
 
-def test_weights_that_are_not_hidden_ask_for_a_second_buffer() -> None:
+def test_visible_weight_transfers_are_advised_a_second_buffer() -> None:
     assert "buffers=2 receives it while the generator decodes" in said(played(plan(1, 2.0, 1.9, moving_s=0.2), 30))
     assert "buffers=2" not in said(played(plan(1, 2.0, 1.9), 30))
 
@@ -89,22 +89,22 @@ def test_a_metric_out_of_bounds_is_named(metric: str, small: float, large: float
     assert words in said(with_metric(run, metric, large))
 
 
-def test_log_probs_that_differ_because_the_policy_moved_on_are_no_mismatch() -> None:
+def test_log_probs_of_a_stale_policy_are_no_mismatch() -> None:
     stale, fresh = (with_metric(played(plan(depth, 2.0, 2.0), 30), "actor/ppo_kl_abs", 0.3) for depth in (1, 0))
     assert "different log-probs" not in said(stale)
     assert "different log-probs" in said(fresh)
 
 
-def test_a_run_of_no_step_says_nothing() -> None:
+def test_a_run_without_steps_has_no_findings() -> None:
     run = played(plan(1, 2.0, 2.0), 4)
     assert findings(replace(run, steps=(), spans=())) == ()
 
 
-def test_a_metric_that_is_no_number_counts_for_nothing() -> None:
+def test_a_nan_metric_is_ignored() -> None:
     run = with_metric(played(plan(1, 2.0, 2.0), 30, jitter=0.0), "actor/pg_clipfrac", float("nan"))
     assert "clips" not in said(run)
 
 
-def test_engines_that_wake_and_sleep_for_long_are_told_to_take_longer_turns() -> None:
-    assert "engines that have 'both' in turns wake and sleep 20% of its time" in said(played(in_turns(0.5), 30))
-    assert "in turns" not in said(played(in_turns(0.1), 30))
+def test_engines_that_wake_and_sleep_for_long_are_advised_larger_batches() -> None:
+    assert "engines that time-share 'both' wake and sleep for 20% of its time" in said(played(time_shared(0.5), 30))
+    assert "time-share" not in said(played(time_shared(0.1), 30))
