@@ -1,1 +1,1 @@
-"""How a batch is cut for ranks and passes: one pure function that trainers run and predictions count with."""
+"""Assign the sequences of a batch to ranks and passes: one pure function for trainers and predictions."""

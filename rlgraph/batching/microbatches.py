@@ -1,4 +1,4 @@
-"""Which rank computes a sequence, and in which of its passes: the rule that the trainer runs and a prediction counts with."""
+"""Assign each sequence to a rank and to one of its passes. Trainers run this rule, and predictions count passes by it."""
 
 from typing import TypeAlias
 
@@ -8,12 +8,12 @@ Array: TypeAlias = np.ndarray
 
 
 def micro_batches(tokens: Array, ranks: int, limit: int, *, padded: bool = False) -> tuple[Array, Array]:
-    """Deal sequences to ranks and cut what each rank has into passes of at most `limit` tokens.
+    """Deal sequences to ranks, and split the sequences of each rank into passes of at most `limit` tokens.
 
     `tokens` [batches, n] are the sizes of the sequences of independent batches, the longest first. Returns the rank and the pass of
-    each sequence, both [batches, n]. A sequence goes to the rank with the fewest tokens so far, the lowest of several; its rank
-    starts another pass where this one would exceed the limit, so a sequence above it is alone. `padded` passes count each
-    sequence as long as their first. A size of 0 marks no sequence: it is dealt like the others, but changes nothing.
+    each sequence, both [batches, n]. A sequence goes to the rank with the fewest tokens so far, on a tie to the lowest; the rank
+    starts another pass where this one would exceed the limit, so a longer sequence has a pass of its own. `padded` passes count each
+    sequence as long as their first. A size of 0 stands for no sequence: it is dealt like the others, but changes nothing.
 
         >>> import numpy as np
         >>> rank, passes = micro_batches(np.array([[50, 30, 20, 20]]), ranks=2, limit=60)

@@ -22,6 +22,7 @@ BUFFERS_RULE = "1, the generator's one copy of the weights, or 2, so that it rec
 
 
 def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
+    """Refuse a pool with two of `share`, `gpus` and `cpus`."""
     if gpus is not None and cpus is not None:
         raise GraphError(f"pool '{name}' has both gpus={gpus} and cpus={cpus}; a pool is of one kind: make two pools")
     if share != 1 and (gpus is not None or cpus is not None):
@@ -29,6 +30,7 @@ def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | Non
 
 
 def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
+    """Refuse a depth beyond the slots of a channel, and settings without effect at depth 0."""
     where = f"feedback '{name}'"
     if depth > MAX_DEPTH:
         raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
@@ -52,6 +54,7 @@ def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> N
 
 
 def check_inputs(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
+    """Refuse a column that no input or more than one carries, and an input of which nothing is read."""
     where = f"node '{name}'"
     carried = Counter(column for output in set(inputs) for column in output.columns)
     names = [output.node.name for output in inputs]
@@ -84,6 +87,7 @@ def _fix(column: str, inputs: Sequence["Output"]) -> str:
 
 
 def check_rows(node: "Node") -> None:
+    """Refuse inputs whose rows cannot be repeated to the rows of the node."""
     for output in node.inputs:
         if output.node.rows <= 0 or node.rows % output.node.rows:
             raise GraphError(
@@ -93,6 +97,7 @@ def check_rows(node: "Node") -> None:
 
 
 def check_chunks(node: "Node") -> None:
+    """Refuse a number of chunks that does not divide the rows of each input."""
     for output in node.inputs:
         if node.chunks > 1 and output.node.rows % node.chunks:
             raise GraphError(
@@ -102,6 +107,7 @@ def check_chunks(node: "Node") -> None:
 
 
 def names_are_unique(graph: "Graph") -> None:
+    """Plans, channels and reports identify nodes and pools by their names."""
     for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1:
             raise GraphError(f"graph '{graph.name}' has {count} nodes called '{name}'; give each its own with name=")
@@ -111,12 +117,14 @@ def names_are_unique(graph: "Graph") -> None:
 
 
 def feedbacks_are_closed(graph: "Graph") -> None:
+    """An open feedback edge has no update that sends weights."""
     for feedback in graph.feedbacks:
         if feedback.source is None:
             raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with weights.close(step.weights)")
 
 
 def feedbacks_close_a_cycle(graph: "Graph") -> None:
+    """Weights go to rollouts on whose responses they are trained."""
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         trained = feedback.source.node
@@ -129,6 +137,7 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
 
 
 def drawn_prompts_have_one_reader(graph: "Graph") -> None:
+    """A node that draws prompts by itself takes them from the source, so no other node can read the same ones."""
     takers = {id(n.traits.draws_from): n for n in graph.nodes if n.traits.draws_from is not None}
     for node in graph.nodes:
         drawn = [o.node for o in node.inputs if id(o.node.operation) in takers]
@@ -146,6 +155,7 @@ def drawn_prompts_have_one_reader(graph: "Graph") -> None:
 
 
 def depth_buys_something(graph: "Graph") -> None:
+    """A depth above 0 lets a rollout overlap with an update; without that it would only make batches stale."""
     pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
         if feedback.depth > 0 and len(pools) == 1 and not any(lags(graph).values()):
@@ -193,6 +203,7 @@ def passes_come_before_the_update(graph: "Graph") -> None:
 
 
 def chunks_have_a_reader(graph: "Graph") -> None:
+    """Chunks help only if some node works on one while the rest decodes."""
     for rollout in (node for node in graph.nodes if node.stream is node):
         readers = list(graph.forward.successors(rollout))
         if not any(reader.follows is rollout for reader in readers):
@@ -212,6 +223,7 @@ def _why_whole(reader: "Node", rollout: "Node") -> str:
 
 
 def chunks_fit_a_channel(graph: "Graph") -> None:
+    """All chunks of the open batches fit into the slots of a channel."""
     open_batches = 1 + max((feedback.depth for feedback in graph.feedbacks), default=0)
     for node in graph.nodes:
         if node.chunks > 1 and open_batches * node.chunks > MAX_SLOTS:
@@ -222,6 +234,7 @@ def chunks_fit_a_channel(graph: "Graph") -> None:
 
 
 def evaluations_delay_nobody(graph: "Graph") -> None:
+    """An evaluation with a generator of its own may not keep other nodes of its pool waiting."""
     for node in (node for node in graph.nodes if graph.evaluates_apart(node)):
         others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
         if others:
