@@ -100,7 +100,7 @@ def test_a_message_that_is_being_written_is_not_released(make_shm, gate, beside)
     gate.open.release(3)
 
 
-def test_a_writer_that_fails_on_the_way_breaks_the_channel(make_shm, gate, beside):
+def test_a_writer_that_fails_between_buckets_breaks_the_channel(make_shm, gate, beside):
     writer, readers = make_shm(readers=2)
 
     def put() -> None:
@@ -120,7 +120,7 @@ def test_a_writer_that_fails_on_the_way_breaks_the_channel(make_shm, gate, besid
         readers[1].take(0, LONG)
 
 
-def test_a_writer_that_ends_on_the_way_is_found_out(make_shm, gate, beside):
+def test_a_writer_that_ends_between_buckets_breaks_the_channel(make_shm, gate, beside):
     writer, [reader] = make_shm()
 
     def put() -> None:
@@ -136,7 +136,7 @@ def test_a_writer_that_ends_on_the_way_is_found_out(make_shm, gate, beside):
 
 
 @pytest.mark.parametrize("tensors", [0, 1, 5])
-def test_a_writer_that_tells_of_tensors_that_cannot_be_there_is_cut_off(make_shm, gate, beside, tensors):
+def test_a_writer_that_announces_impossible_tensors_is_cut_off(make_shm, gate, beside, tensors):
     writer, [reader] = make_shm()
     beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
     reader.begin(0, LONG)

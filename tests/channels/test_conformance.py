@@ -101,7 +101,7 @@ def test_a_reader_of_a_silent_writer_times_out_and_can_go_on(make):
     assert taken(reader, 0) == 7
 
 
-def test_close_lets_readers_take_what_is_in_the_slots_then_tells_them(make):
+def test_readers_take_the_messages_in_the_slots_before_they_see_the_close(make):
     writer, readers = make(slots=2, readers=2)
     writer.put(0, number(0), LONG)
     writer.put(1, number(1), LONG)
@@ -137,7 +137,7 @@ def test_a_reader_that_closes_ends_the_channel_for_the_writer_but_not_for_other_
     assert taken(stays, 0) == 0
 
 
-def test_an_end_is_of_no_use_after_its_own_close(make):
+def test_an_end_raises_after_its_own_close(make):
     writer, [reader] = make()
     writer.put(0, number(0), LONG)
     reader.close()
@@ -191,7 +191,7 @@ def test_a_message_without_columns_passes(make):
     reader.release()
 
 
-def test_what_changes_from_message_to_message_in_one_slot_is_seen(make):
+def test_the_reader_sees_every_change_between_messages_of_one_slot(make):
     writer, [reader] = make(slots=1)
     x = torch.arange(6.0)
     messages = [
@@ -207,7 +207,7 @@ def test_what_changes_from_message_to_message_in_one_slot_is_seen(make):
         reader.release()
 
 
-def test_a_cast_that_changes_from_message_to_message_is_seen(make):
+def test_the_reader_sees_a_changed_cast(make):
     writer, [reader] = make(slots=1)
     x = torch.arange(6.0)
     for step, dtype in enumerate([None, torch.bfloat16, torch.bfloat16, torch.float64, None]):
@@ -218,7 +218,7 @@ def test_a_cast_that_changes_from_message_to_message_is_seen(make):
         reader.release()
 
 
-def test_a_gradient_asked_of_one_message_is_not_asked_of_the_next(make):
+def test_requires_grad_of_one_message_is_not_set_on_the_next(make):
     writer, [reader] = make(slots=1)
     writer.put(0, {"x": torch.ones(2)}, LONG)
     reader.take(0, LONG)["x"].requires_grad_()
@@ -299,13 +299,13 @@ def test_a_release_without_a_take_is_a_defect(make):
 
 
 @pytest.mark.parametrize("column", [(1, 2), [1, 2], "text", None])
-def test_what_is_no_column_is_refused(make, column):
+def test_a_value_that_is_no_column_is_refused(make, column):
     writer, _ = make()
     with pytest.raises(ChannelError, match=f"'edge', the writer, step 0: column 'x' is a {type(column).__name__}"):
         writer.put(0, {"x": column}, LONG)
 
 
 @pytest.mark.parametrize(("slots", "readers"), [(0, 1), (65, 1), (1, 0)])
-def test_slots_and_readers_that_cannot_be_are_refused(make, slots, readers):
+def test_impossible_numbers_of_slots_and_readers_are_refused(make, slots, readers):
     with pytest.raises(ChannelError, match="channel 'edge' has"):
         make(slots=slots, readers=readers)

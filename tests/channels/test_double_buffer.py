@@ -68,7 +68,7 @@ def test_the_order_of_the_parameters_may_change():
         assert values(second) == expected(square)
 
 
-def test_shards_that_lie_where_they_lay_bring_their_new_values():
+def test_shards_in_the_same_memory_bring_their_new_values():
     ranks = [[WeightShard(s.name, s.global_shape, s.offsets, s.tensor.clone()) for s in shards] for shards in split(2)]
     second = Staging()
     for version in range(3):
@@ -78,7 +78,7 @@ def test_shards_that_lie_where_they_lay_bring_their_new_values():
             shard.tensor.add_(1)
 
 
-def test_a_cut_with_a_hole_is_refused_before_anything_is_copied():
+def test_a_sharding_with_a_hole_is_refused_before_the_first_copy():
     second = Staging()
     second.fill(split(2))
     held = {name: tensor.clone() for name, tensor in second.weights.items()}

@@ -11,7 +11,7 @@ from rlgraph.channels.factory import first_choice
 from rlgraph.errors import ChannelError, PlanError
 
 
-def test_what_a_plan_takes_follows_from_reach_and_memory():
+def test_a_plan_chooses_the_transport_by_reach_and_memory():
     wanted = [("process", "host"), ("host", "host"), ("host", "gpu"), ("hosts", "host"), ("hosts", "gpu")]
     assert [first_choice(reach, memory) for reach, memory in wanted] == ["local", "shm", "peer", "tcp", "nccl"]
 

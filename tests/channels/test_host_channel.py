@@ -74,7 +74,7 @@ def test_a_slot_keeps_its_views_while_messages_are_laid_out_alike(make_shm):
     assert [new is old for old, new in itertools.pairwise(views)] == [True, True, False, True]
 
 
-def test_a_batch_that_cannot_be_stored_spoils_no_layout(make_shm):
+def test_a_batch_that_cannot_be_stored_leaves_the_layout_intact(make_shm):
     writer, [reader] = make_shm(slots=1)
     for step, size in enumerate([2, 3, 2]):
         writer.put(step, {"x": torch.full((size,), float(step))}, LONG)
@@ -122,7 +122,7 @@ def test_a_slot_grows_for_a_larger_batch_and_earlier_views_stay_intact(make_shm)
     assert reader.take(12, LONG)["x"].tolist() == [0, 0, 0]
 
 
-def test_memory_of_a_slot_that_grew_is_given_back_with_its_last_view(make_shm):
+def test_old_memory_of_a_slot_that_grew_is_freed_with_its_last_view(make_shm):
     gc.collect()
     before = {handle for handle, path in handles().items() if "memfd:rlgraph edge" in path}
     writer, [reader] = make_shm(slots=1)

@@ -45,7 +45,7 @@ def process() -> Iterator[Callable[..., Any]]:
         one.join()
 
 
-def test_messages_whose_size_changes_cross_with_text_and_with_nothing_beside(carried: Any) -> None:
+def test_messages_of_changing_sizes_cross_with_and_without_text(carried: Any) -> None:
     writer, [reader] = carried(slots=2)
     sent = [
         {"x": torch.arange(10), "who": ["écrivain"]},
@@ -66,7 +66,7 @@ def test_messages_whose_size_changes_cross_with_text_and_with_nothing_beside(car
 
 
 @pytest.mark.parametrize("beside", [{}, {"x": torch.arange(5)}, {"who": ["text"]}], ids=["alone", "beside another", "beside text"])
-def test_a_column_without_an_element_arrives_in_the_memory_of_what_is_carried(carried: Any, beside: dict[str, Any]) -> None:
+def test_an_empty_column_arrives_in_device_memory(carried: Any, beside: dict[str, Any]) -> None:
     writer, [reader] = carried()
     for step, shape in enumerate([(0,), (2, 0), (0, 3)]):
         writer.put(step, {**beside, "empty": torch.ones(shape)}, LONG)
@@ -89,7 +89,7 @@ def test_a_message_too_long_for_the_buffers_of_tcp_does_not_lock_out_the_one_bef
         reader.release()
 
 
-def test_columns_do_not_take_the_way_over_tcp(carried: Any) -> None:
+def test_columns_with_a_carrier_do_not_go_over_tcp(carried: Any) -> None:
     writer, [reader] = carried()
     writer.put(0, {"x": LARGE}, LONG)
     assert torch.equal(reader.take(0, LONG)["x"], LARGE)
@@ -109,7 +109,7 @@ def test_a_slot_is_not_written_over_while_a_slow_reader_holds_it(carried: Any) -
     assert [view.unique().tolist() for view in held] == [[0], [1]]
 
 
-def test_channels_carry_in_both_directions_at_once(carried: Any) -> None:
+def test_channels_transfer_in_both_directions_at_once(carried: Any) -> None:
     ends = [carried(slots=2, readers=2) for _ in range(3)]
     seen: list[bool] = []
 
@@ -153,7 +153,7 @@ def test_a_version_of_weights_arrives_bit_for_bit(carried: Any, buffers: int, ra
         writer.writer.close()
 
 
-def test_a_writer_that_closes_or_goes_lets_its_reader_take_what_was_put(carried: Any) -> None:
+def test_a_reader_takes_the_messages_of_a_writer_that_closed_or_died(carried: Any) -> None:
     writer, [reader] = carried(slots=2)
     for step in range(2):
         writer.put(step, {"x": LARGE[step:]}, LONG)
@@ -244,7 +244,9 @@ def test_a_transfer_that_hangs_breaks_the_channel_at_both_ends(carried: Any, mon
 
 
 @pytest.mark.parametrize("method", ["memory", "receive", "send"])
-def test_what_a_carrier_cannot_do_breaks_the_channel_with_its_words(carried: Any, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_an_error_of_the_communicator_breaks_the_channel_with_its_message(
+    carried: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     def fails(self: Gloo, argument: object) -> None:
         raise RuntimeError("out of memory")
 
@@ -262,7 +264,7 @@ def put_both(writer: HostWriter) -> None:
         writer.put(step, {}, LONG)
 
 
-def test_a_carrier_that_one_end_cannot_make_breaks_the_channel_with_its_words(carried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_that_one_end_cannot_make_breaks_the_channel(carried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     make = Gloo.__init__
 
     def fails(self: Gloo, meeting: Any, rank: int, timeout_s: float) -> None:

@@ -77,7 +77,7 @@ def make_weights(make: Callable[..., Any]) -> Callable[..., tuple[list[WeightsWr
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_cut_arrives_bit_for_bit_at_every_reader(make_weights: Any, request: Any, seed: int) -> None:
+def test_any_sharding_arrives_bit_for_bit_at_every_reader(make_weights: Any, request: Any, seed: int) -> None:
     draw = random.Random(seed)
     ranks, local = draw.randint(1, 4), "local" in request.node.name
     buffers = [1] if local else draw.choice([[1], [2], [1, 2]])  # within a process nothing comes while another computes
@@ -100,7 +100,7 @@ def test_any_cut_arrives_bit_for_bit_at_every_reader(make_weights: Any, request:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_cut_is_put_together_in_the_second_buffer(seed: int) -> None:
+def test_any_sharding_is_assembled_in_the_second_buffer(seed: int) -> None:
     draw = random.Random(1000 + seed)
     staging, ranks, weights = Staging(), draw.randint(1, 6), random_weights(draw)
     for version in range(1, 4):
@@ -119,7 +119,7 @@ def test_any_cut_is_put_together_in_the_second_buffer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_box_that_is_missing_doubled_or_moved_is_found(seed: int) -> None:
+def test_a_missing_doubled_or_moved_box_is_refused(seed: int) -> None:
     draw = random.Random(2000 + seed)
     weights = {"w": torch.randn(5, 6, 4), "v": torch.randn(9)}
     cut = [[shard for shard in shards if shard.replica == 0] for shards in random_cut(draw, weights, 3)]
@@ -161,7 +161,7 @@ WRONG = {
 
 @pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("what", list(WRONG))
-def test_what_is_no_cut_stops_both_kinds_of_readers_or_the_rank_that_sends_it(make_shm: Any, what: str, buffers: int) -> None:
+def test_an_impossible_sharding_stops_both_kinds_of_readers_or_its_own_rank(make_shm: Any, what: str, buffers: int) -> None:
     *ranks, why = WRONG[what]
     ends = [make_shm() for _ in range(2)]
     reader = WeightsReader([found[0] for _, found in ends], buffers)
@@ -247,7 +247,7 @@ def test_a_description_that_no_rank_makes_is_refused(make_shm: Any, description:
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_boxes_that_change_places_alone_land_at_their_new_places(make_shm: Any, buffers: int) -> None:
+def test_boxes_that_swap_places_land_at_their_new_places(make_shm: Any, buffers: int) -> None:
     """The messages are laid out alike, so that the reader gets the very tensors of the version before."""
     writer, readers = make_shm(slots=1)
     publisher, receiver = WeightsWriter(writer, torch.float32), WeightsReader(readers, buffers)

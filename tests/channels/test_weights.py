@@ -31,7 +31,7 @@ def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_fo
 
 @pytest.mark.parametrize("on_gpus", [False, True])
 @pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
-def test_no_version_of_a_run_that_ends_waits_for_a_step_that_never_comes(tmp_path: Path, depth: int, buffers: int, on_gpus: bool) -> None:
+def test_the_last_versions_of_a_run_need_no_further_step(tmp_path: Path, depth: int, buffers: int, on_gpus: bool) -> None:
     slots = staged_versions(rg.feedback("weights", depth=depth, buffers=buffers), on_gpus=on_gpus)
     end = HostWriter("weights", slots, 1, b"key", f"{tmp_path}/w")
     reader = WeightsReader([HostReader("weights", b"key", f"{tmp_path}/w", 5.0)], buffers)

@@ -144,7 +144,7 @@ def test_the_value_loss_falls(make: Any, tied: Path) -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_a_state_is_gone_on_from(make: Any, scored: Path) -> None:
+def test_training_resumes_from_a_state(make: Any, scored: Path) -> None:
     batch, engine, other = returns_of(batch_of(LENGTHS)), make(scored), make(scored)
     engine.update(batch, LOSS)
     other.load_state(engine.state())

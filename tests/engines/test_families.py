@@ -121,7 +121,7 @@ def test_a_setting_that_attention_does_not_know_is_refused_by_name() -> None:
             attend(torch.nn.Linear(1, 1), x, x, x, None, tree_bias=1, position_ids=x)
 
 
-def test_a_layout_that_a_model_does_not_bear_is_left_for_one_that_it_does(tmp_path: Path) -> None:
+def test_a_model_gets_another_layout_if_the_one_asked_for_is_wrong(tmp_path: Path) -> None:
     layout = self_test.trainer_layout(folder_of("lfm2", tmp_path), flat=True)
     assert (layout.flat, layout.shared) == (False, False)
     assert "(lfm2): batches are padded, each response with its own prompt" in layout.note

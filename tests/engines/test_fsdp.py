@@ -108,7 +108,7 @@ def test_sums_of_squares_are_those_of_the_whole_distribution_and_come_with_the_s
     assert not squares[~batch["response_mask"]].any()
 
 
-def test_an_update_on_no_token_at_all_leaves_the_weights_as_they_are(make: Any, tied: Path) -> None:
+def test_an_update_without_a_token_leaves_the_weights_as_they_are(make: Any, tied: Path) -> None:
     engine, batch = make(tied), batch_of(LENGTHS)
     before = copies(engine)
     metrics = engine.update({**batch, "response_mask": torch.zeros_like(batch["response_mask"])}, WeightedLikelihood())
@@ -125,7 +125,7 @@ def test_a_batch_without_a_token_moves_no_warm_up(make: Any, tied: Path) -> None
 
 
 @pytest.mark.parametrize("loss", [GSPO(), GMPO(), ClippedLoss(aggregation="seq-mean-token-sum")])
-def test_rows_that_are_masked_out_are_as_good_as_left_out(make: Any, tied: Path, loss: Any) -> None:
+def test_masked_rows_change_nothing(make: Any, tied: Path, loss: Any) -> None:
     batch = batch_of(LENGTHS)
     batch["old_log_probs"] = make(tied).scores(batch)
     kept = torch.arange(len(LENGTHS)) < len(LENGTHS) // 2
@@ -246,7 +246,7 @@ def test_bfloat16_passes_train_float32_weights(make: Any, tied: Path) -> None:
         torch.testing.assert_close(tensor, before[name], atol=2e-6, rtol=0)
 
 
-def test_a_state_is_gone_on_from(make: Any, tied: Path) -> None:
+def test_training_resumes_from_a_state(make: Any, tied: Path) -> None:
     batch, loss = batch_of(LENGTHS), WeightedLikelihood()
     engine, other = make(tied), make(tied)
     engine.update(batch, loss)

@@ -58,7 +58,7 @@ def test_a_description_gives_the_tensors_and_the_handle_back():
     }
 
 
-def test_ranks_load_what_lies_in_the_memory_now_and_elsewhere_once_told_so():
+def test_ranks_load_the_memory_as_it_is_now_and_other_memory_once_described():
     weights, other = filled(1), filled(2)
     for rank in (0, 1):
         fill(weights, 1)

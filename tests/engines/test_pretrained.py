@@ -60,7 +60,7 @@ def test_a_model_is_made_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="multiple of 64"):
         tiny_model(tmp_path / "model", hidden=96)
 

@@ -51,7 +51,7 @@ def test_texts_are_put_into_the_models_chat_template(tmp_path: Path, policy_fold
     assert chat.scores(["ask"], ["say"]).item() == plain.scores(["<user>ask<assistant>say"], [""]).item()
 
 
-def test_several_numbers_need_a_label_which_chooses_among_them(tmp_path: Path, policy_folder: Path) -> None:
+def test_a_model_of_several_numbers_needs_a_label(tmp_path: Path, policy_folder: Path) -> None:
     folder = reward_folder(tmp_path / "reward", policy_folder, labels=3)
     with pytest.raises(DataError, match="gives 3 numbers a text; choose the reward among them with label=0 to 2"):
         engine(folder)
