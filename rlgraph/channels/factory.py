@@ -1,7 +1,7 @@
 """Every transport by name: its two ends, and its properties for the plan, the memory estimate, the worker and the tests.
 
-A new transport is one file that defines `open_writer` and `open_reader`, and one line of `TRANSPORTS`. The file is imported when an end
-is made, so a plan can name a transport whose library is not installed.
+A new transport is one file that defines `open_writer` and `open_reader`, and one line of `TRANSPORTS`; a user's own is one file and a
+call of `register`. The file is imported when an end is made, so a plan can name a transport whose library is not installed.
 """
 
 import importlib
@@ -76,6 +76,18 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
 }
 
 
+def register(transport: Transport) -> None:
+    """Add a transport of your own under its name, in the process that compiles and launches; workers import its module alone.
+
+    Raises ChannelError where another has that name.
+
+    register(Transport("files", "mine.files", "host", writer_keeps="host"))  # from here on launch(transport="files") takes it
+    """
+    known = cast(dict[str, Transport], TRANSPORTS)
+    if known.setdefault(transport.name, transport) != transport:
+        raise ChannelError(f"transport '{transport.name}': there is one of that name; choose another name")
+
+
 def transport_of(name: str) -> Transport:
     """Look up a transport by its name. Raises ChannelError for an unknown name."""
     if name not in TRANSPORTS:
@@ -89,20 +101,20 @@ def first_choice(reach: Reach, memory: Memory = "host") -> str:
     return next(name for name, found in TRANSPORTS.items() if found.reach == reach and found.writer_keeps == wanted)
 
 
-def open_writer(transport: str, site: Site) -> ListeningWriter:
+def open_writer(transport: str | Transport, site: Site) -> ListeningWriter:
     """Make the writing end of a channel. Raises ChannelError for a site on which the transport cannot work.
 
     writer = open_writer("shm", Site("scores", slots=2, readers=1, address="/tmp/job/scores", authkey=key))
     reader = open_reader("shm", Site("scores", slots=2, readers=1, address=writer.address, authkey=key, timeout_s=10))
     """
-    found = transport_of(transport)
+    found = transport if isinstance(transport, Transport) else transport_of(transport)
     return cast(ListeningWriter, importlib.import_module(found.module).open_writer(found, site))
 
 
-def open_reader(transport: str, site: Site) -> Reader:
+def open_reader(transport: str | Transport, site: Site) -> Reader:
     """Make a reading end of a channel, whose writer listens at the site's address.
 
     Raises ChannelTimeout if none listens in time, ChannelError if it refuses the reader.
     """
-    found = transport_of(transport)
+    found = transport if isinstance(transport, Transport) else transport_of(transport)
     return cast(Reader, importlib.import_module(found.module).open_reader(found, site))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+from files_channel import FILES
 
 from rlgraph.channels import TRANSPORTS, HostReader, HostWriter, Reader, Site, Writer, open_reader, open_writer
 from rlgraph.channels.host.protocol import Kind
@@ -13,8 +14,8 @@ from rlgraph.channels.host.protocol import Kind
 Ends: TypeAlias = tuple[Writer, list[Reader]]
 MakeShm: TypeAlias = Callable[..., tuple[HostWriter, list[HostReader]]]
 WITHOUT_GPUS = [
-    pytest.param(name, marks=pytest.mark.ray if found.needs_ray else ())
-    for name, found in TRANSPORTS.items()
+    pytest.param(found, marks=pytest.mark.ray if found.needs_ray else (), id=found.name)
+    for found in (*TRANSPORTS.values(), FILES)
     if found.writer_keeps != "gpu"
 ]
 
@@ -52,7 +53,7 @@ def ray_driver() -> Iterator[dict[str, object]]:
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Ends]]:
     """Return a function of (slots, readers) that gives the ends of a new channel called 'edge'."""
     numbers, made, here = itertools.count(), [], {}
-    if TRANSPORTS[request.param].needs_ray:
+    if request.param.needs_ray:
         here |= request.getfixturevalue("ray_driver")
 
     def ends(slots: int = 2, readers: int = 1) -> Ends:

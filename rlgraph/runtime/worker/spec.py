@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlgraph.channels.factory import Site, first_choice, transport_of
+from rlgraph.channels.factory import Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
@@ -62,7 +62,7 @@ class Post:
     readers: int
     writer: str
     read_by: tuple[str, ...]
-    transport: str
+    transport: Transport  # itself, as the worker need not know its name
 
     def site(self, address: str, here: dict[str, Any], *, authkey: bytes = b"", host: str = "", timeout_s: float = 0.0) -> Site:
         """Where this worker makes its end: `address` is the post's own, or where its writer was found to listen."""
@@ -243,9 +243,10 @@ def _posts(
     """Return the writing ends. Of weights (`shards`), each rank holds its own part."""
     listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
     ranks = plan.node(writer).workers if shards else writers_of(plan, writer)
-    if transport_of(transport).reach == "process" and listening != ranks:
-        transport = first_choice("host")  # ranks of one model are processes of their own
-    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, transport) for rank, worker in enumerate(ranks))
+    found = transport_of(transport)
+    if found.reach == "process" and listening != ranks:
+        found = transport_of(first_choice("host"))  # ranks of one model are processes of their own
+    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, found) for rank, worker in enumerate(ranks))
 
 
 def writers_of(plan: Plan, node: str) -> tuple[str, ...]:

@@ -1,0 +1,84 @@
+"""The page on extending: its four examples run together, and none of them needs a change of the library."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import files_channel
+import forked  # noqa: F401 (a way of dispatch)
+import pytest
+
+import rlgraph as rg
+from rlgraph.channels.factory import TRANSPORTS, Transport, register
+from rlgraph.compiler.transport import with_transport
+from rlgraph.engines import registry
+from rlgraph.errors import ChannelError
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.measure import Step
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+BLOCKS = re.findall(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", PAGE, re.S)
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget at the end what was registered."""
+    known = dict(TRANSPORTS)
+    for table in (registry.ENGINES, registry.TRAINERS):
+        monkeypatch.setattr(table, "_known", dict(table._known))
+    yield
+    for name in TRANSPORTS.keys() - known:
+        del TRANSPORTS[name]  # type: ignore[attr-defined]
+
+
+def bits(step: Step) -> dict[str, float]:
+    return {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}
+
+
+@pytest.mark.usefixtures("tables")
+def test_the_four_examples_run_in_one_job_and_go_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the page makes its model
+    page: dict[str, Any] = {"__name__": "__main__"}  # as a program of a user's own
+    exec("".join(code for file, code in BLOCKS if not file), page)
+    plan: rg.Plan = page["plan"]
+    assert isinstance(plan.source, rg.Graph)
+    with plan.run_here() as here:
+        whole = [bits(step) for step in here.steps(6)]
+    assert [step["responses/seen"] for step in whole] == [16.0 * n for n in range(1, 7)]
+    assert whole[-1]["steps"] == 6
+
+    through_files, found = with_transport(plan, "files"), []
+    assert {channel.transport for channel in through_files.channels} == {"files", "local"}
+    assert {loop.transport for loop in through_files.loops} == {"files"}
+    for steps in (2, 6):  # of the run as a whole
+        with Job(plan.source, through_files, dispatch_name="forked", deadline_s=60.0, recovery=Recovery(tmp_path / "saved", 2, 2)) as job:
+            found += [bits(step) for step in job.steps(steps)]
+    assert found == whole
+
+
+def test_what_the_page_quotes_is_in_the_files_that_it_names() -> None:
+    quoted = [(file, code) for file, code in BLOCKS if file]
+    assert {file for file, _ in quoted} == {"tests/unigram.py", "tests/files_channel.py"}
+    assert [code for file, code in quoted if code not in (ROOT / file).read_text()] == []
+
+
+def test_each_example_is_one_file_and_the_program_that_names_it() -> None:
+    """The library's own files know none of them, and each file knows no other of the tests."""
+    library = [path for path in (ROOT / "rlgraph").rglob("*.py") if re.search(r"unigram|files_channel|OddTokens", path.read_text())]
+    assert library == []
+    tests = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    for file in ("unigram", "files_channel"):
+        names = re.findall(r"^(?:from|import) (\w+)", (ROOT / "tests" / f"{file}.py").read_text(), re.M)
+        assert set(names) & tests == set()
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_transport_has_a_name_of_its_own() -> None:
+    register(files_channel.FILES)
+    register(files_channel.FILES)
+    with pytest.raises(ChannelError, match="transport 'shm': there is one of that name"):
+        register(Transport("shm", "files_channel", "host", writer_keeps="host"))
+    assert TRANSPORTS["shm"].module == "rlgraph.channels.host.channel"
