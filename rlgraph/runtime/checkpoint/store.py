@@ -23,7 +23,7 @@ from rlgraph.compiler.plan import Plan
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.checkpoint.fingerprint import difference, identity
-from rlgraph.runtime.checkpoint.snapshot import part_name
+from rlgraph.runtime.checkpoint.worker_snapshot import part_name
 from rlgraph.runtime.messages import NotSaved, Part, Saved
 from rlgraph.runtime.worker.spec import Resume, Start
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rlgraph.compiler.schedule import Span
-from rlgraph.runtime.checkpoint.snapshot import Fired, Snapshots, Told, restore
+from rlgraph.runtime.checkpoint.worker_snapshot import Fired, Snapshots, Told, restore
 from rlgraph.runtime.worker.executor import Worker
 
 Reported = tuple[Mapping[str, float], list[Span]]
