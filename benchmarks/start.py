@@ -131,12 +131,12 @@ def child(model: str, tokens: int) -> None:
     marks.end("graph and plan")
     job = plan.launch()
     marks.end("checks of models and data")
-    attempt: Any = job._attempt
-    crew = attempt._crew
-    marks.before(attempt._dispatch, "create", "Ray")
-    marks.before(crew, "until_ready", "workers start, import and open their channels")
-    marks.before(attempt._dispatch, "start", "workers load their engines")
-    looks = Looks(lambda: crew.states() if attempt.folder and not attempt.ended else {})
+    session: Any = job._session
+    group = session._group
+    marks.before(session._dispatch, "create", "Ray")
+    marks.before(group, "until_ready", "workers start, import and open their channels")
+    marks.before(session._dispatch, "start", "workers load their engines")
+    looks = Looks(lambda: group.states() if session.folder and not session.ended else {})
     with job:
         marks.end("the compiled graph")
         step = next(iter(job.steps(1)))

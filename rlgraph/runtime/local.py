@@ -113,17 +113,17 @@ class LocalJob:
         """Fire every node for `step` that has not, of the workers that are to get as far as `until`."""
         for event in self.plan.schedule.events:
             progress = self._homes[event.node]
-            if event.kind == "fire" and progress.fired <= step < until + progress.lead:
+            if event.kind == "fire" and progress.fired <= step < until + progress.lookahead:
                 torch.set_num_threads(progress.worker.setup.worker.threads)
                 progress.worker.fire(progress.worker.setup.task(event.node), step, event.chunk)
         for progress in self.progress.values():
-            if progress.fired <= step < until + progress.lead:
+            if progress.fired <= step < until + progress.lookahead:
                 progress.finish(step)
 
     def _save(self, step: int) -> None:
         """Fire ahead what the checkpoint needs, one step after another, and make it whole."""
         assert self.checkpoints is not None
-        for ahead in range(max(progress.lead for progress in self.progress.values())):
+        for ahead in range(max(progress.lookahead for progress in self.progress.values())):
             self._fire(step + ahead, step)
         for progress in self.progress.values():
             progress.save(step)

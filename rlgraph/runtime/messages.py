@@ -77,7 +77,7 @@ class Written(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Part(msgspec.Struct, frozen=True):
+class CheckpointShard(msgspec.Struct, frozen=True):
     """What one worker puts into a checkpoint: `file` holds its nodes, the others the model it trains."""
 
     worker: str
@@ -89,14 +89,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, tag=True, frozen=True):
-    """A worker's part of the checkpoint after `step` steps is on the disk."""
+    """A worker's shard of the checkpoint after `step` steps is on the disk."""
 
     step: int
-    part: Part
+    shard: CheckpointShard
 
 
 class NotSaved(msgspec.Struct, tag=True, frozen=True):
-    """A worker could not write its part of a checkpoint."""
+    """A worker could not write its shard of a checkpoint."""
 
     step: int
     worker: str

@@ -116,7 +116,7 @@ job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
 with job:
     steps = job.steps(1000)
     next(steps)
-    print("left:", job._attempt.folder, *job.pids.values())
+    print("left:", job._session.folder, *job.pids.values())
     os.kill(job.pids["generator"], signal.SIGKILL)
     for step in steps:
         pass
@@ -190,9 +190,10 @@ sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.runtime import crew, dispatch
+from rlgraph.runtime.driver import ray_dispatch as dispatch
+from rlgraph.runtime.driver import worker_group
 
-dispatch.RAY_S, crew.START_LEAST_S = 4, 0.0
+dispatch.RAY_S, worker_group.START_LEAST_S = 4, 0.0
 dispatch.start_ray()
 [raylet] = [p for p in dispatch.ray._private.worker._global_node.all_processes["raylet"]]
 os.kill(raylet.process.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Whose leftovers a job sweeps, and which notes it believes."""
+"""What a killed job leaves behind is removed, and which notes are believed."""
 
 import asyncio
 import json

@@ -16,7 +16,8 @@ PROGRAM = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import fakes, rlgraph as rg
-from rlgraph.runtime import attempt, dispatch
+from rlgraph.runtime.driver import ray_dispatch as dispatch
+from rlgraph.runtime.driver import session
 
 def say(what, then):
     def said(*arguments):
@@ -25,7 +26,7 @@ def say(what, then):
     return said
 
 dispatch.ray.init = (lambda start: lambda *a, **k: [print("starting Ray", flush=True), start(*a, **k)][1])(dispatch.ray.init)
-attempt.Attempt._end = say("ending", attempt.Attempt._end)
+session.Session._end = say("ending", session.Session._end)
 plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s=0.1), rg.Cluster(cpus=2))
 with plan.launch() as job:
     for step in job.steps(1000):

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from rlgraph.runtime.worker.span_recorder import Ledger
+from rlgraph.runtime.worker.span_recorder import SpanRecorder
 
 
 def busy(until: int = 20_000) -> int:
@@ -10,44 +10,44 @@ def busy(until: int = 20_000) -> int:
 
 
 def test_spans_follow_one_another_without_a_gap() -> None:
-    ledger, waited = Ledger("w"), [0.0]
+    recorder, waited = SpanRecorder("w"), [0.0]
     busy()
-    ledger.begin(0)
+    recorder.begin(0)
     for step in range(3):
-        with ledger.moving("in", "wait", lambda: waited[0], ("node", "carry"), step):
+        with recorder.moving("in", "wait", lambda: waited[0], ("node", "carry"), step):
             busy()
             waited[0] += 1e-5
         busy()
-        ledger.carry("node", step)
-        with ledger.span("node", "fire", step):
+        recorder.carry("node", step)
+        with recorder.span("node", "fire", step):
             busy()
         busy()
-        ledger.begin(step + 1)
-    spans = ledger.taken()
+        recorder.begin(step + 1)
+    spans = recorder.taken()
     assert [span.kind for span in spans[:5]] == ["start", "wait", "carry", "carry", "fire"]
     assert all(a.end_s == b.start_s for a, b in pairwise(spans))
-    assert ledger.taken() == []
+    assert recorder.taken() == []
 
 
 def test_only_as_much_of_a_move_is_a_wait_as_its_channel_was_blocked() -> None:
-    ledger, waited = Ledger("w"), [7.0]
-    ledger.begin(0)
-    with ledger.moving("out", "room", lambda: waited[0], ("publish weights", "publish"), 0, version=1):
+    recorder, waited = SpanRecorder("w"), [7.0]
+    recorder.begin(0)
+    with recorder.moving("out", "room", lambda: waited[0], ("publish weights", "publish"), 0, version=1):
         busy()
         waited[0] += 1e-5
-    wait, publish = [span for span in ledger.taken() if span.kind in ("room", "publish")]
+    wait, publish = [span for span in recorder.taken() if span.kind in ("room", "publish")]
     assert abs(wait.end_s - wait.start_s - 1e-5) < 1e-9
     assert (publish.name, publish.version, publish.start_s) == ("publish weights", 1, wait.end_s)
 
 
 def test_a_span_inside_of_another_lies_within_it_and_the_outer_one_is_whole() -> None:
-    ledger = Ledger("w")
-    ledger.begin(0)
-    with ledger.span("rollout", "fire", 0):
+    recorder = SpanRecorder("w")
+    recorder.begin(0)
+    with recorder.span("rollout", "fire", 0):
         busy()
-        with ledger.span("load weights for rollout", "load", 0, version=1):
+        with recorder.span("load weights for rollout", "load", 0, version=1):
             busy()
         busy()
-    inner, outer = ledger.taken()[-2:]
+    inner, outer = recorder.taken()[-2:]
     assert outer.start_s < inner.start_s < inner.end_s < outer.end_s
     assert (inner.kind, outer.kind) == ("load", "fire")

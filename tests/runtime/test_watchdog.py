@@ -29,11 +29,11 @@ from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphErro
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.runtime import messages
-from rlgraph.runtime.driver import worker_group as crew_module
+from rlgraph.runtime.driver import worker_group as group_module
 from rlgraph.runtime.driver.blame import Culprit, Cut, culprit, cut
-from rlgraph.runtime.driver.hosts import Host, Hosts
+from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.worker_group import Crew
+from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.heartbeat import Heartbeat
 from rlgraph.runtime.worker.spec import setups
@@ -230,7 +230,7 @@ def test_a_worker_that_dies_before_it_connects_is_named_at_once() -> None:
 
 def test_a_worker_that_does_not_come_up_is_named_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     create = forked.Forked.create
-    monkeypatch.setattr(crew_module, "START_LEAST_S", 0.0)
+    monkeypatch.setattr(group_module, "START_LEAST_S", 0.0)
 
     def all_but_one(self, setup, driver, host=""):  # type: ignore[no-untyped-def]
         return create(self, setup, driver if setup.worker.name != "policy" else "/nowhere")
@@ -240,16 +240,16 @@ def test_a_worker_that_does_not_come_up_is_named_by_the_deadline(monkeypatch: py
         pass
 
 
-def crew_of(tmp_path: Path) -> tuple[Crew, socket.socket, str]:
-    crew = Crew(compile_plan(fakes.vector_loop(0), Cluster(cpus=2)), DEADLINE_S)
+def group_of(tmp_path: Path) -> tuple[WorkerGroup, socket.socket, str]:
+    group = WorkerGroup(compile_plan(fakes.vector_loop(0), Cluster(cpus=2)), DEADLINE_S)
     address = str(tmp_path / "driver")
     listener = listen("driver", address, 8)
-    crew.welcome(listener, b"key", Hosts(str(tmp_path), (Host(str(tmp_path)),), (), {}))
-    return crew, listener, address
+    group.welcome(listener, b"key", Hosts(str(tmp_path), (LocalHostAgent(str(tmp_path)),), (), {}))
+    return group, listener, address
 
 
 def test_strangers_at_the_drivers_door_are_not_let_in_and_do_not_stop_it(tmp_path: Path) -> None:
-    crew, listener, address = crew_of(tmp_path)
+    group, listener, address = group_of(tmp_path)
     for noise in (b"", b"x" * 500, b"\0" * 32):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(address)
@@ -266,20 +266,20 @@ def test_strangers_at_the_drivers_door_are_not_let_in_and_do_not_stop_it(tmp_pat
         messages.send(connection, messages.Hello("policy", os.getpid()))
         messages.send(connection, messages.Opened("policy", {"a": "b"}))
         with pytest.raises(ChannelTimeout):
-            crew.until_open(lambda missing: crew.watchdog.look(["policy"], 0, 1) if len(missing) == 3 else None)
-        assert list(crew.connections) == ["policy"]
+            group.until_open(lambda missing: group.watchdog.look(["policy"], 0, 1) if len(missing) == 3 else None)
+        assert list(group.connections) == ["policy"]
     listener.close()
 
 
 def test_a_worker_that_sends_nonsense_is_named(tmp_path: Path) -> None:
-    crew, listener, address = crew_of(tmp_path)
+    group, listener, address = group_of(tmp_path)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         connection = Connection(sock, b"key", 20, server=False)
         messages.send(connection, messages.Hello("policy", os.getpid()))
         connection.send(b"\x93nonsense")
         with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried what is no message"):
-            crew.until_open(lambda missing: None)
+            group.until_open(lambda missing: None)
     listener.close()
 
 
@@ -353,7 +353,7 @@ def raising(batch: Columns) -> dict[str, Column]:
 
 def test_the_stacks_and_files_of_a_job_end_with_it() -> None:
     with forked.job(fakes.vector_loop(1, middle=raising)) as running:
-        folder = running._attempt.folder
+        folder = running._session.folder
         with pytest.raises(NodeError, match="node 'raising' failed at step 0"):
             list(running.steps(2))
     assert not Path(folder).exists()

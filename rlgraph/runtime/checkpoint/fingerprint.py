@@ -8,7 +8,7 @@ from rlgraph.errors import shown
 from rlgraph.graph.nodes import Graph
 
 
-def identity(graph: Graph, plan: Plan) -> dict[str, Any]:
+def fingerprint(graph: Graph, plan: Plan) -> dict[str, Any]:
     """Return what a checkpoint and the graph that goes on from it must share, as plain values."""
     nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
     loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.latest} for p in plan.loops}

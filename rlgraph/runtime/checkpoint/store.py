@@ -1,6 +1,6 @@
 """A folder of checkpoints: find the newest whole one, check it, make a new one whole, drop the oldest.
 
-A checkpoint grows in a folder with a hidden name and gets its own by one rename, when every worker's part, the manifest with the
+A checkpoint grows in a folder with a hidden name and gets its own by one rename, when every worker's shard, the manifest with the
 sizes and checksums of all files, and the plan are on the disk: half of one is never taken for one.
 """
 
@@ -22,9 +22,9 @@ from rlgraph.compiler.checkpoint_cut import lookaheads
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph
-from rlgraph.runtime.checkpoint.fingerprint import difference, identity
-from rlgraph.runtime.checkpoint.worker_snapshot import part_name
-from rlgraph.runtime.messages import NotSaved, Part, Saved
+from rlgraph.runtime.checkpoint.fingerprint import difference, fingerprint
+from rlgraph.runtime.checkpoint.worker_snapshot import unfinished_name
+from rlgraph.runtime.messages import CheckpointShard, NotSaved, Saved
 from rlgraph.runtime.worker.spec import Resume, Start
 
 FORMAT = 1
@@ -52,12 +52,12 @@ class Checkpoints:
     graph: Graph
     plan: Plan
     recovery: Recovery
-    token: str = ""
+    id: str = ""
     newest: int = 0  # step of the newest whole checkpoint, 0 where there is none
     set_aside: tuple[int, ...] = ()
     troubles: list[str] = field(default_factory=list)  # checkpoints that could not be written, in words, not yet told
-    parts: dict[int, dict[str, Part]] = field(default_factory=dict)
-    failed: dict[int, set[str]] = field(default_factory=dict)  # the workers that could not write their part
+    shards: dict[int, dict[str, CheckpointShard]] = field(default_factory=dict)
+    failed: dict[int, set[str]] = field(default_factory=dict)  # the workers that could not write their shard
     _lock: int = -1
 
     def open(self) -> None:
@@ -93,66 +93,66 @@ class Checkpoints:
             self._lock = -1
 
     def start(self, probe: tuple[str, int] | None = None) -> Start:
-        """Return where the next attempt starts, and what it tries; what an earlier one left half done is gone by then."""
-        self.token = secrets.token_hex(4)
-        self.parts.clear()
+        """Return where the next session starts, and what it tries; what an earlier one left half done is gone by then."""
+        self.id = secrets.token_hex(4)
+        self.shards.clear()
         self.failed.clear()
         for left in self.recovery.folder.glob(".part-*"):
             shutil.rmtree(left, ignore_errors=True)
         resume = Resume(str(self._path(self.newest)), self.newest) if self.newest else None
-        return Start(resume, str(self.recovery.folder.absolute()), self.token, self.recovery.every, self.set_aside, probe)
+        return Start(resume, str(self.recovery.folder.absolute()), self.id, self.recovery.every, self.set_aside, probe)
 
     def hear(self, news: Saved | NotSaved) -> None:
-        """Take note that a worker's part of a checkpoint is on the disk, or could not be written."""
+        """Take note that a worker's shard of a checkpoint is on the disk, or could not be written."""
         if isinstance(news, Saved):
-            self.parts.setdefault(news.step, {})[news.part.worker] = news.part
+            self.shards.setdefault(news.step, {})[news.shard.worker] = news.shard
         else:
             self.failed.setdefault(news.step, set()).add(news.worker)
             self.troubles.append(f"the checkpoint of step {news.step} could not be written by worker '{news.worker}': {news.message}")
 
     def settled(self, step: int) -> bool:
-        """Return whether every worker has said that its part is on the disk, or could not be written."""
-        return len(self.parts.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
+        """Return whether every worker has said that its shard is on the disk, or could not be written."""
+        return len(self.shards.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
 
     def commit(self, handed: int) -> list[int]:
         """Make whole the checkpoints that are complete and hold no step beyond the `handed` that the run's owner has seen."""
         done = []
-        for step in sorted(step for step in {*self.parts, *self.failed} if step <= handed and self.settled(step)):
+        for step in sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.settled(step)):
             try:
                 if step not in self.failed:
-                    self._make_whole(step, self.parts[step])
+                    self._make_whole(step, self.shards[step])
                     self.newest = step
                     done.append(step)
             except OSError as error:
                 self.troubles.append(f"the checkpoint of step {step} could not be made whole: {type(error).__name__}: {error}")
             finally:
-                self.parts.pop(step, None)
+                self.shards.pop(step, None)
                 self.failed.pop(step, None)
-                shutil.rmtree(self.recovery.folder / part_name(self.token, step), ignore_errors=True)
+                shutil.rmtree(self.recovery.folder / unfinished_name(self.id, step), ignore_errors=True)
         for old in self._steps()[: -self.recovery.keep] if done else ():
             shutil.rmtree(self._path(old), ignore_errors=True)
         return done
 
-    def _make_whole(self, step: int, parts: Mapping[str, Part]) -> None:
-        part = self.recovery.folder / part_name(self.token, step)
+    def _make_whole(self, step: int, shards: Mapping[str, CheckpointShard]) -> None:
+        unfinished = self.recovery.folder / unfinished_name(self.id, step)
         manifest = {
             "format": FORMAT,
             "step": step,
             "weight_version": step,
             "metrics_lines": step,
-            "graph": identity(self.graph, self.plan),
+            "graph": fingerprint(self.graph, self.plan),
             "cursors": self._cursors(step),
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
             "settings": graph_settings(self.graph, self.plan),
-            "parts": [msgspec.to_builtins(parts[worker.name]) for worker in self.plan.workers],
+            "parts": [msgspec.to_builtins(shards[worker.name]) for worker in self.plan.workers],
         }
-        _write(part / "plan.json", self.plan.to_json())
+        _write(unfinished / "plan.json", self.plan.to_json())
         text = json.dumps(manifest, indent=1)
-        _write(part / "manifest.json", text)
-        _write(part / "manifest.sha256", hashlib.sha256(text.encode()).hexdigest())
-        _sync(part)
-        part.rename(self._path(step))
+        _write(unfinished / "manifest.json", text)
+        _write(unfinished / "manifest.sha256", hashlib.sha256(text.encode()).hexdigest())
+        _sync(unfinished)
+        unfinished.rename(self._path(step))
         _sync(self.recovery.folder)
 
     def _check(self, folder: Path) -> None:
@@ -163,7 +163,7 @@ class Checkpoints:
             if hashlib.sha256(text.encode()).hexdigest() != (folder / "manifest.sha256").read_text():
                 raise CheckpointError(f"checkpoint '{folder}': manifest.json is not what was written{fix}")
             manifest = json.loads(text)
-            for written in (w for part in msgspec.convert(manifest["parts"], list[Part]) for w in part.written):
+            for written in (w for shard in msgspec.convert(manifest["parts"], list[CheckpointShard]) for w in shard.written):
                 with (folder / written.path).open("rb") as data:
                     found = hashlib.file_digest(data, "sha256").hexdigest()
                 if found != written.sha256:
@@ -172,7 +172,7 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint '{folder}' is not whole ({error}){fix}") from None
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"checkpoint '{folder}' has format {manifest['format']}, this version reads {FORMAT}{fix}")
-        found = difference(manifest["graph"], identity(self.graph, self.plan)) or difference(
+        found = difference(manifest["graph"], fingerprint(self.graph, self.plan)) or difference(
             manifest["cursors"], self._cursors(self.newest)
         )
         if found:

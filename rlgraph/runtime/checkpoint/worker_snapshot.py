@@ -1,4 +1,4 @@
-"""A worker's part of a checkpoint: copied between two firings, written beside the run, and read back at a start."""
+"""A worker's shard of a checkpoint: copied between two firings, written beside the run, and read back at a start."""
 
 import hashlib
 import io
@@ -21,7 +21,7 @@ from rlgraph.columns import Column, Columns, concat_rows, rows_of_rank
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.operation import Stateful
 from rlgraph.runtime.measure import averaged
-from rlgraph.runtime.messages import NotSaved, Part, Saved, Written
+from rlgraph.runtime.messages import CheckpointShard, NotSaved, Saved, Written
 from rlgraph.runtime.worker.spec import Resume, Saving
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
-Told = Callable[[Saved | NotSaved], None]
+OnSaved = Callable[[Saved | NotSaved], None]
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Fired:
     """What a checkpoint may need of a step whose nodes have fired: its metrics, and the columns that lie open."""
 
     metrics: Mapping[str, float]
-    columns: Mapping[str, Sequence[Columns]]  # by node, the parts of its batch
+    columns: Mapping[str, Sequence[Columns]]  # by node, the chunks of its batch
 
 
-class Snapshots:
+class WorkerSnapshots:
     """Takes the snapshots of one worker; `told` hears of each when it is on the disk, or why it is not."""
 
-    def __init__(self, worker: "Worker", saving: Saving, told: Told) -> None:
+    def __init__(self, worker: "Worker", saving: Saving, told: OnSaved) -> None:
         self.worker, self.saving, self.told = worker, saving, told
         self._thread: threading.Thread | None = None
 
@@ -57,7 +57,7 @@ class Snapshots:
         began = time.monotonic()
         self.wait()
         content = contents(self.worker, recent)
-        folder = Path(self.saving.folder) / part_name(self.saving.token, step)
+        folder = Path(self.saving.folder) / unfinished_name(self.saving.id, step)
         write_model = self._copied(folder / str(self.worker.setup.worker.model)) if self.saving.trained else None
         self._thread = threading.Thread(target=self._write, args=(step, folder, content, write_model), name="write checkpoint")
         self._thread.start()
@@ -84,12 +84,12 @@ class Snapshots:
             free = shutil.disk_usage(self.saving.folder).free
             self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error} ({free >> 20} MiB are free on that disk)"))
         else:
-            self.told(Saved(step, Part(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
+            self.told(Saved(step, CheckpointShard(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
 
 
-def part_name(token: str, step: int) -> str:
-    """Name the folder in which a checkpoint grows until it is whole; no two attempts share one."""
-    return f".part-{token}-{step:08d}"
+def unfinished_name(id: str, step: int) -> str:
+    """Name the folder in which a checkpoint grows until it is whole; no two sessions share one."""
+    return f".part-{id}-{step:08d}"
 
 
 def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
     return {
         "random": random_states(),
         "metrics": {step: dict(fired.metrics) for step, fired in recent.items()},
-        "open": {step: {node: list(parts) for node, parts in fired.columns.items()} for step, fired in recent.items()},
+        "open": {step: {node: list(chunks) for node, chunks in fired.columns.items()} for step, fired in recent.items()},
         "states": {name: checked_state(name, stage.state()) for name, stage in worker.stages.items() if isinstance(stage, Stateful)},
     }
 
@@ -139,21 +139,21 @@ def restore(progress: "Progress", resume: Resume) -> None:
     """
     worker, folder = progress.worker, Path(resume.folder)
     planned = worker.setup.worker
-    parts = sorted((p for p in read_parts(folder) if set(p.nodes) == set(planned.nodes)), key=lambda p: p.rank)
-    if not parts:
-        raise CheckpointError(f"checkpoint '{folder}' holds no part of the nodes {list(planned.nodes)}; it is of another graph")
-    held = [torch.load(folder / part.file, weights_only=True) for part in parts]
-    same = len(parts) == planned.world
+    shards = sorted((p for p in read_shards(folder) if set(p.nodes) == set(planned.nodes)), key=lambda p: p.rank)
+    if not shards:
+        raise CheckpointError(f"checkpoint '{folder}' holds nothing of the nodes {list(planned.nodes)}; it is of another graph")
+    held = [torch.load(folder / shard.file, weights_only=True) for shard in shards]
+    same = len(shards) == planned.world
     mine = held[planned.rank] if same else held[0]
     for name, state in mine["states"].items():
         if not same:
             raise CheckpointError(
-                f"node '{name}' has a state on each of {len(parts)} ranks, and now there are {planned.world}; use as many ranks as before"
+                f"node '{name}' has a state on each of {len(shards)} ranks, and now there are {planned.world}; use as many ranks as before"
             )
         stage: Any = worker.stages[name]
         stage.load_state(state)
     opened = mine["open"] if same else {step: _shared_out(worker, [h["open"][step] for h in held]) for step in mine["open"]}
-    progress.recent = {step: Fired(averaged(rank["metrics"][step] for rank in held), parts) for step, parts in opened.items()}
+    progress.recent = {step: Fired(averaged(rank["metrics"][step] for rank in held), chunks) for step, chunks in opened.items()}
     if worker.setup.saving is not None and worker.setup.saving.trained:
         worker.context.engine.load(folder / str(planned.model))
     if same:
@@ -168,8 +168,8 @@ def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]
         if worker.setup.task(node).traits.work != "generate":
             found[node] = list(ranks[0][node])
             continue
-        whole = [concat_rows(parts) for parts in zip(*(held[node] for held in ranks), strict=True)]
-        found[node] = [{name: _share(column, rank, world) for name, column in part.items()} for part in whole]
+        whole = [concat_rows(chunks) for chunks in zip(*(held[node] for held in ranks), strict=True)]
+        found[node] = [{name: _share(column, rank, world) for name, column in chunk.items()} for chunk in whole]
     return found
 
 
@@ -178,9 +178,9 @@ def _share(column: Column, rank: int, world: int) -> Column:
     return column[own.start : own.stop]
 
 
-def read_parts(folder: Path) -> list[Part]:
+def read_shards(folder: Path) -> list[CheckpointShard]:
     """Read what the workers put into a checkpoint, as its manifest says."""
-    return msgspec.convert(json.loads((folder / "manifest.json").read_text())["parts"], list[Part])
+    return msgspec.convert(json.loads((folder / "manifest.json").read_text())["parts"], list[CheckpointShard])
 
 
 def random_states() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a job does on each of its hosts: a folder, a look at the workers there, and the end of all of it."""
+"""Agents of a job, one a host: each keeps a folder, reads what the workers there do, and cleans up at the end."""
 
 import os
 import shutil
@@ -15,21 +15,21 @@ START_S = 60.0  # of its first answer
 Ask: TypeAlias = Callable[..., Any]
 
 
-class Keeper(Protocol):
-    """Who looks after workers."""
+class HostAgent(Protocol):
+    """Watches the workers of a job on one host."""
 
     def states(self, workers: Collection[str]) -> Mapping[str, Heartbeat]:
-        """What each worker does, of those that have begun something."""
+        """Read what each worker does; workers that have begun nothing are left out."""
 
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
-        """The Python stacks of each worker, by its process."""
+        """Read the Python stacks of each worker; `pids` are the processes by worker."""
 
     def sweep(self) -> None:
         """Remove the job's folder."""
 
 
-class Host:
-    """The workers of a job on the host where this runs: the driver's own, or as an actor on another."""
+class LocalHostAgent:
+    """Watches the workers on the host where it runs: the driver's own host, or another one, as an actor."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -49,10 +49,10 @@ class Host:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Distant:
-    """A `Host` on another host: `ask(method, timeout_s, *arguments)` calls it there, and gives None where it does not answer in time.
+class RemoteHostAgent:
+    """Forwards to the `LocalHostAgent` of another host: `ask(method, timeout_s, *arguments)` calls it there, and returns None on a timeout.
 
-    A host that does not answer knows nothing of its workers.
+    Without an answer nothing is known of the workers there.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -71,29 +71,29 @@ class Distant:
 
 @dataclass(frozen=True)
 class Hosts:
-    """All hosts of a job. `of` says which keeper looks after a worker, by the host's place in the plan."""
+    """All hosts of a job. `of` maps each worker to its host: an index into `agents` and `addresses`."""
 
     folder: str
-    keepers: tuple[Keeper, ...]
-    addresses: tuple[str, ...]  # of the hosts, where there are several
+    agents: tuple[HostAgent, ...]
+    addresses: tuple[str, ...]  # empty on one host
     of: Mapping[str, int]
 
     def states(self, workers: Collection[str]) -> dict[str, Heartbeat]:
-        return {name: state for index, own in self._by_host(workers).items() for name, state in self.keepers[index].states(own).items()}
+        return {name: state for index, own in self._by_host(workers).items() for name, state in self.agents[index].states(own).items()}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, str]:
         found: dict[str, str] = {}
         for index, own in self._by_host(pids).items():
-            found |= self.keepers[index].stacks({worker: pids[worker] for worker in own})
+            found |= self.agents[index].stacks({worker: pids[worker] for worker in own})
         return {worker: found[worker] for worker in pids if worker in found}
 
     def place(self, worker: str) -> str:
-        """Say where a worker is; nothing where there is one host."""
+        """Name the host of a worker for an error; empty on one host."""
         return f" on host {self.of[worker]} ({self.addresses[self.of[worker]]})" if self.addresses else ""
 
     def sweep(self) -> None:
-        for keeper in self.keepers:
-            keeper.sweep()
+        for agent in self.agents:
+            agent.sweep()
 
     def _by_host(self, workers: Collection[str]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}

@@ -24,9 +24,9 @@ from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.history import Metrics, Spans
-from rlgraph.runtime.driver.poison_prompts import Suspects
+from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
 from rlgraph.runtime.driver.restarts import Restarts
-from rlgraph.runtime.driver.session import Attempt
+from rlgraph.runtime.driver.session import Session
 from rlgraph.runtime.driver.signals import Signals, held
 from rlgraph.runtime.measure import Step, averaged, bits, timings
 from rlgraph.runtime.messages import Report
@@ -52,20 +52,20 @@ class Job:
         self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
-        self._suspects = Suspects(graph, plan)
-        self._signals = Signals(lambda: not self._attempt.ended and self._attempt.ticked > self._attempt.first)
+        self._poison_prompts = PoisonPrompts(graph, plan)
+        self._signals = Signals(lambda: not self._session.ended and self._session.ticked > self._session.first)
         self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
         self._console = Console(stderr=True, highlight=False, markup=False)
-        self._attempt = self._new_attempt()
+        self._session = self._new_session()
         self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
         self._monitor = InvariantMonitor(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
 
-    def _new_attempt(self, start: Start | None = None, patience_s: float = 0.0) -> Attempt:
+    def _new_session(self, start: Start | None = None, patience_s: float = 0.0) -> Session:
         dispatch_name, deadline_s = self._dispatch_name, self._deadline_s
-        return Attempt(self._graph, self.plan, dispatch_name=dispatch_name, deadline_s=deadline_s, start=start, patience_s=patience_s)
+        return Session(self._graph, self.plan, dispatch_name=dispatch_name, deadline_s=deadline_s, start=start, patience_s=patience_s)
 
     @property
     def finished(self) -> int:
@@ -75,17 +75,17 @@ class Job:
     @property
     def pids(self) -> Mapping[str, int]:
         """The process id of each worker, by its name in the plan."""
-        return self._attempt.pids
+        return self._session.pids
 
     def under_way(self) -> str:
         """What the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
-        return self._attempt.under_way()
+        return self._session.under_way()
 
     def __enter__(self) -> "Job":
         if self._launch_s:
             raise RlgraphError(
                 "the job is closed; launch the plan again"
-                if self._attempt.ended
+                if self._session.ended
                 else "the job is already running: enter it once, and launch the plan again for a second one"
             )
         sys.stdout.flush()  # what the program has printed is seen before a start that takes long, where the output is no terminal
@@ -97,7 +97,7 @@ class Job:
                 self._finished = self._checkpoints.newest
                 if self._finished:
                     self._say(f"going on from the checkpoint after {self._finished} steps in '{self._checkpoints.recovery.folder}'")
-                self._attempt = self._new_attempt(self._checkpoints.start())
+                self._session = self._new_session(self._checkpoints.start())
             self._start()
         except BaseException:
             self._release()
@@ -106,7 +106,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
-            self._attempt.abandon()
+            self._session.abandon()
         self.close()
         if kind is None and self._signals.asked is not None:
             Signals.stop(self._signals.asked)
@@ -124,7 +124,7 @@ class Job:
         """
         self._asked += count
         while self._finished < (last := self._last()):
-            self._attempt.check_runs()
+            self._session.check_runs()
             yield self._next(last)
             self._settle()
         if self._signals.asked is not None:
@@ -132,14 +132,14 @@ class Job:
             Signals.stop(self._signals.asked)
 
     def _last(self) -> int:
-        return self._asked if self._signals.asked is None else min(self._asked, self._attempt.ticked)
+        return self._asked if self._signals.asked is None else min(self._asked, self._session.ticked)
 
     def _next(self, last: int) -> Step:
-        """Wait for the first step that was not handed over yet; those that an attempt repeats are not handed over again."""
+        """Wait for the first step that was not handed over yet; steps that a restart repeats are not handed over again."""
         self._start_s = self._start_s or time.monotonic()
         self._last_s = self._last_s or self._start_s
         while True:
-            step = self._attempt.reported
+            step = self._session.reported
             reports = self._reports(last)
             self._hear()
             if step == self._finished and reports is not None:
@@ -148,7 +148,7 @@ class Job:
     def _reports(self, last: int) -> Sequence[Report] | None:
         """Wait for what the workers report; None if one of them failed and all were started again."""
         try:
-            return self._attempt.step(last)
+            return self._session.step(last)
         except RlgraphError as error:
             self._start_again(error)
             return None
@@ -156,7 +156,7 @@ class Job:
     def _start(self) -> None:
         """Start the workers; one that dies on the way counts as one that dies later."""
         try:
-            self._attempt.start()
+            self._session.start()
         except RlgraphError as error:
             self._start_again(error)
         else:
@@ -167,7 +167,7 @@ class Job:
         self._settle()
         while True:
             newest = self._checkpoints.newest if self._checkpoints else 0
-            if not self._restarts.allows(error, newest, ready=self._attempt.ready):
+            if not self._restarts.allows(error, newest, ready=self._session.ready):
                 raise error
             first = str(error).splitlines()[0]
             self._say(
@@ -175,9 +175,9 @@ class Job:
             )
             assert self._checkpoints is not None
             self._look_for_poison(self._checkpoints)
-            self._attempt = self._new_attempt(self._checkpoints.start(self._suspects.probe), HOST_BACK_S)
+            self._session = self._new_session(self._checkpoints.start(self._poison_prompts.probe), HOST_BACK_S)
             try:
-                self._attempt.start()
+                self._session.start()
             except RlgraphError as again:
                 error = again
             else:
@@ -186,10 +186,10 @@ class Job:
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
         """Set the prompt aside that has killed its worker twice, if one has."""
-        place = self._suspects.saw(self._attempt.did, checkpoints.set_aside)
+        place = self._poison_prompts.saw(self._session.did, checkpoints.set_aside)
         if place is not None:
             checkpoints.set_aside = (*checkpoints.set_aside, place)
-            self._say(f"{self._suspects.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
+            self._say(f"{self._poison_prompts.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
 
     @property
     def set_aside(self) -> Sequence[int]:
@@ -215,7 +215,7 @@ class Job:
         return Step(index, metrics, behind, seconds)
 
     def _hear(self) -> None:
-        for news in self._attempt.news() if self._checkpoints else ():
+        for news in self._session.news() if self._checkpoints else ():
             self._checkpoints.hear(news)  # type: ignore[union-attr]
 
     def _settle(self) -> None:
@@ -230,14 +230,14 @@ class Job:
 
     def _save(self) -> None:
         """Make a last checkpoint of all that was done, where the workers stand at the step handed over last."""
-        checkpoints, attempt = self._checkpoints, self._attempt
-        if checkpoints is None or attempt.ended or attempt.ticked != self._finished or attempt.reported != self._finished:
+        checkpoints, session = self._checkpoints, self._session
+        if checkpoints is None or session.ended or session.ticked != self._finished or session.reported != self._finished:
             return
         self._settle()
         if checkpoints.newest < self._finished:
-            attempt.save(self._finished)
+            session.save(self._finished)
             while not checkpoints.settled(self._finished):
-                attempt.listen()
+                session.listen()
                 self._hear()
             checkpoints.commit(self._finished)
         if checkpoints.newest < self._finished:
@@ -272,7 +272,7 @@ class Job:
             steps=tuple(self._metrics),
             spans=tuple(spans),
             start_s=start_s,
-            end_s=min(ends) if self._attempt.in_flight else max(ends),
+            end_s=min(ends) if self._session.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
             settings=graph_settings(self._graph, self.plan),
             observed=self.observed,
@@ -310,7 +310,7 @@ class Job:
 
     def _release(self) -> None:
         with held("ending the workers"):
-            self._attempt.close()
+            self._session.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
         self._signals.restore()

@@ -9,8 +9,8 @@ from rlgraph.runtime.worker.heartbeat import Heartbeat
 
 
 @dataclass
-class Suspects:
-    """What the deaths so far say. `probe` is the (node, step) that the next attempt tries prompt by prompt, before the whole batch."""
+class PoisonPrompts:
+    """What the deaths so far say. `probe` is the (node, step) that the next session tries prompt by prompt, before the whole batch."""
 
     graph: Graph
     plan: Plan

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError, WorkerDied
-from rlgraph.runtime.driver.hosts import Ask, Distant, Host, Keeper
+from rlgraph.runtime.driver.hosts import Ask, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.orphan_cleanup import began
 from rlgraph.runtime.driver.signals import held
+from rlgraph.runtime.driver.worker_environment import worker_environment
 from rlgraph.runtime.worker.process import Process
 from rlgraph.runtime.worker.spec import WorkerSetup
 
@@ -65,8 +65,8 @@ class Dispatch(Protocol):
     def end(self) -> None:
         """End what `begin` started."""
 
-    def keeper(self, host: str, folder: str) -> Keeper:
-        """Who looks after the job's workers on another host."""
+    def host_agent(self, host: str, folder: str) -> HostAgent:
+        """Start the agent that watches the job's workers on another host."""
 
     def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
         """Start a worker that connects to the driver at its address, and prepares itself."""
@@ -106,8 +106,8 @@ class Actors:
         return returned_hosts(plan, patience_s) if patience_s else ray_hosts(plan)
 
     @said_by_ray()
-    def keeper(self, host: str, folder: str) -> Keeper:
-        return Distant(_asking(ray.remote(Host).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder)))
+    def host_agent(self, host: str, folder: str) -> HostAgent:
+        return RemoteHostAgent(_asking(ray.remote(LocalHostAgent).options(num_cpus=0, scheduling_strategy=_on(host)).remote(folder)))
 
     def folders(self) -> Sequence[str]:
         return [session_folder()] if self._started_ray else []
@@ -118,7 +118,7 @@ class Actors:
 
     @said_by_ray()
     def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment(setup)}}
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": worker_environment(setup)}}
         if host:
             options["scheduling_strategy"] = _on(host)
 
@@ -377,24 +377,3 @@ def stop_ray() -> None:
         made_by = RAY_SEMAPHORE.fullmatch(path.name)
         if made_by and began(int(made_by[1])) < 0:  # of a living process it is in use, perhaps another job's
             path.unlink(missing_ok=True)
-
-
-def environment(setup: WorkerSetup) -> dict[str, str]:
-    """The variables that must be there before a worker imports anything."""
-    threads = str(setup.worker.threads)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if setup.worker.host == 0 else None  # which is said of the driver's host
-    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(setup.local_gpus, default=-1) + 1)]
-    # Between ranks of one host, PyTorch and NCCL are to listen at the loopback interface and nowhere else.
-    inside = {} if setup.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return {
-        # The plan says which GPUs, and models of one pool share them: what Ray's own counting cannot express.
-        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in setup.local_gpus),
-        **inside,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # vLLM warns at each start that it binds memory to a node
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import, a worker can
-    }

@@ -1,4 +1,4 @@
-"""One attempt at running a plan on Ray: its workers, from the first one's start to the last one's end."""
+"""One session of a plan on Ray: its workers, from the first one's start to the last one's end."""
 
 import secrets
 import shutil
@@ -12,22 +12,22 @@ from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch
-from rlgraph.runtime.driver.hosts import Host, Hosts
-from rlgraph.runtime.driver.session_start import muster
+from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
+from rlgraph.runtime.driver.session_start import start_workers
 from rlgraph.runtime.driver.signals import held
 from rlgraph.runtime.driver.watchdog import FIRST_S
-from rlgraph.runtime.driver.worker_group import Crew
+from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.heartbeat import Heartbeat, under_way
 from rlgraph.runtime.worker.spec import Start, setups
 
 T = TypeVar("T")
 GOODBYE_S = 5.0  # for workers that have nothing left to do
 KILLED_S = 1.0  # for what Ray kills to be gone
-ABANDON_S = 0.25  # for workers of an attempt that failed
+ABANDON_S = 0.25  # for workers of a session that failed
 
 
-class Attempt:
-    """The workers of a plan: start them, tick them, hear their reports, end them. A failed attempt is of no further use."""
+class Session:
+    """The workers of a plan: start them, tick them, hear their reports, end them. A failed session is of no further use."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Attempt:
         self._graph, self._deadline_s = graph, deadline_s
         self._dispatch = ray_dispatch.DISPATCHES[dispatch_name]()
         self._actors: list[Any] = []
-        self._crew = Crew(plan, deadline_s)
+        self._group = WorkerGroup(plan, deadline_s)
         self._hosts: Hosts | None = None
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
@@ -56,11 +56,11 @@ class Attempt:
     @property
     def pids(self) -> Mapping[str, int]:
         """The process id of each worker, by its name in the plan."""
-        return dict(self._crew.pids)
+        return dict(self._group.pids)
 
     def under_way(self) -> str:
         """What the nodes do now and how far they are, in words; nothing before the workers are ready and after they ended."""
-        return under_way(self._crew.states(), self.plan) if self.ready and not self.ended else ""
+        return under_way(self._group.states(), self.plan) if self.ready and not self.ended else ""
 
     @property
     def in_flight(self) -> bool:
@@ -96,16 +96,16 @@ class Attempt:
         found = self._dispatch.hosts(self.plan, self._patience_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
-        crew = setups(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
-        muster(self._dispatch, self._crew, crew, self._actors, self._hosts, [host for host, _ in found])
-        orphan_cleanup.claim(Path(self.folder), self._crew.pids.values(), self._dispatch.folders())
+        worker_setups = setups(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
+        start_workers(self._dispatch, self._group, worker_setups, self._actors, self._hosts, [host for host, _ in found])
+        orphan_cleanup.claim(Path(self.folder), self._group.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)
         self._dispatching = True
 
     def _made_hosts(self, found: Sequence[tuple[str, str]]) -> Hosts:
-        others = [self._dispatch.keeper(host, self.folder) for host, _ in found[1:]]
+        others = [self._dispatch.host_agent(host, self.folder) for host, _ in found[1:]]
         placed = {worker.name: worker.host for worker in self.plan.workers}
-        return Hosts(self.folder, (Host(self.folder), *others), tuple(address for _, address in found), placed)
+        return Hosts(self.folder, (LocalHostAgent(self.folder), *others), tuple(address for _, address in found), placed)
 
     def step(self, last: int) -> Sequence[messages.Report]:
         """Wait for what the workers report of the next step; those after it, up to `last`, are at work by then.
@@ -118,7 +118,7 @@ class Attempt:
         try:
             return ask()
         except DispatchError as error:  # Ray may notice a death first, without knowing whose
-            explanation = self._crew.explanation()
+            explanation = self._group.explanation()
             self.abandon()
             raise (explanation or error) from error
         except RlgraphError:
@@ -129,9 +129,9 @@ class Attempt:
         step = self.reported
         while self.ticked < min(last, step + self._window):
             self._dispatch.tick(self.ticked)
-            self._crew.tell(messages.Go(self.ticked))
+            self._group.tell(messages.Go(self.ticked))
             self.ticked += 1
-        reports = self._crew.reports(step)
+        reports = self._group.reports(step)
         if step > self.first:  # every worker has gone on to this step, so Ray has what they returned for the one before
             self._dispatch.report(step - 1)
         self.reported = step + 1
@@ -139,21 +139,21 @@ class Attempt:
 
     def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
         """What the workers have said of checkpoints since it was asked last."""
-        news, self._crew.saved = self._crew.saved, []
+        news, self._group.saved = self._group.saved, []
         return news
 
     def save(self, step: int) -> None:
         """Have every worker complete the checkpoint after `step` steps, all of which are done; its news tell when it has."""
-        self._crew.tell(messages.Save(step))
+        self._group.tell(messages.Save(step))
 
     def listen(self) -> None:
         """Wait until a worker says something. Raises as `step` does."""
-        self._guarded(self._crew.listen)
+        self._guarded(self._group.listen)
 
     def abandon(self) -> None:
-        """End the workers of an attempt that failed: soon, and without asking long."""
+        """End the workers of a session that failed: soon, and without asking long."""
         if not self.ended:
-            self.did = self._crew.did()
+            self.did = self._group.did()
         self.failed = True
         self.close()
 
@@ -165,17 +165,17 @@ class Attempt:
                 self._end()
 
     def _end(self) -> None:
-        self._crew.tell(messages.Shutdown())
-        gone = self._crew.until_gone(ABANDON_S if self.failed else GOODBYE_S)
+        self._group.tell(messages.Shutdown())
+        gone = self._group.until_gone(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:
                 self._dispatch.kill(actor)
-            self._crew.kill(KILLED_S)
+            self._group.kill(KILLED_S)
         if self._dispatching:
             self._dispatch.stop()
         for actor in self._actors:
             self._dispatch.kill(actor)
-        self._crew.until_ended(GOODBYE_S)
+        self._group.until_ended(GOODBYE_S)
         if self._hosts is not None:
             self._hosts.sweep()
         self._dispatch.end()

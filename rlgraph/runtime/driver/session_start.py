@@ -12,16 +12,18 @@ from rlgraph.errors import ChannelTimeout
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.driver.ray_dispatch import Dispatch
-from rlgraph.runtime.driver.worker_group import Crew
+from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.spec import WorkerSetup
 
 
-def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors: list[Any], hosts: Hosts, ids: Sequence[str]) -> None:
+def start_workers(
+    dispatch: Dispatch, group: WorkerGroup, setups: Sequence[WorkerSetup], actors: list[Any], hosts: Hosts, ids: Sequence[str]
+) -> None:
     """Start a worker for each setup and return when all are ready; `actors` gets them as they are made, on the hosts of `ids`.
 
     Raises WorkerDied or NodeError for one that cannot start, ChannelTimeout for one that does not within the deadline.
     """
-    wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + crew.start_s
+    wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + group.start_s
     listener = listen("driver", wanted, backlog=len(setups) + 8)
     address = bound(listener) if hosts.addresses else wanted
     try:
@@ -33,18 +35,18 @@ def muster(dispatch: Dispatch, crew: Crew, setups: Sequence[WorkerSetup], actors
             def look(missing: list[str]) -> None:
                 status.update(f"starting workers, waiting for {', '.join(missing)}")
                 dispatch.check()
-                unseen = [name for name in missing if name not in crew.pids]
+                unseen = [name for name in missing if name not in group.pids]
                 if unseen and time.monotonic() > end:
                     raise ChannelTimeout(
-                        f"workers {unseen} have not started within {crew.start_s:g} s: their processes do not come up, or Ray found no "
+                        f"workers {unseen} have not started within {group.start_s:g} s: their processes do not come up, or Ray found no "
                         "place for them (see `ray status`)"
                     )
 
-            crew.welcome(listener, setups[0].authkey, hosts)
+            group.welcome(listener, setups[0].authkey, hosts)
             for setup in setups:
                 actors.append(dispatch.create(setup, address, ids[setup.worker.host] if ids else ""))
-            crew.tell(messages.Join(crew.until_open(look)))
-            crew.until_ready(look)
+            group.tell(messages.Join(group.until_open(look)))
+            group.until_ready(look)
         if not console.is_terminal:
             console.print(f"all workers are ready after {time.monotonic() - began_s:.0f} s")
     finally:

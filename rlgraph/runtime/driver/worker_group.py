@@ -28,7 +28,7 @@ SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanatio
 HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
 
 
-class Crew:
+class WorkerGroup:
     """All workers of a job, as the driver hears them. It sleeps while none speaks, and looks at them when none has for a while."""
 
     def __init__(self, plan: Plan, deadline_s: float) -> None:

@@ -21,9 +21,9 @@ from rlgraph.errors import ChannelTimeout, GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
 from rlgraph.runtime.worker.activity import Activity
-from rlgraph.runtime.worker.metrics_reduce import joined
+from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
 from rlgraph.runtime.worker.ports import Inbox, Mailbox
-from rlgraph.runtime.worker.span_recorder import Ledger
+from rlgraph.runtime.worker.span_recorder import SpanRecorder
 from rlgraph.runtime.worker.spec import Task, WorkerSetup
 
 OnEnter = Callable[[int, Activity], None]
@@ -58,7 +58,7 @@ class Worker:
     awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.setup.worker.name)
+        self.recorder = SpanRecorder(self.setup.worker.name)
 
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
@@ -73,7 +73,7 @@ class Worker:
 
     def fire(self, task: Task, step: int, part: int = 0) -> None:
         """Fire one node: wait in the pool, then weights, inputs, the node's own work, outputs, and last the weights it publishes."""
-        self.ledger.begin(step)
+        self.recorder.begin(step)
         self.time_slice = self.setup.time_slice(task.name, part)
         self._take(task, step, part, "order")  # before an engine wakes: the one before it has given the memory back by then
         for loop in self.loops:
@@ -92,8 +92,8 @@ class Worker:
             self._probe(task, step, columns)
         self.on_enter(step, Activity("fire", task.name))
         self.context.arrivals = self._arrivals(task, step)
-        self.ledger.carry(task.name, step)
-        with nullcontext() if idle else self.ledger.span(fire_event(task.name, part, task.chunks), "fire", step):
+        self.recorder.carry(task.name, step)
+        with nullcontext() if idle else self.recorder.span(fire_event(task.name, part, task.chunks), "fire", step):
             fired = self._run(task, step, part, columns)
         if self.time_slice is not None and self.time_slice.firings[-1] == (task.name, part):  # before the next of the pool is told
             self._sleep(self.time_slice, step)
@@ -102,7 +102,7 @@ class Worker:
             checked_columns(task.name, task.writes, written, task.count if self.setup.worker.world == 1 else None)
         self.parts.setdefault(task.name, []).append(checked_metrics(task.name, metrics))
         if part == task.chunks - 1:
-            self.metrics.update(joined(self.parts.pop(task.name)))
+            self.metrics.update(reduce_metrics(self.parts.pop(task.name)))
         if task.traits.work == "generate" and task.due is None:
             self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
         self._put(task, step * task.chunks + part, owned(written, columns))
@@ -111,7 +111,7 @@ class Worker:
             messages = task.messages(box.channel, step, part)
             if len(messages) < box.channel.chunks or part == task.chunks - 1:
                 box.done(task.name, messages)
-        self.ledger.carry(task.name, step)
+        self.recorder.carry(task.name, step)
         for loop in self.loops:
             if loop.writer is not None and task.name == loop.plan.writer and loop.plan.carries(step):
                 self._publish(loop, loop.writer, step)
@@ -119,7 +119,7 @@ class Worker:
     def _publish(self, loop: Loop, writer: WeightsWriter, step: int) -> None:
         name, version = loop.plan.name, step + 1
         self.on_enter(step, Activity("publish", loop.plan.writer, name, version))
-        with self.ledger.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
+        with self.recorder.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
             writer.publish(version, self.context.engine.weight_shards(), self.setup.deadline_s)
 
     def _first_user(self, loop: Loop) -> str | None:
@@ -138,9 +138,9 @@ class Worker:
         """Let an engine that time-shares its devices take their memory, unless it has it."""
         if self.time_slice is None or self.awake:
             return
-        self.ledger.carry(self.doing, step)
+        self.recorder.carry(self.doing, step)
         self.on_enter(step, Activity("wake", self.time_slice.firings[0][0]))
-        with self.ledger.span(self.time_slice.wake, "wake", step):
+        with self.recorder.span(self.time_slice.wake, "wake", step):
             self.context.engine.wake()
         self.awake = True
 
@@ -149,7 +149,7 @@ class Worker:
         if not self.awake:
             return
         self.on_enter(step, Activity("sleep", time_slice.firings[-1][0]))
-        with self.ledger.span(time_slice.sleep, "sleep", step) as moved:
+        with self.recorder.span(time_slice.sleep, "sleep", step) as moved:
             moved.append(self.context.engine.sleep() or 0)
         self.awake = False
 
@@ -184,7 +184,7 @@ class Worker:
             self.doing = task.name
             if step == self.setup.first and part == 0 and task.name == box.users[0]:
                 self._drop(box)
-            with self.ledger.moving(box.channel.name, "wait", box.blocked_s, (task.name, "carry"), step):
+            with self.recorder.moving(box.channel.name, "wait", box.blocked_s, (task.name, "carry"), step):
                 batch = box.take(wanted, self.setup.deadline_s)
             for name in task.columns.get(box.channel.writer, ()) if kind == "batch" else ():
                 columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
@@ -222,7 +222,7 @@ class Worker:
             if again and box.channel.kind == "order":
                 continue
             self.on_enter(step, Activity("put", task.name, box.channel.name))
-            with self.ledger.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
+            with self.recorder.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
                 box.put(message, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
@@ -243,7 +243,7 @@ class Worker:
         if saving is None:
             return float("inf")
         cut = step // saving.every * saving.every
-        return cut if cut and step < cut + saving.lead else float("inf")
+        return cut if cut and step < cut + saving.lookahead else float("inf")
 
     def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
         """Load the versions up to `version`, waiting for each."""
@@ -253,7 +253,7 @@ class Worker:
     def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
         assert loop.reader is not None
         self.on_enter(step, Activity("receive", node, loop.plan.name, version))
-        with self.ledger.span(loop.plan.name, "wait", step, version=version):
+        with self.recorder.span(loop.plan.name, "wait", step, version=version):
             weights = loop.reader.receive(version, self.setup.deadline_s)
         self._swap(loop, node, step, version, weights)
 
@@ -272,7 +272,7 @@ class Worker:
         engine = self.context.engine
         self._wake(step)
         self.on_enter(step, Activity("load", node, loop.plan.name, version))
-        with self.ledger.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
+        with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
                 engine.load_weights(weights, version=version, running=self.setup.task(node).traits.running)
             else:  # a user's own
@@ -283,7 +283,7 @@ class Worker:
     def report(self) -> tuple[dict[str, float], list[Span]]:
         """Return metrics and spans since the last report."""
         metrics, self.metrics = self.metrics, {}
-        return metrics, self.ledger.taken()
+        return metrics, self.recorder.taken()
 
     def taken_sampled(self) -> list[Sampled]:
         """How much was sampled since the last report."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rlgraph.compiler.schedule import Span
-from rlgraph.runtime.checkpoint.worker_snapshot import Fired, Snapshots, Told, restore
+from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
 from rlgraph.runtime.worker.executor import Worker
 
 Reported = tuple[Mapping[str, float], list[Span]]
@@ -12,19 +12,19 @@ Reported = tuple[Mapping[str, float], list[Span]]
 class Progress:
     """A worker and the steps that it has fired. `told` hears of the checkpoints that it has written."""
 
-    def __init__(self, worker: Worker, told: Told) -> None:
+    def __init__(self, worker: Worker, told: OnSaved) -> None:
         self.worker = worker
         self.recent: dict[int, Fired] = {}  # the last steps, as many as this worker is ahead at a cut
         self.reports: dict[int, Reported] = {}  # of steps whose tick has not come yet
         self.fired = worker.setup.first
         self.saving = worker.setup.saving
         self.saved = 0
-        self._snapshots = Snapshots(worker, self.saving, told) if self.saving else None
+        self._snapshots = WorkerSnapshots(worker, self.saving, told) if self.saving else None
 
     @property
-    def lead(self) -> int:
+    def lookahead(self) -> int:
         """How many firings this worker is ahead of the trained weights at a checkpoint."""
-        return self.saving.lead if self.saving else 0
+        return self.saving.lookahead if self.saving else 0
 
     def load(self) -> None:
         """Load the worker, and where it resumes, put it where it was."""
@@ -43,7 +43,7 @@ class Progress:
 
     def save(self, step: int) -> None:
         """Complete the checkpoint after `step` steps: fire ahead what it needs, and write it unless that was done."""
-        self._fire_until(step + self.lead)
+        self._fire_until(step + self.lookahead)
         if step > self.saved:
             self._take(step)
 
@@ -59,7 +59,7 @@ class Progress:
         if self.saving is not None:
             self.recent[step] = Fired(metrics, self.worker.kept)
             self.worker.kept = {}
-            due = self.fired - self.lead
+            due = self.fired - self.lookahead
             self.recent = {at: fired for at, fired in self.recent.items() if at >= due}
             if due > self.saved and due % self.saving.every == 0:
                 metrics = {**metrics, "timing_s/save_checkpoint": self._take(due)}

@@ -9,7 +9,7 @@ from rlgraph.compiler.schedule import Span, SpanKind
 ABSORBED_S = 20e-6  # a shorter gap belongs to the span after it: a span of its own would cost about as much
 
 
-class Ledger:
+class SpanRecorder:
     """A worker's spans. Time in `span` is what the caller says it is; what lies between two of them is rlgraph's own work.
 
     A span inside of another, as when weights are loaded while a node decodes, lies within it.

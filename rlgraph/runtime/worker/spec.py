@@ -79,26 +79,26 @@ class Resume:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a worker does for checkpoints: it is `lead` firings ahead of the trained weights at each.
+    """What a worker does for checkpoints: it is `lookahead` firings ahead of the trained weights at each.
 
-    `token` is the attempt's own. `trained` says that its model's state is saved, `open` whose batches lie open then.
+    `id` names the checkpoints of this session. `trained` says that its model's state is saved, `open` whose batches lie open then.
     """
 
     folder: str
-    token: str
+    id: str
     every: int
-    lead: int
+    lookahead: int
     trained: bool
     open: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt starts, and which checkpoints it writes: every `every` steps into `folder`, under a token of its own."""
+    """Where a session starts, and which checkpoints it writes: every `every` steps into `folder`, under an id of its own."""
 
     resume: Resume | None = None
     folder: str = ""
-    token: str = ""
+    id: str = ""
     every: int = 0
     set_aside: tuple[int, ...] = ()
     probe: tuple[str, int] | None = None  # a node and step that killed its worker, to be tried prompt by prompt
@@ -153,8 +153,8 @@ def setups(
 ) -> tuple[WorkerSetup, ...]:
     """Return what each worker of the plan is started with; `addresses` are those of its hosts, where there are several."""
     start = start or Start()
-    lead = lookaheads(plan) if start.folder else {}
-    begin = {node: start.resume.step + lead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
+    lookahead = lookaheads(plan) if start.folder else {}
+    begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
     ahead = plan.steps_ahead()
     channels = tuple(
         (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", c.transport)) for i, c in enumerate(plan.channels)
@@ -178,7 +178,7 @@ def setups(
             local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
             time_slices=time_slices(plan.schedule.events, worker.nodes),
             copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
-            saving=_saving(plan, start, lead, worker) if start.folder else None,
+            saving=_saving(plan, start, lookahead, worker) if start.folder else None,
             resume=start.resume,
             begin=begin,
             set_aside=start.set_aside,
@@ -205,9 +205,9 @@ def _copies(loop: PlannedLoop) -> int:
     return loop.buffers + (loop.slots if transport_of(loop.transport).reader_keeps == "gpu" else 0)
 
 
-def _saving(plan: Plan, start: Start, lead: Mapping[str, int], worker: PlannedWorker) -> Saving:
+def _saving(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
     trained = any(plan.node(name).work == "train" for name in worker.nodes)
-    return Saving(start.folder, start.token, start.every, lead[worker.name], trained, open_nodes(plan, lead, worker))
+    return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, open_nodes(plan, lookahead, worker))
 
 
 def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
