@@ -2,7 +2,7 @@
 
     python benchmarks/model_check.py [--json PATH] [--nodes N]
 
-Walks the whole state space of each schedule at depths 0 to 3 with 1 and 2 buffers. The nodes between rollout and update
+UpdateSchedule the whole state space of each schedule at depths 0 to 3 with 1 and 2 buffers. The nodes between rollout and update
 are on the host; up to four nodes also on every pool. Faults are seeded in each graph of up to four nodes.
 """
 

@@ -28,7 +28,7 @@ from rlgraph.engines.api import Request, Response, Sampling
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import Decoding, Joining
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop
 
 RATIO, CAP, PROMPT = 10, 15, 16  # the 99th percentile and the longest response, in medians; tokens of a prompt
 WARM_UP = 3
@@ -43,7 +43,7 @@ class Trainer:
     context: Context
     weights: Sequence[Mapping[str, torch.Tensor]]
     update_s: float
-    rule: Joining
+    rule: BatchAdmission
     ready: dict[int, float] = field(default_factory=dict)
     loads_s: float = 0.0
     waited_s: float = 0.0
@@ -95,13 +95,15 @@ def requests(step: int, size: Size) -> list[Request]:
     return found
 
 
-def run(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule: Joining, update_s: float, size: Size) -> dict[str, float]:
+def run(
+    engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule: BatchAdmission, update_s: float, size: Size
+) -> dict[str, float]:
     """Return the pace of a run once it is under way, and how old its tokens were when they were trained on."""
     assert rule.depth is not None
     engine.load_weights(weights[0], version=0)
     context = Context(engine=engine)
     trainer = context.arrivals = Trainer(context, weights, update_s, rule)
-    decoding = Decoding(context, "r: ", rule, lambda step: requests(step, size))
+    decoding = DecodeLoop(context, "r: ", rule, lambda step: requests(step, size))
     start, tokens, staleness, waited_s = 0.0, 0, [], 0.0
     for step in range(WARM_UP + size.batches):
         trainer.wait(rule.needs(step))
@@ -132,14 +134,14 @@ def check_bound(step: int, depth: int, batch: Sequence[Response]) -> None:
             raise AssertionError(f"step {step}, depth {depth}: a response has versions {sorted(set(response.versions))}")
 
 
-def ways(depth: int) -> dict[str, Joining]:
+def ways(depth: int) -> dict[str, BatchAdmission]:
     return {
-        BATCHWISE: Joining(None, False, depth),
-        "interrupt, recompute": Joining("recompute", False, depth),
-        "interrupt, keep": Joining("keep", False, depth),
-        "continuous": Joining(None, True, depth),
-        "continuous, recompute": Joining("recompute", True, depth),
-        "continuous, keep": Joining("keep", True, depth),
+        BATCHWISE: BatchAdmission(None, False, depth),
+        "interrupt, recompute": BatchAdmission("recompute", False, depth),
+        "interrupt, keep": BatchAdmission("keep", False, depth),
+        "continuous": BatchAdmission(None, True, depth),
+        "continuous, recompute": BatchAdmission("recompute", True, depth),
+        "continuous, keep": BatchAdmission("keep", True, depth),
     }
 
 
@@ -189,7 +191,7 @@ def main() -> None:
     if torch.cuda.is_available():
         figures["machine"]["gpu"] = torch.cuda.get_device_name()
     print(f"{'depth':>5} {'update':>8} {'way':22} {'tokens/s':>9} {'against batch by batch':>18} {'step':>7} {'stale':>6}")
-    alone = run(engine, weights, Joining(None, False, 1), 0.0, size)["step_s"]
+    alone = run(engine, weights, BatchAdmission(None, False, 1), 0.0, size)["step_s"]
     for depth, share in ((1, 0.0), (1, 0.3), (2, 0.3)):
         figures[f"depth {depth}, update {share:.1f} of a step"] = compare(engine, weights, depth, share * alone, size)
         if arguments.json:  # after each, so that a run that is cut short leaves what it has measured

@@ -21,7 +21,7 @@ from rlgraph.nodes.base import checked_metrics
 from rlgraph.nodes.environments.tools import Python, Tool
 from rlgraph.nodes.rewards.scorers import reasoning_gym
 from rlgraph.nodes.sandbox import Limits
-from rlgraph.nodes.training.mini_batches import Walks
+from rlgraph.nodes.training.mini_batches import UpdateSchedule
 from rlgraph.runtime.checkpoint.fingerprint import difference
 from rlgraph.runtime.local import LocalJob
 from rlgraph.simulate.replay import deeper
@@ -60,7 +60,7 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     Tool: {"name": "search", "function": search},
     Lengths: {"at": (0, 1), "tokens": (1, 2)},
 }
-BEHIND = (Due, Walks, Limits, Python, Tool, Decode, NodeCost, Setting, SleepCost, Lengths)  # what public ones are made of
+BEHIND = (Due, UpdateSchedule, Limits, Python, Tool, Decode, NodeCost, Setting, SleepCost, Lengths)  # what public ones are made of
 RESULTS = (Plan, algorithms.Totals, rg.Context, rg.Output)  # made by the library
 TRAITS = (rg.NodeTraits, rg.ModelTraits)  # of operations and models of a developer: objects of any kind, which a type checker holds
 

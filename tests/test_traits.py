@@ -21,7 +21,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Node, Output, Pool, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import Joining
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.sendable import check_sendable
@@ -91,7 +91,7 @@ class Everything(Operation):
             dims={"T": 4},
             sampling=rg.Sampling(max_tokens=4, temperature=0.5),
             group_size=2,
-            joining=Joining("keep", True, 1),
+            admission=BatchAdmission("keep", True, 1),
             one_turn=True,
             looks_ahead=True,
             draws_from=OTHER,

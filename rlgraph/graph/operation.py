@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlgraph.costs.estimates import Estimates
     from rlgraph.engines.api import Running, Sampling
     from rlgraph.graph.nodes import Node, Pool
-    from rlgraph.nodes.rollout.batch_admission import Joining
+    from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 
@@ -42,7 +42,7 @@ class NodeTraits:
 
     `group_size` is the number of responses that it samples for a prompt; None if that is not known.
 
-    `joining` is the rule by which batches and new weights join responses that decode; None if none do.
+    `admission` is the rule by which batches and new weights join responses that decode; None if none do.
 
     `one_turn` says that each response is sampled in one turn, without calls of tools in between.
 
@@ -63,7 +63,7 @@ class NodeTraits:
     dims: Mapping[str, int] = field(default_factory=dict)
     sampling: "Sampling | None" = None
     group_size: int | None = None
-    joining: "Joining | None" = None
+    admission: "BatchAdmission | None" = None
     one_turn: bool = False
     looks_ahead: bool = False
     draws_from: "Operation | None" = None
@@ -75,12 +75,12 @@ class NodeTraits:
     @property
     def interrupt(self) -> "Running | None":
         """What happens to the keys and values of running responses when new weights are swapped in; None if they are not."""
-        return self.joining.interrupt if self.joining is not None else None
+        return self.admission.interrupt if self.admission is not None else None
 
     @property
     def continuous(self) -> bool:
         """Whether responses stay in its engine between two steps, so that no other model may share its devices."""
-        return self.joining is not None and self.joining.continuous
+        return self.admission is not None and self.admission.continuous
 
     @property
     def running(self) -> "Running":
@@ -90,7 +90,7 @@ class NodeTraits:
     @property
     def ahead(self) -> int:
         """The number of batches that may decode besides the one that is due."""
-        return self.joining.ahead() if self.joining is not None else 0
+        return self.admission.ahead() if self.admission is not None else 0
 
 
 class Operation(ABC):

@@ -33,7 +33,7 @@ def never(version: int) -> float:
 
 
 class Rule(Protocol):
-    """When batches and versions join; `rlgraph.nodes.rollout.batch_admission.Joining` is one."""
+    """When batches and versions join; `rlgraph.nodes.rollout.batch_admission.BatchAdmission` is one."""
 
     @property
     def interrupt(self) -> str | None: ...
@@ -51,7 +51,7 @@ class Rule(Protocol):
 
 def rule_of(node: Node) -> Rule | None:
     """Return the rule of a node in which batches or versions join while it decodes, else None."""
-    rule = node.traits.joining
+    rule = node.traits.admission
     return rule if rule is not None and (rule.continuous or rule.interrupt) else None
 
 

@@ -12,7 +12,7 @@ import rlgraph as rg
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import Decoding, Joining
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop
 
 STEPS = 7
 
@@ -90,7 +90,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Case:
-    rule: Joining
+    rule: BatchAdmission
     lengths: tuple[tuple[int, ...], ...]  # of the responses, by step
     delays: tuple[int, ...]
     room: int
@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn, interrupts: Sequence[Running | None] = (None, "keep",
     rows = draw(st.integers(1, 5))
     length = st.integers(1, 4) | st.integers(1, 30)
     return Case(
-        Joining(draw(st.sampled_from(interrupts)), draw(st.booleans()), draw(st.integers(1, 4))),
+        BatchAdmission(draw(st.sampled_from(interrupts)), draw(st.booleans()), draw(st.integers(1, 4))),
         tuple(tuple(draw(length) for _ in range(rows)) for _ in range(STEPS + 5)),
         tuple(draw(st.integers(0, 30)) for _ in range(STEPS)),
         draw(st.integers(1, 12)),
@@ -114,15 +114,15 @@ def run(case: Case) -> tuple[list[list[Response]], Trainer]:
     """Fire a rollout STEPS times as a worker does, beside a trainer."""
     context = Context(engine=Echo(case.room))
     trainer = Trainer(context, case.delays)
-    decoding = Decoding(context, "rollout: ", case.rule, lambda step: requests(case, step))
+    loop = DecodeLoop(context, "rollout: ", case.rule, lambda step: requests(case, step))
     batches = []
     for step in range(STEPS):
         context.arrivals = trainer
         trainer.wait(case.rule.needs(step))
         if case.latest:
             trainer.poll()
-        decoding.begin(step, requests(case, step))
-        batches.append(decoding.take(step, requests(case, step)))
+        loop.begin(step, requests(case, step))
+        batches.append(loop.take(step, requests(case, step)))
         trainer.deliver(step)
     return batches, trainer
 
@@ -165,33 +165,33 @@ def test_without_interrupts_a_run_does_not_depend_on_the_timing(case: Case, dela
 @settings(max_examples=100, deadline=None)
 @given(cases(["keep", "recompute"]))
 def test_an_interrupt_with_nothing_published_meanwhile_changes_nothing(case: Case) -> None:
-    never = Case(Joining(case.rule.interrupt, False, case.rule.depth), case.lengths, (1000,) * STEPS, case.room)
-    without = Case(Joining(None, False, case.rule.depth), case.lengths, (1000,) * STEPS, case.room)
+    never = Case(BatchAdmission(case.rule.interrupt, False, case.rule.depth), case.lengths, (1000,) * STEPS, case.room)
+    without = Case(BatchAdmission(None, False, case.rule.depth), case.lengths, (1000,) * STEPS, case.room)
     assert [[r.versions for r in batch] for batch in run(never)[0]] == [[r.versions for r in batch] for batch in run(without)[0]]
 
 
 LONG_TAIL = ((1, 1, 1, 10),) * (STEPS + 5)
 
 
-def steps_taken(rule: Joining, delay: int) -> int:
+def steps_taken(rule: BatchAdmission, delay: int) -> int:
     return run(Case(rule, LONG_TAIL, (delay,) * STEPS, room=8))[1].now()
 
 
 def test_a_long_tail_decodes_beside_the_next_batch() -> None:
-    alone = steps_taken(Joining(None, False, 1), delay=0)
+    alone = steps_taken(BatchAdmission(None, False, 1), delay=0)
     assert alone == 10 * STEPS
-    assert steps_taken(Joining(None, True, 1), delay=0) < 0.6 * alone
-    assert steps_taken(Joining("keep", True, 1), delay=0) < 0.6 * alone
+    assert steps_taken(BatchAdmission(None, True, 1), delay=0) < 0.6 * alone
+    assert steps_taken(BatchAdmission("keep", True, 1), delay=0) < 0.6 * alone
 
 
 def test_more_depth_lets_more_batches_decode_beside_one_another_where_versions_interrupt() -> None:
-    taken = [steps_taken(Joining("keep", True, depth), delay=2) for depth in (1, 2, 4)]
+    taken = [steps_taken(BatchAdmission("keep", True, depth), delay=2) for depth in (1, 2, 4)]
     assert taken[0] > taken[1] > taken[2]
 
 
 def test_an_interrupt_brings_newer_tokens_than_waiting_for_the_next_step() -> None:
-    interrupted, _ = run(Case(Joining("recompute", False, 1), LONG_TAIL, (3,) * STEPS, room=8))
-    waited, _ = run(Case(Joining(None, False, 1), LONG_TAIL, (3,) * STEPS, room=8))
+    interrupted, _ = run(Case(BatchAdmission("recompute", False, 1), LONG_TAIL, (3,) * STEPS, room=8))
+    waited, _ = run(Case(BatchAdmission(None, False, 1), LONG_TAIL, (3,) * STEPS, room=8))
     assert interrupted[3][3].versions == [2] * 3 + [3] * 7
     assert waited[3][3].versions == [2] * 10
 
@@ -200,12 +200,12 @@ def test_other_prompts_than_were_looked_up_are_refused() -> None:
     context = Context(engine=Echo(8))
     drawn = iter(range(100))
     request = lambda: [Request(f"rollout: {next(drawn)}", [0], Sampling(max_tokens=2), 0) for _ in range(2)]  # noqa: E731
-    decoding = Decoding(context, "rollout: ", Joining(continuous=True), lambda step: request())
+    loop = DecodeLoop(context, "rollout: ", BatchAdmission(continuous=True), lambda step: request())
     first = [Request("rollout: a", [0], Sampling(max_tokens=1), 0), Request("rollout: b", [0], Sampling(max_tokens=3), 0)]
-    decoding.begin(0, first)
-    decoding.take(0, first)
+    loop.begin(0, first)
+    loop.take(0, first)
     with pytest.raises(DataError, match="step 1 has other prompts than it had one step before"):
-        decoding.begin(1, request())
+        loop.begin(1, request())
 
 
 @rg.node(reads="prompt_texts prompt_ids", writes="prompt_texts prompt_ids")

@@ -12,7 +12,7 @@ import rlgraph as rg
 from rlgraph.engines.forward.heads import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError, GuardError
-from rlgraph.nodes.training.guards import Guards, Judge, Outliers
+from rlgraph.nodes.training.guards import Guards, Outliers, UpdateGuard
 
 FINE = {"actor/pg_loss": 0.1, "actor/grad_norm": 1.0, "actor/ppo_kl": 0.01}
 
@@ -25,12 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(model: Path, guards: Guards, *batches):
     """Return the metrics of an update on each batch, and the weights after all of them."""
     engine = FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)
-    judge = Judge("update", guards)
+    guard = UpdateGuard("update", guards)
     found = []
     with closing(engine):
         for batch in batches:
-            learnt = engine.update(batch, WeightedLikelihood(), guard=judge) if judge.batch(batch) else {}
-            found.append({**learnt, **judge.metrics()})
+            learnt = engine.update(batch, WeightedLikelihood(), guard=guard) if guard.batch(batch) else {}
+            found.append({**learnt, **guard.metrics()})
         weights = {name: tensor.clone() for name, tensor in engine.weights().items()}
         return found, weights, len(engine._optimizer.state)
 
@@ -76,22 +76,22 @@ def test_an_empty_batch_is_skipped_and_counted(model: Path) -> None:
 
 
 def test_patience_ends_a_run_that_learns_nothing() -> None:
-    judge = Judge("update", Guards(patience=3))
+    guard = UpdateGuard("update", Guards(patience=3))
     bad = {**FINE, "actor/grad_norm": float("inf")}
-    assert [judge(bad), judge(bad), judge(FINE), judge(bad), judge(bad)] == [False, False, True, False, False]
+    assert [guard(bad), guard(bad), guard(FINE), guard(bad), guard(bad)] == [False, False, True, False, False]
     with pytest.raises(GuardError, match="3 times in a row"):
-        judge(bad)
+        guard(bad)
 
 
 def test_a_policy_far_from_the_one_that_sampled_is_warned_about_and_then_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    judge = Judge("update", Guards(warn_kl=0.1, stop_kl=0.5))
+    guard = UpdateGuard("update", Guards(warn_kl=0.1, stop_kl=0.5))
     with caplog.at_level(logging.WARNING, "rlgraph.guards"):
-        assert judge({**FINE, "actor/ppo_kl": -0.2})
+        assert guard({**FINE, "actor/ppo_kl": -0.2})
     assert "the policy is 0.2 nats a token from the one that sampled, and warn_kl is 0.1" in caplog.text
     with pytest.raises(GuardError, match=r"0\.6 nats a token .* stop_kl is 0\.5; the weights are as they were"):
-        judge({**FINE, "actor/ppo_kl": 0.6})
+        guard({**FINE, "actor/ppo_kl": 0.6})
     with pytest.raises(GuardError):
-        judge({**FINE, "actor/ppo_kl": float("nan")})
+        guard({**FINE, "actor/ppo_kl": float("nan")})
 
 
 def test_log_probs_of_engine_and_trainer_that_differ_are_measured_over_the_tokens(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,14 +101,14 @@ def test_log_probs_of_engine_and_trainer_that_differ_are_measured_over_the_token
         "old_log_probs": torch.tensor([[-1.0, -2.0, 0.0]]),
         "rollout_log_probs": torch.tensor([[-1.5, -1.0, 9.0]]),
     }
-    judge = Judge("update", Guards(warn_mismatch=0.7))
+    guard = UpdateGuard("update", Guards(warn_mismatch=0.7))
     with caplog.at_level(logging.WARNING, "rlgraph.guards"):
-        assert judge.batch(batch)
-    assert judge.metrics()["guards/mismatch"] == pytest.approx(0.75)
-    assert judge.metrics()["guards/warnings"] == 1
+        assert guard.batch(batch)
+    assert guard.metrics()["guards/mismatch"] == pytest.approx(0.75)
+    assert guard.metrics()["guards/warnings"] == 1
     assert "differ by 0.75 on average" in caplog.text
     with pytest.raises(GuardError, match=r"stop_mismatch is 0\.5"):
-        Judge("update", Guards(stop_mismatch=0.5)).batch(batch)
+        UpdateGuard("update", Guards(stop_mismatch=0.5)).batch(batch)
 
 
 def test_a_limit_on_the_mismatch_asks_for_the_columns_it_needs() -> None:

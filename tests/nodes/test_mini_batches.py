@@ -7,8 +7,8 @@ import torch
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.nodes.base import Context, Fired
-from rlgraph.nodes.training.guards import Guards, Judge
-from rlgraph.nodes.training.mini_batches import Walks
+from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.mini_batches import UpdateSchedule
 from rlgraph.nodes.training.training import Training
 
 BATCH = {
@@ -32,36 +32,36 @@ class Recorder:
         return {"step": float(len(self.rows))} | ({"first": 1.0} if len(self.rows) == 1 else {})
 
 
-def rows_of(walks: Walks) -> list[list[int]]:
+def rows_of(schedule: UpdateSchedule) -> list[list[int]]:
     engine = Recorder()
-    walks.update(engine, BATCH, None)
+    schedule.update(engine, BATCH, None)
     return engine.rows
 
 
 def test_a_batch_is_one_optimizer_step_unless_said_otherwise() -> None:
-    assert rows_of(Walks()) == [list(range(8))]
+    assert rows_of(UpdateSchedule()) == [list(range(8))]
 
 
 def test_parts_are_rows_side_by_side_and_each_walk_repeats_them() -> None:
-    assert rows_of(Walks(epochs=2, mini_batches=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert rows_of(UpdateSchedule(epochs=2, mini_batches=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 
 
 def test_a_metric_is_the_mean_over_the_optimizer_steps_that_have_it() -> None:
-    assert Walks(epochs=2, mini_batches=2).update(Recorder(), BATCH, None) == {"step": 2.5, "first": 1.0}
+    assert UpdateSchedule(epochs=2, mini_batches=2).update(Recorder(), BATCH, None) == {"step": 2.5, "first": 1.0}
 
 
 def test_a_mini_batch_in_which_every_row_is_masked_is_no_optimizer_step_and_is_counted() -> None:
-    walks, engine, guards = Walks(epochs=2, mini_batches=4), Recorder(), Guards(patience=2)
+    schedule, engine, guards = UpdateSchedule(epochs=2, mini_batches=4), Recorder(), Guards(patience=2)
     batch = {**BATCH, "response_mask": (torch.arange(8) >= 6)[:, None]}
-    training = Update(model=rg.Policy("m", pool=rg.Pool("p")), loss=rg.ClippedLoss(), walks=walks, guards=guards, name="update")
-    judge = Judge("update", guards)
-    metrics = training.learn(Context(engine=engine), judge, batch)
+    training = Update(model=rg.Policy("m", pool=rg.Pool("p")), loss=rg.ClippedLoss(), schedule=schedule, guards=guards, name="update")
+    guard = UpdateGuard("update", guards)
+    metrics = training.learn(Context(engine=engine), guard, batch)
     assert engine.rows == [[6, 7], [6, 7]]
     assert metrics == {"step": 1.5, "first": 1.0}, "the mean over the optimizer steps that were taken"
-    assert judge.metrics()["guards/empty_mini_batches"] == 6
-    assert judge.metrics()["guards/skipped"] == 0, "a filter may empty several in a row without anything being wrong"
+    assert guard.metrics()["guards/empty_mini_batches"] == 6
+    assert guard.metrics()["guards/skipped"] == 0, "a filter may empty several in a row without anything being wrong"
 
 
 class Update(Training):
-    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
-        return {}, self.learn(context, judge, columns)
+    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
+        return {}, self.learn(context, guard, columns)

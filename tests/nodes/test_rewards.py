@@ -14,7 +14,7 @@ from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rewards import mathematics
-from rlgraph.nodes.rewards.function_pool import CallFailed, Calls
+from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 from rlgraph.nodes.rewards.reward import Reward
 
 COLUMNS: Columns = {
@@ -194,7 +194,7 @@ def test_calls_stop_once_one_has_failed() -> None:
         raise ValueError("no")
 
     with pytest.raises(CallFailed):
-        Calls(call, [{"place": i} for i in range(1000)], 1, 10.0).run()
+        FunctionPool(call, [{"place": i} for i in range(1000)], 1, 10.0).run()
     assert seen == [0]
 
 

@@ -15,7 +15,7 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import tensor_of
 from rlgraph.nodes.rollout.responses import WRITES
 from rlgraph.runtime.measure import Step
-from rlgraph.runtime.worker.metrics_reduce import joined
+from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
 
 SAMPLING = rg.Sampling(max_tokens=6, temperature=0.9, stop_token_ids=tuple(range(1, 12)))
 STOPS = torch.tensor([0, *SAMPLING.stop_token_ids])  # 0 is the tiny model's own
@@ -128,4 +128,4 @@ def test_passes_of_workers_take_turns_in_their_pool_by_part(model: str) -> None:
 
 def test_metrics_of_parts_are_averaged_but_of_extremes_the_extreme_is_kept() -> None:
     parts = [{"r/mean": 1.0, "r/max": 2.0, "r/min": 0.0, "once": 5.0}, {"r/mean": 2.0, "r/max": 9.0, "r/min": -1.0}]
-    assert joined(parts) == {"r/mean": 1.5, "r/max": 9.0, "r/min": -1.0, "once": 5.0}
+    assert reduce_metrics(parts) == {"r/mean": 1.5, "r/max": 9.0, "r/min": -1.0, "once": 5.0}

@@ -13,7 +13,7 @@ from rlgraph.costs.calibrate import measured_costs
 from rlgraph.costs.functions import Decode, NodeCost
 from rlgraph.costs.regression import spread
 from rlgraph.engines.api import Request, Response
-from rlgraph.nodes.rollout.batch_admission import Decoding, Joining
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop
 from rlgraph.simulate.continuous import Machine, never
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws
@@ -75,7 +75,7 @@ class Clocked:
             self.swap()
 
 
-def run(rule: Joining, rows: int, engines: int, update_s: float, shares_steps: bool) -> list[float]:
+def run(rule: BatchAdmission, rows: int, engines: int, update_s: float, shares_steps: bool) -> list[float]:
     """When each step's update is done: engines that the rollout's own code drives, and a trainer that takes batches in order."""
     drawn = LENGTHS.batches(STEPS, rows)
     published: dict[int, float] = {}
@@ -85,8 +85,8 @@ def run(rule: Joining, rows: int, engines: int, update_s: float, shares_steps: b
         mine = range(rows * engine // engines, rows * (engine + 1) // engines)
         return [Request(f"{step}.{row}", [], rg.Sampling(), int(drawn[step % STEPS, row])) for row in mine]
 
-    decoding: list[Decoding] = [
-        Decoding(clock, "", rule, lambda step, engine=engine: requests(engine, step))  # type: ignore[arg-type, misc]
+    loops: list[DecodeLoop] = [
+        DecodeLoop(clock, "", rule, lambda step, engine=engine: requests(engine, step))  # type: ignore[arg-type, misc]
         for engine, clock in enumerate(clocks)
     ]
     trained: list[float] = []
@@ -94,8 +94,8 @@ def run(rule: Joining, rows: int, engines: int, update_s: float, shares_steps: b
         for engine, clock in enumerate(clocks):
             clock.wait(rule.needs(step))
             clock.now += DECODE.start_s
-            decoding[engine].begin(step, requests(engine, step))
-            decoding[engine].take(step, requests(engine, step))
+            loops[engine].begin(step, requests(engine, step))
+            loops[engine].take(step, requests(engine, step))
         begin = max([clock.now for clock in clocks] + [at + PUBLISH_S for at in trained[-1:]])
         trained.append(begin + update_s)
         published[step + 1] = trained[-1] + PUBLISH_S
@@ -142,7 +142,7 @@ def test_a_prediction_is_what_the_rollouts_own_code_does(
     more: dict[str, Any], update_s: float, depth: int, engines: int, engine: str
 ) -> None:
     plan = compiled(ROWS, depth, engines, update_s, engine, **more)
-    rule = Joining(more.get("interrupt"), more.get("continuous", False), depth)
+    rule = BatchAdmission(more.get("interrupt"), more.get("continuous", False), depth)
     truth = period(run(rule, ROWS, engines, update_s, engine == "vllm"))
     assert plan.prediction.step_s == pytest.approx(truth, rel=1e-6)
     assert plan.prediction.left_out == ()
@@ -176,7 +176,7 @@ def test_what_a_rollout_with_refill_decodes_is_not_counted_and_marked() -> None:
 def test_slots_hold_back_what_joins() -> None:
     def machine(slots: int | None) -> Machine:
         lengths = np.array([[4.0, 4.0, 10.0, 10.0]])
-        rule = Joining(None, True, None)
+        rule = BatchAdmission(None, True, None)
         return Machine(rule, Decode(step_s=1.0, slots=slots), lengths, 0.0, 0.0, never)
 
     free, held = machine(None), machine(2)
@@ -198,7 +198,7 @@ def test_the_law_of_decoding_is_found_in_a_run_whose_batches_joined(shared: bool
     """Its firings hold the tails of one batch and the heads of the next, so they do not follow the lengths of their own batch."""
     plan = compiled(ROWS, 1, 1, 0.1, "vllm" if shared else "transformers", continuous=True)
     steps, drawn = 60, LENGTHS.batches(60, ROWS)
-    machine = Machine(Joining(None, True, None), DECODE, drawn, LENGTHS.prompt_tokens, 0.0, never, shared)
+    machine = Machine(BatchAdmission(None, True, None), DECODE, drawn, LENGTHS.prompt_tokens, 0.0, never, shared)
     spans, sampled, at = [], [], 0.0
     for step in range(steps):
         end = machine.fire(step, at)

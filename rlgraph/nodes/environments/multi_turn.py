@@ -83,7 +83,7 @@ class _Said:
     failed: bool = False
 
 
-class Conversations:
+class MultiTurnLoop:
     """What a rollout with tools does at each firing."""
 
     def __init__(self, rollout: "Rollout", tools: Tools, context: Context) -> None:
@@ -120,7 +120,7 @@ class Conversations:
         """Advance what can decode by one step, and ask the environments of the turns that ended."""
         if not self._open:
             return
-        if self.rollout.joining.interrupt and self.context.arrivals is not None:
+        if self.rollout.admission.interrupt and self.context.arrivals is not None:
             self.context.arrivals.poll()
         for name, response in self.context.engine.step(self.rollout.prefix).items():
             conversation = self._open.pop(name)

@@ -1,4 +1,4 @@
-"""Calls of a user's function: several at a time, each within a deadline; what goes wrong is known by its place."""
+"""Call a user's function many times: several calls at once, each within a deadline; an error names the call by its place."""
 
 import asyncio
 import functools
@@ -31,8 +31,8 @@ class Returned:
 
 
 @dataclass
-class Calls:
-    """The calls of one firing, at most `concurrency` of them at a time. Used once.
+class FunctionPool:
+    """Call a user's function for each of `arguments`, at most `concurrency` calls at a time. Used once.
 
     A plain function is called on threads; an `async def` one in an event loop, where a call that waits costs nothing. The
     threads are daemons: one that hangs keeps no process alive.

@@ -15,7 +15,7 @@ from rlgraph.errors import GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import plural
-from rlgraph.nodes.rewards.function_pool import CallFailed, Calls
+from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
 LARGEST = torch.finfo(torch.float32).max
@@ -67,7 +67,7 @@ class Scoring:
         given = {parameter: self._argument(context, column, columns) for parameter, column in self.columns}
         calls = [{p: _at(values, row) for p, values in given.items()} for row in range(rows)] if self.single else [given]
         try:
-            returned = Calls(self.function, calls, self.concurrency, self.deadline_s).run()
+            returned = FunctionPool(self.function, calls, self.concurrency, self.deadline_s).run()
         except CallFailed as failure:
             which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, failure)
             raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
@@ -86,7 +86,7 @@ class Scoring:
         for row in range(rows):
             alone = {p: values[row : row + 1] for p, values in given.items()}
             try:
-                Calls(self.function, [alone], 1, self.deadline_s / rows).run()
+                FunctionPool(self.function, [alone], 1, self.deadline_s / rows).run()
                 taken += 1
             except CallFailed as again:
                 failing += [row] if type(again.__cause__) is type(failure.__cause__) else []

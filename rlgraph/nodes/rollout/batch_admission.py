@@ -11,7 +11,7 @@ from rlgraph.nodes.prompts import Prompts
 
 
 @dataclass(frozen=True)
-class Joining:
+class BatchAdmission:
     """When weights and prompts join responses that are under way; `depth` is None where there is no feedback edge.
 
     `interrupt`: the engine swaps in each published version before its next decode step, also where the edge is not `latest`. When a
@@ -42,7 +42,7 @@ class Joining:
         return self.depth or 1 if self.interrupt else 1
 
 
-def joining(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> Joining:
+def admission_rule(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> BatchAdmission:
     """Return the checked rule. Raises GraphError for what has no effect, or cannot keep the bound."""
     if interrupt is not None and weights is None:
         raise GraphError(f"node '{node}' has interrupt={interrupt!r} but no weights that change; pass a feedback edge, or leave it out")
@@ -61,7 +61,7 @@ def joining(node: str, weights: Feedback | None, interrupt: Running | None, cont
             f"node '{node}' has continuous=True, so it looks up the next prompts while it decodes, which only rlgraph.prompts can tell: "
             "pass its output, or leave continuous out"
         )
-    return Joining(interrupt, continuous, weights.depth if weights is not None else None)
+    return BatchAdmission(interrupt, continuous, weights.depth if weights is not None else None)
 
 
 class _OpenBatch:
@@ -76,11 +76,11 @@ class _OpenBatch:
         return 2 * len(self.done) >= len(self.requests)
 
 
-class Decoding:
+class DecodeLoop:
     """The batches of one rollout that are under way. All its request ids begin with `prefix`, those of other nodes do not;
     `upcoming(step)` gives the requests of a batch before it is due."""
 
-    def __init__(self, context: Context, prefix: str, rule: Joining, upcoming: Callable[[int], Sequence[Request]]) -> None:
+    def __init__(self, context: Context, prefix: str, rule: BatchAdmission, upcoming: Callable[[int], Sequence[Request]]) -> None:
         self.context, self.prefix, self.rule, self.upcoming = context, prefix, rule, upcoming
         self._batches: dict[int, _OpenBatch] = {}
         self._home: dict[str, _OpenBatch] = {}  # of each request that is not done

@@ -80,7 +80,7 @@ class Refill:
             raise GraphError(f"{where} has refill= and tools=; a refill is for single turns: use rg.filter_groups instead")
         if rollout.chunks > 1:
             raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch is known when its last group is: choose one")
-        if rollout.joining.continuous:
+        if rollout.admission.continuous:
             raise GraphError(
                 f"{where} has refill= and continuous=True, but which prompts the next batch has is known when this one is full: choose one"
             )
@@ -185,7 +185,7 @@ class DynamicSampler:
     def _advance(self, waiting: dict[str, Group]) -> list[Group]:
         """Take new weights if running responses may, decode one step, and return the groups that are complete now."""
         rollout = self.operation.rollout
-        if rollout.joining.interrupt and self.context.arrivals is not None:
+        if rollout.admission.interrupt and self.context.arrivals is not None:
             self.context.arrivals.poll()
         complete = []
         for name, response in self.context.engine.step(rollout.prefix).items():

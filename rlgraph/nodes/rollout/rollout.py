@@ -18,10 +18,10 @@ from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.kinds import Named, Range
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.nodes.environments.multi_turn import Conversations
+from rlgraph.nodes.environments.multi_turn import MultiTurnLoop
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import Prompts
-from rlgraph.nodes.rollout.batch_admission import Decoding, Joining, joining
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, admission_rule
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
 from rlgraph.settings import Count, Dtype, Natural, checked
 
@@ -122,33 +122,35 @@ class Generator(Model):
     ) -> Output:
         """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
 
-        Without `weights` the model's own are used throughout. `sampling` is the generator's unless given, as for a greedy baseline
-        beside the sampled responses; both rollouts of a step use one version of the weights. With `chunks` the batch leaves in so many
-        parts, in the order of the data and each as soon as its groups are done: rewards and log-probs work on a part while the rest
-        is decoded, and what takes the whole batch gets the same one whatever `chunks` is. Writes `prompts` [B, P],
-        `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`, `finish_reasons` [B] and `group_ids`; the responses of one
-        prompt lie side by side.
+        >>> import rlgraph as rg
+        >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], 1)
+        >>> rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, group_size=4).columns[:4]
+        ('prompts', 'prompt_mask', 'responses', 'response_mask')
 
-        `interrupt` swaps each published version in before the next decode step: "recompute" reads what they have so far again with the
-        new weights, "keep" goes on from what the old ones left. `continuous` lets batch k + 1 join on version
-        max(0, k + 1 - depth) once half of the responses of batch k have ended, so that the long ones do not decode alone; batches
-        leave in order all the same. Alone, it waits for exactly that version, and a run depends on its seed and depth alone; with
-        `interrupt` when versions arrive depends on the clock. The bound holds for every token.
+        Without `weights` the model keeps its own weights. `sampling` replaces the generator's, as for a greedy baseline; all rollouts of
+        a step use one weight version. Writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`,
+        `finish_reasons` [B] and `group_ids`; the responses of one prompt are adjacent rows.
 
-        With `tools` a response has up to `max_turns` turns (8): what it asks for in one is answered before the next, while others decode.
-        Its tokens together, those of answers included, are at most the sampling's `max_tokens`; `response_mask` is 0 on answers. Which
-        turns decode together depends on when they are answered, and with it the last bits of their log-probs.
+        `chunks` splits the batch: each chunk leaves, in the order of the data, as soon as its groups are done, so that rewards and
+        log-probs overlap with the decoding of the others. A node that takes the whole batch gets the same one for any `chunks`.
 
-        `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: groups whose rewards are all equal are replaced, within the
-        step, by the next prompts of the data order. The rollout then walks that order itself: what a prompt comes with (`answers`
-        and so on) and the `rewards` are columns of its own, so pass it to the nodes behind in place of `prompts`.
+        `interrupt` swaps in each published version before the next decode step: "recompute" prefills the running responses again under
+        the new weights, "keep" goes on with their old keys and values. `continuous` lets batch k + 1 join on version
+        max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. With `continuous` alone a run depends on its seed
+        and depth alone; `interrupt` makes it depend on the clock. The staleness bound holds for every token.
 
-        Raises GraphError for a group size below 1, turns without tools, sampling that is none, weights that are no feedback edge,
-        chunks that do not divide the prompts of a step, `interrupt` or `continuous` at depth 0, or `refill` with what it cannot go with.
+        With `tools` a response has up to `max_turns` turns (8); others decode while its tools run. `max_tokens` bounds all its tokens,
+        answers included, and `response_mask` is 0 on answers. The last bits of log-probs depend on which turns decode together.
+
+        `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: the next prompts replace groups whose rewards are all
+        equal. The rollout then draws its prompts itself, and carries their fields (`answers`) and `rewards` as columns of its own: pass
+        it to later nodes in place of `prompts`.
+
+        Raises GraphError for `max_turns` without tools, chunks that do not divide the prompts of a step, `interrupt` or `continuous` at
+        depth 0, and options that exclude each other.
         """
         _check_options(name, {"chunks": chunks, "refill": refill, "tools": tools, "max_turns": max_turns, "continuous": continuous})
         source = prompts.node.operation
-        rule = joining(name, weights, interrupt, continuous, source)
         operation = Rollout(
             generator=self,
             group_size=group_size,
@@ -157,16 +159,10 @@ class Generator(Model):
             max_turns=max_turns or MAX_TURNS,
             chunks=chunks,
             prefix=f"{name}: ",
-            joining=rule,
+            admission=admission_rule(name, weights, interrupt, continuous, source),
             source=source if continuous else None,
         )
-        reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(tools.reads if tools is not None else ()))))
-        if refill is not None:
-            return refill.declare(name, operation, prompts, weights)
-        rows = prompts.node.rows * group_size
-        return Output(
-            declare(name, operation, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self, feedback=weights, chunks=chunks)
-        )
+        return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -203,8 +199,17 @@ class Rollout(Operation):
     max_turns: int
     chunks: int
     prefix: str  # of the ids of its requests
-    joining: Joining
+    admission: BatchAdmission
     source: Any  # of the next prompts, where they are looked up before they are due
+
+    def declare(self, name: str, prompts: Output, weights: Feedback | None) -> Output:
+        """Declare the node that samples for the prompts of another one."""
+        reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(self.tools.reads if self.tools is not None else ()))))
+        rows = prompts.node.rows * self.group_size
+        node = declare(
+            name, self, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
+        )
+        return Output(node)
 
     @property
     def traits(self) -> NodeTraits:
@@ -214,7 +219,7 @@ class Rollout(Operation):
             dims=self.dims,
             sampling=self.sampling,
             group_size=self.group_size,
-            joining=self.joining,
+            admission=self.admission,
             one_turn=self.tools is None,
             looks_ahead=self.source is not None,
             given=(self.tools,),
@@ -239,24 +244,24 @@ class Rollout(Operation):
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # loaded before the first step, not in it
         if self.tools is not None:
-            return Conversations(self, self.tools, context)
-        decoding = Decoding(context, self.prefix, self.joining, lambda step: _chained(self.requests(context, self._drawn(context, step))))
+            return MultiTurnLoop(self, self.tools, context)
+        loop = DecodeLoop(context, self.prefix, self.admission, lambda step: _chained(self.requests(context, self._drawn(context, step))))
         if self.chunks > 1:
-            return lambda step, columns: self.parts(context, decoding, step, columns)  # type: ignore[return-value]
-        return lambda step, columns: next(self.parts(context, decoding, step, columns))
+            return lambda step, columns: self.parts(context, loop, step, columns)  # type: ignore[return-value]
+        return lambda step, columns: next(self.parts(context, loop, step, columns))
 
     def _drawn(self, context: Context, step: int) -> Columns:
         assert self.source is not None
         return self.source.batch(step, context.set_aside)
 
-    def parts(self, context: Context, decoding: Decoding, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
+    def parts(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
         """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
         parts = self.requests(context, columns)
-        decoding.begin(step, _chained(parts))
+        loop.begin(step, _chained(parts))
         for rows, requests in zip(self.shares(context, ids), parts, strict=True):
-            responses = decoding.take(step, requests)
+            responses = loop.take(step, requests)
             yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:

@@ -10,8 +10,8 @@ from rlgraph.engines.api import ValueLossFn
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried
-from rlgraph.nodes.training.guards import Guards, Judge
-from rlgraph.nodes.training.mini_batches import checked_walks
+from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.mini_batches import checked_schedule
 from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
 from rlgraph.settings import Count, checked
 
@@ -51,8 +51,8 @@ class Critic(TrainedModel):
         check_loss(name, loss)
         given = carried(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
-        walks = checked_walks(name, inputs, epochs, mini_batches)
-        training = CriticUpdate(model=self, loss=loss, walks=walks, guards=guards, name=name)
+        schedule = checked_schedule(name, inputs, epochs, mini_batches)
+        training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name)
         return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
 
 
@@ -76,10 +76,10 @@ class Values(Operation):
 class CriticUpdate(Training):
     """The critic's optimizer steps on a batch; the metrics tell how well its values predicted the returns."""
 
-    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
-        learnt = self.learn(context, judge, batch)
-        counted = {name.replace("guards/", "guards/critic_"): value for name, value in judge.metrics().items()}
+        learnt = self.learn(context, guard, batch)
+        counted = {name.replace("guards/", "guards/critic_"): value for name, value in guard.metrics().items()}
         return {}, {**learnt, **counted, **_explained(batch)}
 
 

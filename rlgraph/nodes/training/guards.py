@@ -46,7 +46,7 @@ class Guards:
 
 
 @dataclass
-class Judge:
+class UpdateGuard:
     """Decides on each optimizer step of one update node; every rank decides alike, since it is shown the same numbers."""
 
     node: str

@@ -14,7 +14,7 @@ from rlgraph.settings import Count
 
 
 @dataclass(frozen=True)
-class Walks:
+class UpdateSchedule:
     """An update walks its batch `epochs` times, each time in `mini_batches` parts; every part is an optimizer step.
 
     Parts are rows that lie side by side, in the order of the batch, so the responses of one prompt are trained together and a
@@ -57,7 +57,7 @@ def _has_tokens(part: Columns) -> bool:
     return bool(mask.any())
 
 
-def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> Walks:
+def checked_schedule(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> UpdateSchedule:
     """Check the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
     where = f"node '{node}'"
     rows = max((output.node.rows for output in inputs if isinstance(output, Output)), default=0)
@@ -66,4 +66,4 @@ def checked_walks(node: str, inputs: Sequence[Any], epochs: int, mini_batches: i
             f"{where} has mini_batches={mini_batches} of a batch of {rows} rows; the parts are to be equally large, as each is one "
             "optimizer step: choose a divisor, or another number of prompts"
         )
-    return Walks(epochs, mini_batches)
+    return UpdateSchedule(epochs, mini_batches)

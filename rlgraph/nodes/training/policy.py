@@ -14,8 +14,8 @@ from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.rollout.responses import truncated
-from rlgraph.nodes.training.guards import Guards, Judge
-from rlgraph.nodes.training.mini_batches import checked_walks
+from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.mini_batches import checked_schedule
 from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
 from rlgraph.settings import Count, Natural, checked
 
@@ -105,7 +105,7 @@ class Policy(TrainedModel):
         training = PolicyUpdate(
             model=self,
             loss=loss,
-            walks=checked_walks(name, inputs, epochs, mini_batches),
+            schedule=checked_schedule(name, inputs, epochs, mini_batches),
             guards=guards,
             name=name,
             behaviour=behaviour,
@@ -123,7 +123,7 @@ class PolicyUpdate(Training):
     temperature: float
     critic_warmup: int
 
-    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         if step < self.critic_warmup:
             return {}, _sizes(columns)
         mask = columns["response_mask"]
@@ -133,7 +133,7 @@ class PolicyUpdate(Training):
             "response_mask": columns.get("loss_mask", mask),
             "current_version": torch.full((len(mask),), step, dtype=torch.int32),
         }
-        return {}, {**self.learn(context, judge, batch, temperature=self.temperature), **judge.metrics(), **_sizes(columns)}
+        return {}, {**self.learn(context, guard, batch, temperature=self.temperature), **guard.metrics(), **_sizes(columns)}
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:

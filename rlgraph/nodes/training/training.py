@@ -16,8 +16,8 @@ from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.kinds import Named
 from rlgraph.nodes.base import Context, Fired, Stage
-from rlgraph.nodes.training.guards import Guards, Judge
-from rlgraph.nodes.training.mini_batches import Walks
+from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.mini_batches import UpdateSchedule
 from rlgraph.settings import Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
@@ -89,13 +89,13 @@ class Training(Operation):
 
     model: TrainedModel
     loss: Loss
-    walks: Walks
+    schedule: UpdateSchedule
     guards: Guards
     name: str
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(work="train", epochs=self.walks.epochs, mini_batches=self.walks.mini_batches, given=(self.loss,))
+        return NodeTraits(work="train", epochs=self.schedule.epochs, mini_batches=self.schedule.mini_batches, given=(self.loss,))
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
         """Declare the node; a column may be named twice."""
@@ -106,20 +106,20 @@ class Training(Operation):
         check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
-        judge = Judge(self.name, self.guards)
-        return lambda step, columns: self.fire(context, judge, step, columns)
+        guard = UpdateGuard(self.name, self.guards)
+        return lambda step, columns: self.fire(context, guard, step, columns)
 
     @abstractmethod
-    def fire(self, context: Context, judge: Judge, step: int, columns: Columns) -> Fired:
+    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         """Train on the batch of a step, and return metrics."""
 
-    def learn(self, context: Context, judge: Judge, batch: Columns, **settings: float) -> dict[str, float]:
+    def learn(self, context: Context, guard: UpdateGuard, batch: Columns, **settings: float) -> dict[str, float]:
         """Take the optimizer steps on a batch, each with the settings, unless the guards refuse it; give their metrics."""
-        if not judge.batch(batch):
+        if not guard.batch(batch):
             return {}
-        if self.walks.mini_batches > 1:
-            judge.found["guards/empty_mini_batches"] = float(self.walks.empty(batch))
-        return self.walks.update(context.engine, batch, self.loss, guard=judge, **settings)
+        if self.schedule.mini_batches > 1:
+            guard.found["guards/empty_mini_batches"] = float(self.schedule.empty(batch))
+        return self.schedule.update(context.engine, batch, self.loss, guard=guard, **settings)
 
 
 def check_folder(path: str) -> None:
