@@ -124,7 +124,7 @@ def _puts(graph: Graph, ordered: Sequence[Event], hosts: Hosts, batches: Mapping
 
 def order_channel_name(before: str, after: str) -> str:
     """Name the channel by which one node tells another of its pool to fire."""
-    return f"turn {before} to {after}"
+    return f"order {before} to {after}"
 
 
 def fire_event(node: str, chunk: int = 0, chunks: int = 1) -> str:

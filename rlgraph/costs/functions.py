@@ -24,8 +24,8 @@ SECONDS = Real(Range(least=0))
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a node runs: devices of its pool, engines (ranks of its model) on them, rows of a batch, and the passes it is cut into,
-    where that is known."""
+    """Where and on what a node runs: devices of its pool, engines (ranks of its model) on them, rows of a batch, and the passes that
+    the batch is cut into, where known."""
 
     devices: Count = 1
     engines: Count = 1
@@ -37,20 +37,20 @@ class Setting:
 
     @property
     def width(self) -> float:
-        """Devices of one engine."""
+        """Return the devices of one engine."""
         return self.devices / self.engines
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Time of one generating engine: `prefill_s` for each prompt token, then decode steps of `step_s + sequence_s · active`.
+    """The time of one generating engine: `prefill_s` for each prompt token, then decode steps of `step_s + sequence_s · active`.
 
     Decoding is bound by memory traffic: reading the weights costs every step `step_s`, each sequence that is still active
     adds `sequence_s`. So the longest response sets the tail. `slots` is how many sequences an engine decodes at once.
-    `doubling` is the share of the ideal speed-up that is kept each time an engine's devices double (None: nobody measured it, and
-    0.85 is assumed).
+    `doubling` is the share of the ideal speed-up that an engine keeps each time its devices double (None: not measured, 0.85 is
+    assumed).
 
-    `host_step_s` and `host_sequence_s` are the host's part of the same: more devices do not shorten it, and each doubling of the
+    `host_step_s` and `host_sequence_s` are the host's share of a step: more devices do not shorten it, and each doubling of the
     engines that share a device lengthens it by `host_sharing`.
     """
 
@@ -83,7 +83,7 @@ class Decode:
         )
 
     def seconds(self, lengths: Array, prompt_tokens: float, engines: int) -> Array:
-        """Return the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row takes none."""
+        """Predict the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row takes none."""
         rows = lengths.shape[1]
         engines = min(engines, rows)
         firsts = [rows * rank // engines for rank in range(engines)]
@@ -96,7 +96,7 @@ class Decode:
         return each
 
     def chunk_shares(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
-        """Return the shares `[steps, chunks]` of a firing after which each chunk of its batch `[steps, rows]` has left.
+        """Compute the shares `[steps, chunks]` of a firing after which each chunk of its batch `[steps, rows]` has left.
 
         Chunks leave in order, so a chunk leaves with the longest response of it and of those before it; until a response of L
         tokens ends, the decode steps are L and each sequence has taken part in those it needed.
@@ -110,7 +110,7 @@ class Decode:
 
 
 def _steps_in_slots(lengths: Array, firsts: Sequence[int], slots: int) -> Array:
-    """Return the decode steps of each engine when a waiting sequence takes the slot of the first that ends."""
+    """Count the decode steps of each engine if a waiting sequence takes the slot of the first one that ends."""
     ends = [*firsts[1:], lengths.shape[1]]
     return np.array([[_makespan(batch[a:b], slots) for a, b in zip(firsts, ends, strict=True)] for batch in lengths])
 
@@ -156,11 +156,11 @@ class NodeCost:
 
     @classmethod
     def on(cls, seconds: Mapping[int, float]) -> "NodeCost":
-        """The cost of a node whose seconds were measured on each of several device counts."""
+        """Make the cost of a node from seconds by device count."""
         return cls(by_devices=tuple(sorted(seconds.items())))
 
     def on_devices(self, devices: int) -> float:
-        """Seconds of `by_devices` on a count of devices: those given, else of `a + b / devices`, neither of them negative."""
+        """Predict the seconds on a device count: those given, else by `a + b / devices` with neither of them negative."""
         given = sorted(self.by_devices)
         if not given or devices in dict(given):
             return dict(given).get(devices, 0.0)
@@ -175,16 +175,16 @@ class NodeCost:
 
     @property
     def by_length(self) -> bool:
-        """Whether it follows the tokens of a batch."""
+        """Tell whether the seconds depend on the tokens of a batch."""
         return bool(self.decode or self.token_s or self.pass_s or self.sharded_pass_s)
 
     def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
-        """Return the seconds `[steps]` of as many firings: those of the engine that is last."""
+        """Predict the seconds `[steps]` of firings: those of the last engine."""
         last: Array = self.each(setting, lengths, steps, rows_drawn).max(axis=1)
         return last
 
     def each(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
-        """Return the seconds `[steps, engines]` of as many firings, `[steps, 1]` where engines work together.
+        """Predict the seconds `[steps, engines]` of firings, `[steps, 1]` where engines work together.
 
         Lengths are the same for every node of a step; the spread is the same for every engine.
         """
@@ -192,7 +192,7 @@ class NodeCost:
         return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
 
     def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
-        """Return the seconds `[steps, engines]` for response lengths `[steps, rows]`, or without what follows lengths."""
+        """Predict the seconds `[steps, engines]` for response lengths `[steps, rows]`; without lengths only what needs none."""
         together = np.full(steps, self.serial_s + self.parallel_s * self._rows_scale(setting) / max(setting.devices, 1))
         together += self.on_devices(max(setting.devices, 1))
         decoding = np.zeros((steps, 1))
@@ -204,7 +204,7 @@ class NodeCost:
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
     def chunk_shares(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
-        """Return the shares `[steps, chunks]` of a firing that its chunks take: equal ones, but for decoding."""
+        """Compute the shares `[steps, chunks]` of a firing that its chunks take: by decode steps for a generator, else equal."""
         if self.decode is None or lengths is None or chunks == 1:
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
@@ -230,12 +230,13 @@ class NodeCost:
         return self.decode_at(decode, setting).seconds(batch, prompt_tokens, setting.engines)
 
     def decode_at(self, decode: Decode, setting: Setting) -> Decode:
+        """Scale decoding to the engines of another setting."""
         return decode.at_width(setting.width / (self.measured.width if self.measured else 1.0), setting.width)
 
 
 @dataclass(frozen=True)
 class SleepCost:
-    """What a model takes that has its devices in turns with others: to give their memory back, and to take it again.
+    """The cost of a model that time-shares its devices: seconds to give up their memory, and to take it back.
 
     `bytes` go to host memory and come back, on each device. `measured` is the setting that the numbers come from; `estimated`
     says that the seconds are those of the bytes on the device's link to its host.
@@ -253,8 +254,7 @@ class SleepCost:
         settings.check(self, PlanError)
 
     def at(self, setting: Setting, *, sharded: bool) -> "SleepCost":
-        """Return the cost at another setting, in proportion to what a device holds: `sharded` over the ranks, or a whole copy
-        for each engine."""
+        """Scale the cost to another setting by the bytes that a device holds: a shard (`sharded`), or a copy for each engine."""
         if self.measured is None:
             return self
         copies = 1.0 if sharded else setting.engines / self.measured.engines
@@ -265,7 +265,7 @@ class SleepCost:
 
 @lru_cache(maxsize=256)
 def _spread(spread: tuple[float, ...], steps: int) -> Array:
-    """Return firings in a mixed order, each as often as any other, so that their mean is that of the sample."""
+    """Repeat the sample in mixed orders, each firing as often as any other, so that the mean stays that of the sample."""
     rounds = [np.random.default_rng(i).permutation(np.asarray(spread)) for i in range(-(-steps // len(spread)))]
     found: Array = np.concatenate(rounds)[:steps]
     even: Array = found * (np.mean(spread) / found.mean())
@@ -273,7 +273,7 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
 
 
 def refuse_seconds(name: str, value: object) -> NoReturn:
-    """Raise PlanError for the cost of `name`, saying what a cost is."""
+    """Raise PlanError for the cost of `name`; the error says what a cost is."""
     raise PlanError(
         f"the cost of '{name}' is {shown(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
         "as {1: 38.2, 2: 19.0}"

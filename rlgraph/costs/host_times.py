@@ -1,6 +1,6 @@
-"""What a device's roofline leaves out, measured on H200s: the host's time for each decode step and pass, and what each logit costs.
+"""Times that a device's roofline leaves out, measured on H200s: the host's for each decode step and pass, and those of each logit.
 
-`benchmarks/a_priori.py --fit` derives the numbers again from the results named here, and prints how far those that were held out are.
+`benchmarks/a_priori.py --fit` derives the numbers from the results named here, and prints the errors on the results that were held out.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class HostTime:
     source: str
 
 
-# An engine schedules, samples and hands over between two steps, a part that no other work hides.
+# An engine schedules, samples and hands over between two steps, which no other work hides.
 DECODE_STEP_S = HostTime(1.18e-3, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
 # Of each sequence in a step: its logits, its log-prob, its place in the scheduler's lists.
 DECODE_SEQUENCE_S = HostTime(13.3e-6, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")

@@ -1,4 +1,4 @@
-"""What one size of batch does not tell: whether a generator's seconds are of its decode steps, its sequences, or of the firing."""
+"""Generators measured with one batch size: their seconds may come from decode steps, from sequences, or from the firing."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,8 +13,8 @@ CLOSE = 0.05  # bounds that differ by less need no words
 
 
 def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
-    """Yield for each generator whose law has one number only, and that runs with other rows an engine than were measured, how far its
-    seconds may be off: that number may stand for any of the others."""
+    """Say for each generator whose fit has a single number, and that runs with other rows an engine than measured, how far its seconds
+    may be off: the number may stand for any other."""
     rows = max(node.rows for node in graph.nodes)
     for node in graph.nodes:
         cost, setting = costs.cost_of(node.name), settings[node.name]
@@ -39,6 +39,6 @@ def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) 
 
 
 def _mean(costs: Costs, cost: NodeCost, setting: Setting, rows: int) -> float:
-    """Mean seconds of a law without its serial part and its spread."""
+    """Predict the mean seconds of decoding alone, without spread."""
     bare = NodeCost(decode=cost.decode, measured=cost.measured)
     return replace(costs, nodes={**costs.nodes, "": bare}).mean("", setting, rows)

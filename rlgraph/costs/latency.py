@@ -1,4 +1,4 @@
-"""What a run spends between its events: how long after it could have begun each of them began; and what interrupts a firing."""
+"""Measure a run's latencies (from when an event could have begun until it did) and what interrupts its firings."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ Ends = dict[tuple[str, int], dict[str, float]]  # by event and step: when each w
 
 
 def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
-    """Return for each firing that weights interrupted their loading, and the waits for them, within it."""
+    """Find the loads of weights, and the waits for them, within each firing that they interrupted."""
     everything = list(spans)
     firings: dict[tuple[str, int], list[Span]] = {}
     for span in everything:
@@ -28,12 +28,11 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
 
 
 def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
-    """Return mean seconds from when all that an event waits for was done until it began: copies, wake-ups, messages.
+    """Average, by event, the seconds from the end of all that it waits for until it began: copies, wake-ups, messages.
 
-    Played with its events' own seconds and these, the schedule takes as long as the run did. What waited for room in a channel
-    ended when the room was there. Weights that are loaded within a
-    firing came when they came: nothing was handed over late. What waits for a step before the first of the spans tells nothing.
-    Of the nodes that work `together` the last rank counts, for which the others wait.
+    Played with the events' own seconds and these, the schedule takes as long as the run did. An event that waited for room in a
+    channel ends when the room is there. Weights that load within a firing have no latency. Events that wait for a step before the
+    first span are left out. Of nodes that work `together` the last rank counts, because the others wait for it.
     """
     within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
@@ -46,11 +45,11 @@ def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
     for dependency in schedule.dependencies:
         waits[dependency.after].append(dependency)
     ends: Ends = {}
-    unknown: set[tuple[str, int]] = set()  # done when nobody saw it
+    unknown: set[tuple[str, int]] = set()  # ended outside the spans
     late: dict[str, list[float]] = {event.name: [] for event in schedule.events}
     order = firing_order(schedule)
-    for turn in range(steps[0], steps[-1] + 1 + schedule.most_lag) if steps else ():
-        for event, step in ((event, turn - event.lag) for event in order if turn - event.lag in within_run):
+    for number in range(steps[0], steps[-1] + 1 + schedule.most_lag) if steps else ():
+        for event, step in ((event, number - event.lag) for event in order if number - event.lag in within_run):
             found = measured.get((event.name, step), [])
             before = [(d.before, step - d.credits) for d in waits[event.name] if d.before != event.name]
             known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)

@@ -1,4 +1,4 @@
-"""How a batch is computed on a GPU: in passes of bounded tokens, each of which takes the host a time of its own."""
+"""The passes of bounded tokens in which a GPU computes a batch; each takes the host time to launch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ class Passes:
 
 
 def passes_of(node: "Node", gpus: int) -> Passes | None:
-    """Return how a node computes its batch, or None where that is not in passes without padding, as on a CPU."""
+    """Describe the passes in which a node computes its batch; None if it does not pack them without padding, as on a CPU."""
     model = node.model.traits if node.model is not None else ModelTraits()
     on_gpus = gpus > 0 and node.pool is not None and node.pool.cpus is None
     if model.micro_batch_tokens is None or not (on_gpus or model.recompute):

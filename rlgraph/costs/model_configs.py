@@ -1,4 +1,4 @@
-"""The shapes of a graph's models, from the config.json at hand: what a plan may know of a model before it is loaded."""
+"""Read the shapes of a graph's models from their config.json, so that a plan knows them before the models load."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rlgraph.graph.nodes import Graph
 
 
 def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
-    """Read the shapes of the graph's models whose config.json is at hand; no other file of a model is read."""
+    """Read the shapes of the graph's models that have a config.json on this machine; no other file of a model is read."""
     paths = {node.model.path for node in graph.nodes if node.model is not None}
     found = {path: _shape(path) for path in paths}
     return {path: shape for path, shape in found.items() if shape is not None}

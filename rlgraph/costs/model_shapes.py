@@ -1,4 +1,4 @@
-"""The shape of a model: what its config.json says, and the parameters, bytes and operations that follow."""
+"""The shape of a model by its config.json, and the parameters and bytes that follow."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape | None":
-        """Return the shape that a config.json in Hugging Face format gives, or None where it is another kind of model."""
+        """Read the shape from a config.json in Hugging Face format; None for another kind of model."""
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
             if not all(isinstance(size, int) for size in (heads, hidden, config["num_hidden_layers"], config["vocab_size"])):
@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token passes through, the head included, which a tied model has as well."""
+        """Count the parameters that one token passes through, the head included, also in a tied model."""
         return self.layers * self._layer(self.experts_used) + self.vocab * self.hidden
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
@@ -75,6 +75,6 @@ Shapes = Mapping[str, ModelShape]  # by the path of the model
 
 
 def known(graph: Graph, shapes: Shapes) -> bool:
-    """Return whether the shape of every model of the graph is known, and there is one."""
+    """Tell whether the graph has models and the shape of each is known."""
     paths = {node.model.path for node in graph.nodes if node.model is not None}
     return bool(paths) and paths <= shapes.keys()

@@ -1,18 +1,18 @@
-"""Which firings a cost is read off: not the rare ones in which the machine itself stood still."""
+"""Leave out of a fit the rare firings in which the machine stalled."""
 
 import numpy as np
 
 from rlgraph.costs.lengths import Array
 
-FAR = 8.0  # times the usual distance from the law
-LEAST = 0.1  # of the law's seconds: nearer is no stall
-RARE = 0.05  # of all firings: what happens more often is the node's own way
+FAR = 8.0  # times the usual distance from the fit
+LEAST = 0.1  # of the fitted seconds: a nearer firing is no stall
+RARE = 0.05  # of all firings: more frequent ones are no outliers
 
 
 def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
-    """Return which firings belong to the law, as booleans: all but rare ones that took far longer than the law says.
+    """Mark, as booleans, the firings to keep: all but rare ones that took far longer than the fit says.
 
-    A distance is far in terms of the median of all distances (median absolute deviation), which stalls do not move.
+    The unit of distance is the median of all distances (median absolute deviation), which stalls do not change.
     """
     beyond = seconds - fitted
     beyond = beyond - np.median(beyond)
@@ -21,5 +21,5 @@ def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
 
 
 def mean(seconds: Array) -> float:
-    """Return the mean of the firings that are no stalls."""
+    """Average the firings that are no stalls."""
     return float(seconds[steady(seconds)].mean())

@@ -1,4 +1,4 @@
-"""Plain numbers as costs: what is said where plans are compared by seconds that nobody gave for their devices or rows."""
+"""Warn where plans are compared by plain numbers of seconds, which were given for no device count or rows."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,9 +10,9 @@ Compared = tuple[Graph, Costs, Mapping[str, Setting]]  # one of the plans that a
 
 
 def warnings_of(compared: Iterable[Compared]) -> tuple[str, ...]:
-    """Say which nodes have a plain number of seconds that is taken for several counts of devices, or of rows.
+    """Name the nodes whose plain number of seconds is used for several device counts, or for several row counts.
 
-    Nodes on the host are left out, since they have no devices, and so is what takes no time.
+    Nodes on the host, which have no devices, and nodes that take no time are left out.
     """
     places: dict[str, set[tuple[int, int]]] = {}
     seconds: dict[str, float] = {}

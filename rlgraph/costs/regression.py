@@ -1,4 +1,4 @@
-"""The fewest numbers that explain measured seconds: least squares with coefficients of at least 0, chosen by what they explain."""
+"""Explain measured seconds with the fewest numbers: least squares with coefficients of at least 0, chosen by what they explain."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -14,9 +14,9 @@ STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains 
 
 
 def told_apart(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the columns but for those that are nothing, or hardly differ from a multiple of one before them.
+    """Keep the columns that are not zero and not nearly a multiple of an earlier column.
 
-    Which of two such columns fits better would be noise: the first one stands for both.
+    Which of two such columns fits better would be noise, so the first one stands for both.
     """
     kept: dict[str, Array] = {}
     for name, column in columns.items():
@@ -26,11 +26,12 @@ def told_apart(columns: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def varies(values: Array) -> bool:
+    """Tell whether a quantity varies enough to explain anything."""
     return bool(values.std() > STEADY * values.mean())
 
 
 def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Return coefficients of at least 0 for the subset of columns that the firings support, read off those that are no stalls."""
+    """Fit coefficients of at least 0 for the subset of columns that the firings support, without stalls."""
     kept = np.ones(len(seconds), dtype=bool)
     while True:
         found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
@@ -41,12 +42,12 @@ def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
 
 
 def explained(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
-    """Return the seconds that a law gives each firing."""
+    """Predict the seconds of each firing from fitted coefficients."""
     return np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)  # type: ignore[no-any-return]
 
 
 def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Return coefficients of at least 0 by least squares, for the subset of columns that the data support.
+    """Fit coefficients of at least 0 by least squares, for the subset of columns that the data support.
 
     The Bayesian information criterion (Schwarz, 1978) sets what a further number must explain; with as many firings as
     numbers nothing is explained, so a subset is smaller than that.
@@ -68,8 +69,10 @@ def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, fl
 
 
 def spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
-    """Return single firings over the law, as quantiles where there are many; but for those that hardly take time by the law, of which
-    a batch has some whose responses ended while another one was decoded: what they take is not of the law's kind."""
+    """Divide single firings by their fitted seconds, and reduce many of them to quantiles.
+
+    Firings with hardly any fitted time are left out: their responses ended while another batch decoded, and the fit says nothing
+    about them."""
     by_law = np.broadcast_to(np.asarray(fitted, dtype=float), seconds.shape)
     told = by_law > HARDLY * by_law.mean()
     ratios = seconds[told] / by_law[told] if told.any() else np.ones(1)

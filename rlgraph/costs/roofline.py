@@ -1,4 +1,4 @@
-"""What nodes would cost by the roofline of the device and the host times of a table, from model shapes alone: no run is measured."""
+"""Estimate costs from model shapes alone, by the roofline of the device and a table of host times; no run is measured."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,9 +25,9 @@ DEVICES: Mapping[str, Device] = {
     "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4),
     "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5),
 }
-TRAINING = 0.4  # what well-kept trainers reach of these peaks; an assumption, which a profile replaces
+TRAINING = 0.4  # share of these peaks that well-tuned trainers reach; an assumption, which a profile replaces
 LINK = 25e9  # bytes a second of one version's way to a generator
-# Lengths nobody has seen: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
+# Assumed lengths: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
 PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
 CHARACTERS = 3.0  # of a token, cautiously: prose has 4, sums have 1
@@ -43,8 +43,8 @@ def device_of(name: str) -> Device | None:
 def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """Estimate the costs of a graph whose models' shapes are all known.
 
-    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); decoding is by the law of the
-    generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); decoding is by the `decode_law` of
+    the generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
@@ -64,10 +64,10 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
 
 
 def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
-    """Add to costs what each model takes to sleep and to wake: what they lack is estimated, and says so.
+    """Add estimates of the sleep costs that are missing, marked as estimated.
 
-    That is the time in which what goes to host memory, or comes back, passes the device's link: the weights of a generator, the
-    moments of a model that is trained. A model of unknown shape counts as large as the version published, if that is known.
+    An estimate is the time in which the bytes pass the link between device and host: the weights of a generator, the moments of a
+    model that is trained. A model of unknown shape counts as large as the published version, if that is known.
     """
     missing = {name: model for name, model in model_names(graph).items() if name not in costs.sleep}
     found = {name: _sleep(graph, model, costs, cluster, device, shapes) for name, model in missing.items()}
@@ -85,7 +85,7 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
 
 
 def _lengths(graph: Graph) -> Lengths:
-    """Lengths to assume: all of `max_tokens` where nothing ends a response sooner, else a long tail up to them."""
+    """Assume lengths: `max_tokens` for all if nothing ends a response sooner, else a long tail up to it."""
     samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
     longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
     most = longest.max_tokens if longest else 1024

@@ -1,4 +1,4 @@
-"""What a run leaves of its firings: costs are read off it, and it is played again under other settings."""
+"""The trace of a run's firings: costs are fitted to it, and it is replayed under other settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ class Trace:
     published_bytes: int = 0
 
     def to_file(self, path: str | Path) -> None:
-        """Write the trace as JSON; `Trace.from_file` reads it again."""
+        """Write the trace as JSON, which `Trace.from_file` reads."""
         Path(path).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values)))
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Trace":
-        """Read a trace. Raises PlanError for a file that is missing or holds something else."""
+        """Read a trace. Raises PlanError for a file that is missing or holds anything else."""
         file = Path(path)
         if not file.is_file():
             raise PlanError(f"replay('{path}'): there is no such trace; rg.record writes trace.json into its folder")

@@ -1,4 +1,4 @@
-"""What training and log-probs take, from the firings of a run: by tokens, by what the host takes for each pass, or by neither."""
+"""Fit the seconds of training and log-probs to the firings of a run: by tokens, by the host's time for each pass, or by neither."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ KNOWN = 2.0  # of the information criterion: evidence "not worth more than a bar
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computed in a step: tokens a device, those of each of its passes, where they are known, and whether it was alone."""
+    """The work of one rank in a step: its tokens a device, those of each pass where known, and whether it was the only rank."""
 
     tokens: float
     passes: Array | None = None
     alone: bool = True
 
     def at_least(self, floor: float) -> float:
-        """Return the tokens if each pass counts as `floor` at least."""
+        """Sum the tokens, with each pass counted as at least `floor`."""
         return self.tokens if self.passes is None or floor == 0 else float(np.maximum(self.passes, floor).sum())
 
 
 def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
-    """Return a rank's share of what was sampled for a step."""
+    """Compute a rank's share of the tokens that were sampled for a step."""
     lengths = np.array([[length for s in sampled for length in s.response_tokens]], dtype=float)
     prompts = float(sum(s.prompt_tokens for s in sampled))
     tokens, alone = (prompts + float(lengths.sum())) / setting.devices, setting.engines == 1
@@ -42,8 +42,8 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
 
 
 def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
-    """Return the law of the ranks measured, and beside it what a pass takes at least where the model is sharded, or is not, as runs
-    on other devices show. It is `plain` where tokens explain nothing."""
+    """Fit the function of the measured ranks, and from runs on other devices the least seconds of a pass with, or without, a sharded
+    model. It is `plain` if tokens explain nothing."""
     alone = setting.engines == 1
     own = np.array([share.alone == alone for share in shares])
     cost = _by_tokens(setting, [share for share in shares if share.alone == alone], seconds[own], plain)
@@ -53,7 +53,7 @@ def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: 
 
 
 def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
-    """Seconds by tokens, with a constant part where the steps show one, or one of each pass; `plain` where tokens explain nothing."""
+    """Fit seconds by tokens, with a constant part of a step or of a pass if the steps show one; `plain` if tokens explain nothing."""
     tokens = np.array([share.tokens for share in shares])
     if (tokens <= 0).any():
         return plain
@@ -76,10 +76,10 @@ def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain:
 
 
 def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Array], dict[str, float]]:
-    """Return how many tokens a pass counts as at least, because the host takes as long to launch it, and the law with it.
+    """Fit the least tokens that a pass counts as, because the host takes as long to launch it, together with the function.
 
-    What a floor explains is judged by the absolute errors (the information criterion of a Laplace distribution), which stalls do
-    not rule. Where a constant part of the whole firing explains no more than it, the passes are known to have one, the firing is not.
+    A floor is judged by absolute errors (the information criterion of a Laplace distribution), which stalls do not dominate. If a
+    constant part of the whole firing explains no more, the floor is preferred: passes are known to have one, firings are not.
     """
     largest = max((float(share.passes.max()) for share in shares if share.passes is not None), default=0.0)
     best: tuple[float, dict[str, Array], dict[str, float]] = 0.0, {}, {}
@@ -97,7 +97,7 @@ def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Ar
 
 
 def _least(cost: NodeCost, shares: Sequence[Share], seconds: Array) -> float:
-    """Return the seconds that a pass takes at least where the law was not found: those that explain these firings best, or 0."""
+    """Fit the least seconds of a pass to firings other than those of the fit: those that explain them best, or 0."""
     known = [(share.passes, own_s - cost.serial_s) for share, own_s in zip(shares, seconds, strict=True) if share.passes is not None]
     if not cost.token_s or not known:
         return 0.0

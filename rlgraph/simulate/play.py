@@ -180,9 +180,9 @@ def play(
         for name in TIMES:
             getattr(found, name)[event.name] = []
     lines = [(event, engines.get(event.name), puts) for event, puts in _lines(schedule, found)]
-    for turn in range(steps + schedule.most_lag):
+    for number in range(steps + schedule.most_lag):
         for event, each, puts in lines:
-            step = turn - event.lag
+            step = number - event.lag
             if step < 0:
                 continue
             if each is not None:

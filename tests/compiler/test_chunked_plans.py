@@ -1,4 +1,4 @@
-"""Graphs whose rollout leaves in parts: who works on a part, in what order, what is predicted, and what is refused."""
+"""Graphs whose rollout leaves in chunks: which nodes work on a chunk, in what order, the prediction, and what is refused."""
 
 from collections.abc import Callable
 
@@ -47,28 +47,28 @@ def plan(graph: rg.Graph, **seconds: float) -> rg.Plan:
     return rg.compile(graph, rg.Cluster(gpus=2, cpus=8), costs)
 
 
-def test_rewards_and_passes_work_on_parts_and_what_needs_the_whole_batch_takes_it() -> None:
+def test_rewards_and_passes_work_on_chunks_and_other_nodes_take_the_whole_batch() -> None:
     found = {node.name: node.chunks for node in plan(Parts().with_passes()).nodes}
     assert found == {
         "prompts": 1, "rollout": 4, "reward": 4, "advantages": 1, "old_log_probs": 4, "ref_log_probs": 4, "update": 1,
     }  # fmt: skip
 
 
-def test_nodes_of_a_pool_work_on_a_part_in_turn_before_the_next_part() -> None:
+def test_nodes_of_a_pool_all_work_on_one_chunk_before_the_next() -> None:
     found = plan(Parts(2).with_passes())
     order = [event.name for event in found.schedule.events if event.pool == "train" and event.kind == "fire"]
     assert order == ["old_log_probs 1/2", "ref_log_probs 1/2", "old_log_probs 2/2", "ref_log_probs 2/2", "update"]
     orders = {channel.name: (channel.credits, channel.chunks) for channel in found.channels if channel.kind == "order"}
-    assert orders == {"turn old_log_probs to ref_log_probs": (0, 2), "turn ref_log_probs to old_log_probs": (1, 2)}
+    assert orders == {"order old_log_probs to ref_log_probs": (0, 2), "order ref_log_probs to old_log_probs": (1, 2)}
 
 
 @pytest.mark.parametrize(("chunks", "step_s"), [(1, 1.3), (2, 1.15), (4, 1.075)])
-def test_on_policy_only_the_last_parts_reward_is_waited_for(chunks: int, step_s: float) -> None:
+def test_an_on_policy_step_waits_for_the_reward_of_the_last_chunk_only(chunks: int, step_s: float) -> None:
     parts = Parts(chunks, depth=0)
     assert plan(parts.graph(), rollout=1.0, reward=0.3).prediction.period_s == pytest.approx(step_s)
 
 
-def test_the_plan_says_how_many_parts_there_are() -> None:
+def test_the_plan_prints_the_count_of_chunks() -> None:
     printed = str(plan(Parts().with_passes()))
     assert "8 x 4" in printed
     assert "rollout 1/4 ->" in str(plan(Parts().graph(), rollout=1.0))
@@ -97,7 +97,7 @@ def shared_pool() -> rg.Graph:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_leave_in_parts_is_refused_with_the_reason(name: str) -> None:
+def test_a_rollout_that_cannot_leave_in_chunks_is_refused_with_the_reason(name: str) -> None:
     declare, message = REFUSED[name]
     with pytest.raises(GraphError, match=message):
         declare()

@@ -133,7 +133,7 @@ def test_a_generator_without_room_for_weights_of_another_host_is_refused_with_wh
     rg.compile(graph, rg.Cluster(gpus=16, cpus=64, gpu_memory_bytes=79 * GIB))
 
 
-def test_models_of_one_pool_take_turns_with_what_only_their_own_nodes_need(tmp_path: Path) -> None:
+def test_models_of_one_pool_time_share_the_memory_that_only_their_own_nodes_need(tmp_path: Path) -> None:
     plan = rg.compile(loop(folder(tmp_path / "m", QWEN3_8B), shared=True), rg.Cluster(gpus=8))
     shared = parts(plan, "a GPU of 'shared'")
     assert ("keys and values" in shared) != ("activations" in shared)

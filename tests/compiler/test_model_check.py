@@ -1,4 +1,4 @@
-"""Every order of firing of every small graph keeps the bound, the channels' slots and the pools' turns, and never locks up."""
+"""Every order of firing of every small graph keeps the bound, the channels' slots and the pools' order, and never deadlocks."""
 
 from dataclasses import replace
 
@@ -30,8 +30,8 @@ def test_no_order_of_firing_breaks_a_promise_where_an_update_comes_a_round_after
     assert sum(walked(small) for small in graphs) > 1_000
 
 
-def test_a_turn_that_a_rollout_gives_a_step_too_early_is_caught() -> None:
-    """Were the turn of rollout 0 sent as well, update 0 would run beside rollout 1."""
+def test_an_order_message_that_a_rollout_sends_a_step_too_early_is_caught() -> None:
+    """If rollout 0 sent its message as well, update 0 would run beside rollout 1."""
     small = next(small for small in shared_graphs(3) if small.schedule()[1].most_lag)
     graph, schedule = small.schedule()
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))

@@ -66,7 +66,7 @@ def test_each_tensor_parallel_engine_has_gpus_of_its_own_side_by_side() -> None:
     }
 
 
-def test_a_tensor_parallel_engine_and_the_ranks_of_a_policy_have_the_gpus_of_a_pool_in_turns() -> None:
+def test_a_tensor_parallel_engine_and_the_ranks_of_a_policy_time_share_the_gpus_of_a_pool() -> None:
     both = rg.Pool("both", gpus=2)
     plan = rg.compile(grpo(both, both, depth=0, tensor_parallel=2), rg.Cluster(gpus=2))
     assert {worker.name: worker.gpus for worker in plan.workers if worker.gpus} == {
@@ -171,7 +171,7 @@ def test_a_plan_comes_back_from_json_equal_and_cannot_be_launched() -> None:
         again.launch()
 
 
-def test_two_pools_in_different_processes_of_one_pool_take_turns() -> None:
+def test_nodes_of_one_pool_in_different_processes_fire_one_after_another() -> None:
     pool = rg.Pool("shared")
     plan = rg.compile(grpo(pool, pool, depth=0), rg.Cluster(gpus=2))
     assert gpus(plan) == {"shared": 2}

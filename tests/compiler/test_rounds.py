@@ -68,7 +68,7 @@ def test_a_generator_that_is_used_again_after_the_reward_cannot_go_first() -> No
 
 @pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("reward_s", [0.5, 4.0])
-def test_a_step_in_one_pool_takes_its_turns_or_its_reward(gpus: int, reward_s: float) -> None:
+def test_a_step_in_one_pool_takes_the_sum_of_its_nodes_or_its_reward(gpus: int, reward_s: float) -> None:
     """The sum of all at depth 0; at depth 1 the pool's own work and moving the weights; at depth 2 the pool's own work and loading."""
     costs = rg.Costs({**SECONDS, "reward": reward_s}, **MOVED, sleep=SLEEP if gpus else {})
     cluster = rg.Cluster(gpus=gpus, cpus=2)

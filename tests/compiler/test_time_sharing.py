@@ -1,4 +1,4 @@
-"""Models that have one pool in turns: what their engines take to wake and to sleep is measured, scaled, estimated and predicted."""
+"""Models that time-share a pool: the costs of waking and sleeping are measured, scaled, estimated and predicted."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ STEPS = 12
 SECONDS = {"prompts": 0.0, "rollout": 3.0, "reward": 0.25, "update": 2.0}
 SLEEP = {"generator": SleepCost(sleep_s=0.5, wake_s=0.125), "policy": SleepCost(sleep_s=0.0625, wake_s=1.0)}
 COSTS = rg.Costs(SECONDS, publish_s=0.25, receive_s=0.125, swap_s=0.125, sleep=SLEEP)
-WHOLE_S = 3.0 + 0.25 + 2.0 + 0.25 + 0.125 + 0.125 + 0.5 + 0.125 + 0.0625 + 1.0  # all of a step in turns, one after another
+WHOLE_S = 3.0 + 0.25 + 2.0 + 0.25 + 0.125 + 0.125 + 0.5 + 0.125 + 0.0625 + 1.0  # all events of a time-shared step, one after another
 IN_TURNS = Loop(depth=0, shared=True)
 H200, GB = rg.Cluster(gpus=1, gpu="H200"), 10**9
 
@@ -41,7 +41,7 @@ def test_an_engine_wakes_before_it_loads_weights_and_sleeps_before_the_next_of_t
     ]
 
 
-def test_a_step_in_turns_is_foretold_with_its_wakes_and_sleeps_by_cycle_play_and_certificate() -> None:
+def test_cycle_play_and_certificate_count_the_wakes_and_sleeps_of_a_time_shared_step() -> None:
     plan = compiled(IN_TURNS)
     told = plan.prediction
     assert [told.period_s, told.simulated_s, told.step_s, plan.certificate.period_s] == [pytest.approx(WHOLE_S)] * 4
@@ -51,7 +51,7 @@ def test_a_step_in_turns_is_foretold_with_its_wakes_and_sleeps_by_cycle_play_and
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("cluster", [rg.Cluster(gpus=2), rg.Cluster(gpus=2, gpu="H200"), rg.Cluster(cpus=2)])
-def test_a_plan_side_by_side_is_the_same_whatever_turns_cost(depth: int, cluster: rg.Cluster) -> None:
+def test_a_plan_with_a_pool_for_each_model_ignores_sleep_costs(depth: int, cluster: rg.Cluster) -> None:
     plans = [rg.compile(Loop(depth=depth).graph(), cluster, replace(COSTS, sleep=sleep)) for sleep in (SLEEP, {})]
     assert plans[0].to_json() == plans[1].to_json()
     assert not plans[0].sleeps
@@ -62,7 +62,7 @@ def test_models_that_share_cores_keep_their_memory() -> None:
     assert plan.prediction.step_s == pytest.approx(WHOLE_S - 0.5 - 0.125 - 0.0625 - 1.0)
 
 
-def test_turns_that_nobody_measured_are_estimated_from_bytes_and_the_link_to_the_host_and_say_so() -> None:
+def test_unmeasured_sleep_costs_are_estimated_from_bytes_and_the_link_to_the_host_and_marked() -> None:
     plan = compiled(IN_TURNS, replace(COSTS, sleep={}, publish_bytes=4 * GB), gpu="H200")  # a billion parameters, in float32
     assert [(s.model, s.bytes, s.cost) for s in plan.sleeps] == [("generator", 4 * GB, "estimated"), ("policy", 8 * GB, "estimated")]
     assert [s.wake_s for s in plan.sleeps] == [pytest.approx(4 / 26.775), pytest.approx(8 / 26.775)]  # PCIe 5, 63 GB/s, of which 0.425
@@ -74,7 +74,7 @@ def test_turns_that_nobody_measured_are_estimated_from_bytes_and_the_link_to_the
     assert older.sleeps[0].wake_s == pytest.approx(2 * plan.sleeps[0].wake_s)
 
 
-def test_measured_turns_are_told_from_scaled_and_estimated_ones() -> None:
+def test_the_plan_marks_scaled_and_estimated_sleep_costs() -> None:
     sleep = {"generator": SleepCost(0.5, 0.25, measured=Setting(1, 1)), "policy": SleepCost(0.5, 0.25, measured=Setting(2, 2))}
     costs = replace(COSTS, sleep=sleep, source="measured")
     plan = compiled(IN_TURNS, costs, gpu="H200")
@@ -88,7 +88,7 @@ def test_measured_turns_are_told_from_scaled_and_estimated_ones() -> None:
     [(Setting(4, 4), 1.0, 0.5), (Setting(2, 8), 4.0, 1.0), (Setting(4, 1), 0.25, 0.5)],
     ids=["twice the devices", "four engines a device", "an engine over four devices"],
 )
-def test_turns_are_scaled_by_what_a_device_holds(setting: Setting, generator_s: float, policy_s: float) -> None:
+def test_sleep_costs_are_scaled_by_the_bytes_that_a_device_holds(setting: Setting, generator_s: float, policy_s: float) -> None:
     cost = SleepCost(sleep_s=1.0, wake_s=2.0, bytes=GB, measured=Setting(2, 2))
     whole, part = cost.at(setting, sharded=False), cost.at(setting, sharded=True)
     assert (whole.sleep_s, whole.wake_s, whole.bytes) == (generator_s, 2 * generator_s, generator_s * GB)
@@ -124,7 +124,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.03125])
-def test_the_turns_of_a_run_are_in_its_costs_which_foretell_the_run(late_s: float) -> None:
+def test_the_costs_of_a_run_hold_its_wakes_and_sleeps_and_predict_the_run(late_s: float) -> None:
     plan, spans = run_of(IN_TURNS, 1, TAKEN, late_s)
     costs = measured_costs(plan, spans, [])
     assert costs.sleep["generator"] == SleepCost(0.5 + late_s, 0.125 + late_s, GB, Setting(1, 1))
@@ -142,12 +142,12 @@ def test_engines_that_share_a_gpu_move_their_bytes_over_one_link() -> None:
     assert measured_costs(together, spans, []).sleep["generator"].bytes == 2 * GB
 
 
-def test_costs_of_a_run_side_by_side_know_no_turns() -> None:
+def test_costs_of_a_run_with_a_pool_for_each_model_have_no_sleep_costs() -> None:
     plan, spans = run_of(Loop(depth=1), 2, TAKEN)
     assert measured_costs(plan, spans, []).sleep == {}
 
 
-def test_turns_come_back_from_a_costs_file_and_a_file_without_them_leaves_them_to_be_estimated(tmp_path: Path) -> None:
+def test_sleep_costs_come_back_from_a_costs_file_and_are_estimated_where_it_has_none(tmp_path: Path) -> None:
     plan, spans = run_of(IN_TURNS, 1, TAKEN)
     costs = measured_costs(plan, spans, [])
     costs.to_file(tmp_path / "costs.yaml")
@@ -165,18 +165,18 @@ def test_turns_come_back_from_a_costs_file_and_a_file_without_them_leaves_them_t
         ("nodes: {a: 1}\nsleep: {policy: {wake_s: -1.0}}", "wake_s is a finite number of at least 0"),
     ],
 )
-def test_turns_of_a_bad_costs_file_are_refused_with_the_place(text: str, message: str, tmp_path: Path) -> None:
+def test_bad_sleep_costs_in_a_file_are_refused_with_the_place(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "costs.yaml").write_text(text)
     with pytest.raises(PlanError, match=message):
         rg.Costs.from_file(tmp_path / "costs.yaml")
 
 
-def test_turns_of_a_model_that_the_graph_lacks_are_refused() -> None:
+def test_sleep_costs_of_a_model_that_the_graph_lacks_are_refused() -> None:
     with pytest.raises(PlanError, match=r"name a model 'critic' in `sleep`.*its models are \['generator', 'policy'\]"):
         compiled(IN_TURNS, replace(COSTS, sleep={**SLEEP, "critic": SleepCost()}))
 
 
-def test_a_tuning_knows_what_turns_cost() -> None:
+def test_tune_counts_sleep_costs() -> None:
     def build(depth: int) -> rg.Graph:
         return Loop(depth=depth, shared=depth == 0, generators=1 + (depth == 0), trainers=1 + (depth == 0)).graph()
 
@@ -186,11 +186,11 @@ def test_a_tuning_knows_what_turns_cost() -> None:
         name: rg.tune(build, rg.Cluster(gpus=2), rg.Costs(seconds, sleep=sleep), depth=(0, 1))
         for name, sleep in (("free", free), ("costly", costly))
     }
-    in_turns = {name: next(t for t in found if t.settings["depth"] == 0).step_s for name, found in best.items()}
-    assert in_turns["costly"] - in_turns["free"] == pytest.approx(4 * 2.0)
+    time_shared = {name: next(t for t in found if t.settings["depth"] == 0).step_s for name, found in best.items()}
+    assert time_shared["costly"] - time_shared["free"] == pytest.approx(4 * 2.0)
 
 
-def test_firings_of_one_model_that_follow_each_other_are_one_turn() -> None:
+def test_consecutive_firings_of_one_model_are_one_time_slice() -> None:
     plan = compiled(replace(IN_TURNS, reference="train", chunks=4), rg.Costs({**SECONDS, "ref_log_probs": 0.5}))
     names = [event.name for event in plan.schedule.events if event.kind in ("wake", "sleep")]
     assert names == [
@@ -203,8 +203,8 @@ def test_firings_of_one_model_that_follow_each_other_are_one_turn() -> None:
     ]
 
 
-def test_an_engine_wakes_once_all_that_its_firing_reads_is_there() -> None:
-    """While a slow reward is at work the pool stands still: the trainer wakes when it knows that it is its turn."""
+def test_an_engine_wakes_after_all_inputs_of_its_firing_have_arrived() -> None:
+    """While a slow reward works the pool is idle; the trainer wakes when it may fire."""
     slow = compiled(IN_TURNS, replace(COSTS, nodes={**SECONDS, "reward": 4.0}))
     assert slow.prediction.step_s == pytest.approx(WHOLE_S - 0.25 + 4.0)
     assert [(w.who, w.on) for w in slow.prediction.waits if w.who == "shared"] == [("shared", "reward")]

@@ -1,4 +1,4 @@
-"""Costs from a run: the laws behind its firings are found again, hand-overs included, and nothing that they do not show."""
+"""Costs from a run: the functions behind its firings are found again, latencies included, and nothing that they do not show."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def by_length(event: str, lengths: list[int]) -> float:
     return 0.05 + 2e-4 * (sum(lengths) + PROMPT_TOKENS * len(lengths)) if event == "update" else 0.01
 
 
-def test_the_laws_of_decoding_and_training_are_found() -> None:
+def test_the_functions_of_decoding_and_training_are_found() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length))
     decode = cost_of(costs, "rollout").decode
     assert decode is not None
@@ -30,7 +30,7 @@ def test_the_laws_of_decoding_and_training_are_found() -> None:
     assert cost_of(costs, "reward").parallel_s == pytest.approx(0.01)
 
 
-def test_noise_is_no_law_and_is_kept_as_spread() -> None:
+def test_noise_is_kept_as_spread() -> None:
     chance = np.random.default_rng(3)
     noisy = measured_costs(*run_of(Loop(depth=1), lambda event, lengths: 0.1 * chance.uniform(0.8, 1.2)))
     update = cost_of(noisy, "update")
@@ -82,7 +82,7 @@ def test_where_all_lengths_are_equal_time_is_of_decoding_whatever_the_noise(size
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(depth: int) -> None:
+def test_a_plan_with_the_costs_of_a_run_predicts_that_run_latencies_included(depth: int) -> None:
     plan, spans, sampled = run_of(Loop(depth=depth), by_length, late_s=0.02)
     costs = measured_costs(plan, spans, sampled)
     ends = [max(s.end_s for s in spans if s.step == step) for step in range(STEPS)]
@@ -91,7 +91,7 @@ def test_a_plan_with_the_costs_of_a_run_predicts_that_run_hand_overs_included(de
     assert {node.cost for node in again.nodes} == {"measured"}
 
 
-def test_a_record_that_begins_in_the_middle_of_a_run_blames_no_event_for_what_nobody_saw() -> None:
+def test_a_trace_that_begins_in_the_middle_of_a_run_charges_no_event_for_earlier_waits() -> None:
     """Weights come from a step before the record, and a second buffer takes them unseen: the generator waited, it was not late."""
     plan, spans, sampled = run_of(Loop(depth=1, buffers=2), lambda event, _: 0.5 if event == "update" else 0.1, late_s=0.02)
     seen = [span for span in spans if span.kind != "receive"]
@@ -99,7 +99,7 @@ def test_a_record_that_begins_in_the_middle_of_a_run_blames_no_event_for_what_no
     assert cut.swap_s == pytest.approx(whole.swap_s, rel=0.05)
 
 
-def test_weights_that_interrupt_a_firing_are_no_part_of_it_and_were_handed_over_in_time() -> None:
+def test_weights_that_interrupt_a_firing_are_not_counted_in_it_and_have_no_latency() -> None:
     plan, spans, sampled = run_of(Loop(depth=2), by_length)
     loads = {span.step: span for span in spans if span.kind == "load"}
 
@@ -116,7 +116,7 @@ def test_weights_that_interrupt_a_firing_are_no_part_of_it_and_were_handed_over_
     assert predicted[1] == pytest.approx(predicted[0], rel=0.01)
 
 
-def test_parts_of_a_batch_are_measured_together_and_predicted_apart() -> None:
+def test_chunks_of_a_batch_are_measured_together_and_predicted_apart() -> None:
     costs = measured_costs(*run_of(Loop(depth=1), by_length))
     whole, parts = (rg.compile(Loop(depth=0, chunks=chunks).graph(), rg.Cluster(cpus=2), costs) for chunks in (1, 4))
     seconds = [event.seconds for event in parts.schedule.events if event.node == "rollout" and event.kind == "fire"]

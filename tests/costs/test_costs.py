@@ -1,4 +1,4 @@
-"""Costs: laws of devices, rows and lengths; the YAML file; what is measured and what is scaled; bad input."""
+"""Costs: functions of devices, rows and lengths; the YAML file; what is measured and what is scaled; bad input."""
 
 from pathlib import Path
 

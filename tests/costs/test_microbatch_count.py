@@ -61,7 +61,7 @@ def test_a_pass_takes_as_long_as_its_tokens_but_no_less_than_its_launch() -> Non
 
 
 def trained(passes: Passes, ranks: int, least_s: float) -> Callable[[str, list[int]], float]:
-    """Return the law of an update whose passes take that long at least."""
+    """Make the cost of an update whose passes take at least so long."""
 
     def taken(event: str, lengths: list[int]) -> float:
         if event != "update":
@@ -73,7 +73,7 @@ def trained(passes: Passes, ranks: int, least_s: float) -> Callable[[str, list[i
 
 
 def run_on_gpus(loop: Loop, tokens: tuple[float, float], least_s: float) -> Trace:
-    """Return the record of a run on GPUs."""
+    """Make the trace of a run on GPUs."""
     run = run_of(loop, trained(Passes(LIMIT), loop.trainers, least_s), lengths=Lengths((0.0, 1.0), tokens))
     return Trace(*run)
 
@@ -108,14 +108,14 @@ def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_
 
 
 def decoding(loop: Loop) -> Trace:
-    """Return the record of a run in which all responses are equally long, and an engine takes a time for each of their tokens."""
+    """Make the trace of a run in which all responses are equally long, and an engine takes a time for each of their tokens."""
     same = Lengths((0.0, 1.0), (50.0, 50.0))
     return Trace(*run_of(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
 
 
 def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:
-    one, turns = decoding(Loop(depth=1)), decoding(Loop(depth=0, shared=True, rows=32))
-    found = cost_of(costs_of([one, turns]), "rollout").decode
+    one, time_shared = decoding(Loop(depth=1)), decoding(Loop(depth=0, shared=True, rows=32))
+    found = cost_of(costs_of([one, time_shared]), "rollout").decode
     assert found is not None
     told = [found.seconds(np.full((1, rows), 50.0), PROMPT_TOKENS, 1)[0, 0] for rows in (16, 32)]
     assert told == [pytest.approx(0.1 + 1e-3 * 16), pytest.approx(0.1 + 1e-3 * 32)]
@@ -126,7 +126,7 @@ def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 48])
-def test_an_update_on_other_devices_is_foretold_by_its_passes(rows: int) -> None:
+def test_an_update_on_other_devices_is_predicted_by_its_passes(rows: int) -> None:
     loop = Loop(depth=1, rows=rows, trainers=2, micro_batch_tokens=LIMIT)
     costs = costs_of([*ALONE, SHARDED])
     assert costs.lengths is not None

@@ -12,7 +12,7 @@ from rlgraph.errors import PlanError, PlanWarning
 
 TWO = rg.Cluster(gpus=2)
 HOST = {"prompts": 0.0, "reward": 0.0, "advantages": 0.0}
-# Measured of one job on H200s: 38.2 and 9.2 s on one GPU each, 19.0 and 4.9 s on two. A step took 24.2 s in turns, 38 to 40 s ahead.
+# Measured of one job on H200s: 38.2 and 9.2 s on one GPU each, 19.0 and 4.9 s on two. A step took 24.2 s time-shared, 38 to 40 s ahead.
 ON_ONE: dict[str, float] = {"rollout": 38.2, "update": 9.2}
 BY_DEVICES: dict[str, Mapping[int, float]] = {"rollout": {1: 38.2, 2: 19.0}, "update": {1: 9.2, 2: 4.9}}
 
@@ -47,7 +47,7 @@ def test_plain_numbers_from_one_gpu_warn_before_the_verdict_on_stale_batches() -
     assert all("warning: " in str(tuned.plan) for tuned in found)
 
 
-def test_with_both_counts_given_turns_win_as_they_did() -> None:
+def test_with_both_counts_given_time_sharing_wins_as_measured() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = rg.tune(build, TWO, rg.Costs({**HOST, **BY_DEVICES}, publish_s=0.1, swap_s=0.1), depth=(0, 1))

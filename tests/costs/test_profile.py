@@ -17,7 +17,7 @@ class Launched(Exception):
     """A plan was launched."""
 
 
-def test_a_graph_in_turns_is_profiled_with_those_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_shared_graph_is_profiled_with_those_of_a_pool_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(plan: rg.Plan) -> None:
         raise Launched(plan.graph)
 

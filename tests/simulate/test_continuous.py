@@ -194,7 +194,7 @@ def test_a_firing_without_a_decode_step_tells_nothing_of_how_firings_spread() ->
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_law_of_decoding_is_found_in_a_run_whose_batches_joined(shared: bool) -> None:
+def test_the_cost_of_decoding_is_found_in_a_run_whose_batches_joined(shared: bool) -> None:
     """Its firings hold the tails of one batch and the heads of the next, so they do not follow the lengths of their own batch."""
     plan = compiled(ROWS, 1, 1, 0.1, "vllm" if shared else "transformers", continuous=True)
     steps, drawn = 60, LENGTHS.batches(60, ROWS)

@@ -46,7 +46,7 @@ def test_an_engine_that_is_done_goes_on_while_another_decodes() -> None:
     assert 0.6 * together < found.prediction.step_s < 0.95 * together
 
 
-def test_waits_of_engines_are_means_of_them_and_parts_of_a_batch_add_up() -> None:
+def test_waits_of_engines_are_averaged_and_those_of_chunks_add_up() -> None:
     for loop in (Loop(depth=0, generators=2), Loop(depth=0, chunks=4)):
         found = plan(replace(loop, lengths=LONG_TAIL), rollout=NodeCost(decode=Decode(step_s=0.01)))
         step_s, rollout = found.prediction.step_s, found.node("rollout").seconds

@@ -52,14 +52,14 @@ def test_another_depth_gives_what_a_run_of_that_depth_records(trace: Trace, dept
     assert replayed(trace, None, depth).step_s == pytest.approx(replayed(recorded(Loop(depth=depth)), None, None).recorded_s, rel=0.04)
 
 
-def test_another_split_scales_each_firing_by_the_laws_of_the_run() -> None:
+def test_another_split_scales_each_firing_by_the_cost_functions_of_the_run() -> None:
     found = replayed(recorded(Loop(depth=1, trainers=3)), {"rollout": 1, "train": 1}, None)
     assert found.changed == "rollout 2, train 2"
     slower = replayed(recorded(Loop(depth=1, trainers=3)), {"rollout": 3, "train": 1}, None)
     assert slower.step_s == pytest.approx(np.mean([seconds(Loop(), "update", step) for step in range(1, STEPS)]), rel=0.05)
 
 
-def test_a_record_comes_back_from_its_folder(trace: Trace, tmp_path: Path) -> None:
+def test_a_trace_comes_back_from_its_folder(trace: Trace, tmp_path: Path) -> None:
     trace.to_file(tmp_path / "trace.json")
     again = rg.replay(tmp_path, depth=2)
     assert isinstance(again, Replayed)
@@ -87,7 +87,7 @@ def test_a_colocated_run_cannot_be_replayed_at_a_depth() -> None:
         replayed(recorded(Loop(depth=0, shared=True)), None, 1)
 
 
-def test_no_record_and_a_short_one_are_refused(trace: Trace, tmp_path: Path) -> None:
+def test_a_missing_trace_and_a_short_one_are_refused(trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"there is no such trace; rg.record writes trace.json"):
         rg.replay(tmp_path)
     (tmp_path / "trace.json").write_text("{}")
