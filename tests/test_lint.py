@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlgraph"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 MODULE_LINES, FUNCTION_LINES = 400, 60
-LONGER = {"vllm/engine.py:__init__", "rollout/rollout.py:rollout"}  # what may still be; take a name away once it is short
+LONGER = {"rollout/rollout.py:rollout"}  # what may still be; take a name away once it is short
 DISTRIBUTED = ("engines/fsdp/", "channels/remote/gloo.py")  # who may import torch.distributed
 # The private names of other libraries that a module outside of engines/ needs, and what for. None of them is rlgraph's own.
 PRIVATE = {
@@ -105,10 +105,11 @@ def test_no_function_is_too_long_to_read_at_once() -> None:
 
 def test_torch_distributed_is_known_to_the_trainer_and_to_one_channel() -> None:
     def breaks(source: str) -> bool:
-        return any(f"{name}.".startswith("torch.distributed.") for name in imported(source))
+        return "distributed" in source and any(f"{name}.".startswith("torch.distributed.") for name in imported(source))
 
-    assert [name for name, text in sources() if breaks(text) and not name.startswith(DISTRIBUTED)] == []
-    assert all(any(breaks(text) for name, text in sources() if name.startswith(place)) for place in DISTRIBUTED)
+    found = [name for name, text in sources() if breaks(text)]
+    assert [name for name in found if not name.startswith(DISTRIBUTED)] == []
+    assert all(any(name.startswith(place) for name in found) for place in DISTRIBUTED)
     assert breaks("def f():\n    from torch import distributed as dist")
     assert breaks("import torch.distributed.fsdp")
 
