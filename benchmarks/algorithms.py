@@ -69,7 +69,7 @@ def with_gradient(column: torch.Tensor, loss: Callable[[torch.Tensor], torch.Ten
 
 
 def rlgraph_items(c: Columns) -> dict[str, Item]:
-    """Return what is timed of rlgraph, by name."""
+    """The timed functions of rlgraph, by name."""
     import rlgraph.algorithms as alg
     from rlgraph.algorithms.masks import spread
 
@@ -213,7 +213,7 @@ def verl_losses(c: Columns) -> dict[str, Item]:
 
 
 def timed(item: Item, mask: torch.Tensor) -> tuple[float, list[float]]:
-    """Return the seconds of one call, and sums over the results under the mask by which two implementations can be compared."""
+    """Time one call, and sum its results under the mask to compare two implementations."""
     start = time.perf_counter()
     results = item()
     seconds = time.perf_counter() - start
@@ -230,7 +230,7 @@ def serve(columns: Columns) -> None:
 
 
 def compare(name: str, items: dict[str, Item], mask: torch.Tensor, verl: subprocess.Popen[str], rounds: int) -> dict[str, Any]:
-    """Return the times of one item on both sides, taken in turns after a round that does not count."""
+    """Time one item on both sides alternately, after a warm-up round."""
     assert verl.stdin is not None
     assert verl.stdout is not None
     mine, theirs = [], []
@@ -250,7 +250,7 @@ def compare(name: str, items: dict[str, Item], mask: torch.Tensor, verl: subproc
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Describe the machine and the versions."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = models[0].partition(":")[2].strip() if models else platform.machine()
     return {

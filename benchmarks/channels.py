@@ -1,4 +1,4 @@
-"""How long one hop of a torch tensor takes between two worker processes of one host: rlgraph's transports against their peers.
+"""Seconds of one hop of a torch tensor between two worker processes of one host: rlgraph's transports against their peers.
 
     python benchmarks/channels.py [--quick] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""What checkpoints cost a trainer: SmolLM2-135M, an update of 64 short responses a step, a checkpoint every 10 steps.
+"""The cost of checkpoints to a trainer: SmolLM2-135M, an update of 64 short responses a step, a checkpoint every 10 steps.
 
     python benchmarks/checkpoint_cost.py [--steps 32] [--json PATH]
 
@@ -56,7 +56,7 @@ def graph() -> rg.Graph:
 
 
 def run(steps: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and those that its update waited for a copy."""
+    """Measure the seconds of each step, and the seconds that its update waited for a copy."""
     seconds, stalls = [], []
     with rg.compile(graph(), rg.local_cluster()).launch(checkpoint=folder, every=EVERY) as job:
         for step in job.steps(steps):

@@ -1,4 +1,4 @@
-"""What dispatch costs: an empty step of four workers against plain actor calls, the driver while it waits, overlap, compiling.
+"""The cost of dispatch: an empty step of four workers against plain actor calls, the driver while it waits, overlap, compiling.
 
     python benchmarks/dispatch.py [--json PATH]
 
@@ -39,7 +39,7 @@ class Idle(Operation):
 
 
 class PlainActor:
-    """What everybody writes without a graph."""
+    """The usual loop of actor calls, without a graph."""
 
     def step(self, step: int) -> int:
         return step

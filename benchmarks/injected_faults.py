@@ -56,7 +56,7 @@ class Warnings(logging.Handler):
 
 
 def run(fault: faults.Fault, warnings: Warnings, on: str) -> dict[str, Any]:
-    """Return how a job with the fault ended, and whether that is how it should."""
+    """Run a job with the fault; describe its end, and whether that is the expected one."""
     warnings.said.clear()
     ended, pids = "finished", []
     graph = faults.graph(fault)

@@ -27,7 +27,7 @@ Pass = Callable[[], torch.Tensor]
 
 
 def timed(passes: Mapping[str, Pass], device: str) -> dict[str, dict[str, float]]:
-    """Run each pass in turns with the others; give median seconds and what it takes of memory beyond what is there, in bytes."""
+    """Run the passes alternately; give median seconds and the additional memory of each, in bytes."""
     found: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in passes}
     for turn in range(REPEATS if device == "cuda" else 2):
         for name, run in passes.items():

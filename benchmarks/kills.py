@@ -139,7 +139,7 @@ def run_on_ray(folder: Path, depth: int, steps: int) -> None:
 
 @dataclass
 class Found:
-    """What one run showed, in numbers that are added up over runs."""
+    """The counts of one run, which are added up over runs."""
 
     kills: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

@@ -107,7 +107,7 @@ def real(model: str, own: bool) -> rg.Graph:
 
 
 def measure(graph: rg.Graph, steps: int, warm_up: int) -> tuple[list[float], rg.Costs]:
-    """Return the seconds of steps once the pipeline is full, and what the nodes cost.
+    """Measure the seconds of steps after the pipeline has filled, and the costs of the nodes.
 
     Where the loop sets the pace, the batches that are open end close to one another and then there is a gap: so a time is the mean over
     as many steps as batches are open.

@@ -33,7 +33,7 @@ def checked(small: Small) -> int:
 
 
 def caught(small: Small) -> dict[str, str]:
-    """Return what each seeded fault led to. Raises AssertionError for one that went unnoticed though it can do harm."""
+    """Check that each seeded fault is caught; give the violation of each. Raises AssertionError for a harmful fault that is not."""
     graph, schedule = small.schedule()
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
     found = {name: walk(*changed, promised).fault for name, changed in faults(schedule, name_of(small.nodes - 1)).items()}

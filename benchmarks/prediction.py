@@ -295,12 +295,12 @@ def works(found: list[Found]) -> dict[str, list[Found]]:
 
 
 def comparable(sync: str, asynchronous: str) -> bool:
-    """Whether two configurations of a family do the same work."""
+    """True if two configurations of a family do the same work."""
     return ("batch" in sync) == ("batch" in asynchronous) and "reference" not in sync + asynchronous
 
 
 def earlier(path: Path | None, family: str | None) -> list[Found]:
-    """Return what the file holds of other families, where only one is measured."""
+    """Read the results of the other families if only one is measured."""
     if path is None or family is None or not path.exists():
         return []
     kept = [one for one in json.loads(path.read_text())["configurations"] if not one["family"].startswith(family)]

@@ -58,7 +58,7 @@ FEW = 4  # steps of either on two cores, which only show that all works
 
 @dataclass(frozen=True)
 class Models:
-    """Where the models lie, and how many tokens they choose from."""
+    """The folders of the models, and the size of their vocabulary."""
 
     folder: Path
     tiny: bool
@@ -153,7 +153,7 @@ class Found:
 
 
 class Progress:
-    """Says at once, with the seconds since the start, what is done: a run that is cut short has told all that it knew."""
+    """Print each result at once, with the seconds since the start, so that a run that is cut short loses none."""
 
     def __init__(self, allowed_s: float) -> None:
         self.began, self.allowed_s = time.monotonic(), allowed_s
@@ -163,14 +163,14 @@ class Progress:
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
     def fits(self, launches: int) -> bool:
-        """Whether so many launches more would be over in time, each as long as the longest so far but for the first, which is cold."""
+        """True if that many more launches would end in time, each as long as the longest so far, the cold first one excluded."""
         longest_s = max(self.launches[1:] or self.launches, default=0.0)
         return time.monotonic() - self.began + launches * longest_s <= self.allowed_s
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What is left of a launch: its steps, for costs what the workers did, and how long it took."""
+    """The results of a launch: its steps, the trace for costs, and its seconds."""
 
     steps: list[Step]
     record: Trace
@@ -239,7 +239,7 @@ def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progr
 
 
 def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.Costs], progress: Progress) -> Iterator[Found]:
-    """Profile each base, into `costs`, predict, run: the models in turn, so that a run that is cut short has of both."""
+    """Profile each base into `costs`, predict and run; alternate the models, so that a run that is cut short has results of both."""
     queues = [list((ways_on_four if given.gpus == 4 else ways)(base).items()) for base in bases]
     for index in range(max(map(len, queues))):
         for base, queue in zip(bases, queues, strict=True):
@@ -277,7 +277,7 @@ def works(found: list[Found]) -> dict[str, list[Found]]:
 
 
 def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
-    """Return what the file holds."""
+    """Read the results in the file."""
     return {
         "kind": "prediction",
         "profiled_steps": PROFILED,

@@ -121,7 +121,7 @@ def graph(row: Published) -> rg.Graph:
 
 
 def predicted(row: Published, gap_s: float = 0.0) -> rg.Plan:
-    """Return the plan of a row; `gap_s` is taken on both sides, as a weight transfer that both wait for."""
+    """Compile the plan of a row; `gap_s` is taken on both sides, as a weight transfer that both wait for."""
     seconds = {"rollout": row.generation, "old_log_probs": row.old, "ref_log_probs": row.ref, "update": row.update}
     declared = graph(row)
     nodes = {node.name: seconds.get(node.name) or 0.0 for node in declared.nodes}

@@ -84,7 +84,7 @@ def _write_hole(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def parameters(shape: str) -> int:
-    """Return how many numbers the model has, the tied head counted once."""
+    """Count the parameters of the model, a tied head once."""
     from transformers import Qwen3ForCausalLM
 
     with torch.device("meta"):

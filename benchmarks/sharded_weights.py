@@ -114,7 +114,7 @@ def measure(folder: str, ranks: int, engines: int) -> dict[str, Any]:
 
 
 def get(queue: Any, processes: list[Any]) -> Any:
-    """Return what comes next, unless a process dies."""
+    """Get the next message. Raises SystemExit if a process dies first."""
     deadline = time.monotonic() + LONGEST_S
     while queue.empty() and time.monotonic() < deadline:
         if dead := [process.name for process in processes if not process.is_alive()]:
@@ -124,7 +124,7 @@ def get(queue: Any, processes: list[Any]) -> Any:
 
 
 def row(answers: list[Any]) -> dict[str, Any]:
-    """Return what one version cost."""
+    """Compute the figures of one version from the answers of all processes."""
     sent = [answer[1:] for answer in answers if answer[0] == "rank"]
     arrived = [answer[1:] for answer in answers if answer[0] == "engine"]
     sums = {name: added(*(part[name] for _, _, part in sent)) for name in sent[0][2]}

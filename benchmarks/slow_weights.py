@@ -1,4 +1,4 @@
-"""What depth and a second weight buffer hide: publishing that takes 0.9 of a step, with stages that wait instead of compute.
+"""Publishing that takes 0.9 of a step, hidden by depth and a second weight buffer, with stages that wait instead of compute.
 
     python benchmarks/slow_weights.py [--json PATH]
 
@@ -53,7 +53,7 @@ class FarGenerator(fakes.VectorGenerator):
 
 
 def measured_s(depth: int, buffers: int) -> float:
-    """Return the seconds of a step once the pipeline is full."""
+    """Measure the seconds of a step after the pipeline has filled."""
     graph = fakes.vector_loop(depth, buffers=buffers, generate_s=STAGE_S, train_s=STAGE_S)
     with rg.compile(graph, rg.Cluster(cpus=4)).launch() as job:
         steps = job.steps(WARM_UP + STEPS)

@@ -30,7 +30,7 @@ DEPTH, PROMPTS = 2, 12
 
 @dataclass(frozen=True)
 class Look:
-    """What one process holds after so many steps."""
+    """The memory and handles of one process after a number of steps."""
 
     step: int
     process: str

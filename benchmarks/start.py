@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LOOK_S = 0.02
+SAMPLE_S = 0.02
 RECIPES = Path(__file__).parents[1] / "recipes"
 TIMEOUT_S = 900.0
 
@@ -76,8 +76,8 @@ class Marks:
         setattr(owner, method, called)
 
 
-class Looks:
-    """What the workers do, looked at again and again: seconds of each activity before the first step, by worker."""
+class ActivitySampler:
+    """Sample the activity of the workers: seconds of each activity before the first step, by worker."""
 
     def __init__(self, states: Callable[[], Any]) -> None:
         self.found: dict[str, dict[str, float]] = {}
@@ -86,7 +86,7 @@ class Looks:
         self._thread.start()
 
     def _run(self, states: Callable[[], Any]) -> None:
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(SAMPLE_S):
             for worker, state in states().items():
                 if state.step <= 0:
                     own, what = self.found.setdefault(worker, {}), str(state.activity)
@@ -99,7 +99,7 @@ class Looks:
 
 
 def graph(model: str, tokens: int, *, in_turns: bool) -> Any:
-    """The graph of `recipes/one_step_off.py`; on one GPU with its two models in turns."""
+    """The graph of `recipes/one_step_off.py`; on one GPU its two models time-share it."""
     import rlgraph as rg
 
     sys.path.insert(0, str(RECIPES))
@@ -136,12 +136,12 @@ def child(model: str, tokens: int) -> None:
     marks.before(session._dispatch, "create", "Ray")
     marks.before(group, "until_ready", "workers start, import and open their channels")
     marks.before(session._dispatch, "start", "workers load their engines")
-    looks = Looks(lambda: group.states() if session.folder and not session.ended else {})
+    sampler = ActivitySampler(lambda: group.states() if session.folder and not session.ended else {})
     with job:
         marks.end("the compiled graph")
         step = next(iter(job.steps(1)))
         marks.end("the first step")
-        seen = looks.stop()
+        seen = sampler.stop()
         cpu = {who: round(seconds, 2) for who, seconds in cpu_seconds(job.pids).items()}
         computes = {m.name: m.dtype for m in plan.models}
         timings = {name.removeprefix("timing_s/"): value for name, value in step.metrics.items() if name.startswith("timing_s/")}

@@ -112,7 +112,7 @@ class Row:
             return ""
 
     def missing(self) -> list[str]:
-        """What is declared and not measured."""
+        """The declared rows and figures without a result."""
         found = []
         for figure in (self.figure, self.beside, *(self.words or {}).values()):
             try:

@@ -1,4 +1,4 @@
-"""How long a call of the tool `python` takes, one after another and 32 at once: `python benchmarks/tool_calls.py [out.json]`."""
+"""Seconds of a call of the tool `python`, one after another and 32 at once: `python benchmarks/tool_calls.py [out.json]`."""
 
 import asyncio
 import json

@@ -141,7 +141,7 @@ def timed(call: Callable[[], Any], times: int) -> list[float]:
 
 
 def large() -> dict[str, Any]:
-    """Return the seconds of compiling for large clusters, with shares given and open, and of tuning over 1,024 GPUs."""
+    """Time compiling for large clusters, with given and open shares, and tuning over 1,024 GPUs."""
     rows = []
     for gpus in (64, 256, 1024, 4096):
         cluster = rg.Cluster(gpus=gpus, cpus=64)

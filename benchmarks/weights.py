@@ -153,7 +153,7 @@ class Decoding:
         self.steps.append((start, time.monotonic()))
 
     def tokens(self) -> int:
-        """Return how many tokens were decoded so far."""
+        """Count the tokens decoded so far."""
         return self.finished + int(sum(self.engine.written().values()))
 
     def receive(self, weights: Any, version: int) -> Any:
@@ -167,7 +167,7 @@ class Decoding:
                 self.step()
 
     def lost(self, since: float, tokens: int, normal: float) -> float:
-        """Return the seconds since then in which nothing was decoded, some steps later: those that are under way count as decoded."""
+        """Measure, some steps later, the seconds since then in which nothing was decoded; steps under way count as decoded."""
         for _ in range(STEPS_AFTER):
             self.step()
         return self.steps[-1][1] - since - normal * (self.tokens() - tokens) / SEQUENCES
@@ -230,7 +230,7 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
 
 
 def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orders: Any, results: Any) -> list[dict[str, float]]:
-    """Return how long vLLM's own NCCL transfer stops generation, for some versions."""
+    """Measure how long vLLM's own NCCL transfer stops generation, for some versions."""
     llm = generator._engine
     orders.put("vllm")
     init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
@@ -332,7 +332,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
+    """Describe the machine and the versions."""
     from importlib.metadata import version
 
     import torch

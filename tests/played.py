@@ -14,7 +14,7 @@ LAUNCH_S = -4.0
 
 
 def played(plan: Plan, steps: int, *, scale: float = 1.0, tail: float = 2.0, priced: Plan | None = None, jitter: float = 0.05) -> Run:
-    """Return the run of a plan whose nodes take `scale` times their seconds, give or take; `tail` is longest over mean response."""
+    """Simulate a run whose nodes take `scale` times their seconds, with jitter; `tail` is the longest over the mean response."""
     draw = random.Random(3)
     times = {(e.name, k): e.seconds * scale * draw.uniform(1 - jitter, 1 + jitter) for k in range(steps) for e in plan.schedule.events}
     found = play(plan.schedule, steps, lambda event, step: times[event.name, step])
@@ -27,7 +27,7 @@ def played(plan: Plan, steps: int, *, scale: float = 1.0, tail: float = 2.0, pri
 
 
 def _spans(event: Event, worker: str, found: Played, plan: Plan, steps: int) -> list[Span]:
-    """Return the firings of an event with the wait before each: for whom it waited last, since the worker was done before."""
+    """List the firings of an event with the wait before each, from the time its worker was free."""
     spans = []
     for step in range(steps):
         start, end, held = found.starts[event.name][step], found.worked[event.name][step], found.held[event.name][step]
@@ -68,7 +68,7 @@ def _metrics(plan: Plan, step: int, seconds: float, tail: float, draw: random.Ra
 
 
 def slower(plan: Plan, scale: float) -> Plan:
-    """Return the plan with every time of its schedule scaled, as one compiled with measured costs would be."""
+    """Scale every time of a plan, as compiling with measured costs would."""
     events = tuple(replace(event, seconds=event.seconds * scale) for event in plan.schedule.events)
     nodes = tuple(replace(node, seconds=node.seconds * scale, cost="measured") for node in plan.nodes)
     told = replace(plan.prediction, step_s=plan.prediction.step_s * scale, period_s=plan.prediction.period_s * scale, cost="measured")

@@ -88,11 +88,11 @@ class Bubbles:
         return _share(self.pools, (row for row in self.pools if row.use == "unexplained"))
 
     def of_pool(self, pool: str | None) -> tuple[Row, ...]:
-        """Return the rows of a pool (None: the host's), largest first."""
+        """The rows of a pool (None: the host's), largest first."""
         return _sorted(row for row in self.pools if row.pool == pool)
 
     def of_worker(self, worker: str) -> tuple[Row, ...]:
-        """Return the rows of one worker, largest first."""
+        """The rows of one worker, largest first."""
         return _sorted(row for row in self.workers if row.worker == worker)
 
     def share(self, rows: Iterable[Row], within: Sequence[Row]) -> float:

@@ -9,7 +9,7 @@ from rlgraph.compiler.schedule import Dependency
 
 @dataclass(frozen=True)
 class Critical:
-    """What sets the period of a plan.
+    """The parts of a plan that set its period.
 
     `nodes` and `loops` (feedback edges) by name, edges as (writer, reader); `order` holds the nodes that wait for another of their pool.
     """

@@ -18,7 +18,7 @@ from rlgraph.graph.nodes import Pool
 
 
 def loop_plan(depth: int, shared: bool = False) -> Plan:
-    """Return the plan of prompts, rollout, score and update, a worker each, on four cores."""
+    """Compile prompts, rollout, score and update, a worker each, on four cores."""
     pool = Pool("shared")
     return compile_plan(fakes.vector_loop(depth, pools=(pool, pool) if shared else None), Cluster(cpus=4))
 

@@ -225,7 +225,7 @@ document.title = JSON.stringify(found);
 
 
 def in_browser(text: str, folder: Path, width: int, dark: bool) -> tuple[dict[str, Any], str]:
-    """Return what the probe sees on the page, and what the browser's console says."""
+    """Open the page in Chromium; give the findings of the probe and the lines of the browser's console."""
     assert CHROMIUM is not None
     file = folder / "report.html"
     file.write_text(text.replace("</body>", f"<script>\n{PROBE}\n</script></body>"))

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows: every fact of the plan, in lines a terminal can hold."""
+"""`print(plan)` shows every fact of the plan, in lines of at most 100 cells."""
 
 from dataclasses import replace
 
