@@ -1,4 +1,4 @@
-"""Every order of firing of a schedule: its state space, walked to the end, with the promises checked in each state.
+"""Walk the whole state space of a schedule, over every order of firing, and check the promises in each state.
 
 A firing starts (takes its credits) and ends (gives them on) as two moves, so that work in service counts. All its puts happen
 as it ends, once there is room for each. What is checked is
@@ -43,7 +43,7 @@ class Gives:
 
 
 def promises(schedule: Schedule, depth: int, rollout: str, slots: Callable[[str], int]) -> list[Promise]:
-    """Return what must hold: open batches, messages of each channel in order and within its slots, one event of a pool at a time."""
+    """List what must hold: open batches, messages of each channel in order and within its slots, one event of a pool at a time."""
     first = load_event("weights", rollout)
     last = publish_event("weights")
     found = [Promise(f"at most {depth + 1} batches open", depth + 1, (f"start {first}",), (f"end {last}",))]
@@ -62,12 +62,12 @@ def promises(schedule: Schedule, depth: int, rollout: str, slots: Callable[[str]
 
 
 def admits(d: Dependency) -> bool:
-    """Return whether a dependency is the one that admits a batch: a published version frees a slot of the loop."""
+    """Tell whether a dependency is the one that admits a batch: a published version frees a slot of the loop."""
     return d.reason == "loop" and d.before == publish_event("weights")
 
 
 def harmless(schedule: Schedule, promised: Sequence[Promise]) -> bool:
-    """Return whether the turns in the pools keep every promise even if the loop admits batches without end."""
+    """Tell whether the order within the pools keeps every promise even if the loop admits batches without end."""
     kept = replace(schedule, dependencies=tuple(d for d in schedule.dependencies if not admits(d)))
     return not walk(kept, given(kept), promised).fault
 
@@ -110,7 +110,7 @@ def walk(schedule: Schedule, dependencies: Sequence[Gives], promised: Sequence[P
 def _encoded(
     events: Sequence[Event], dependencies: Sequence[Gives], promised: Sequence[Promise]
 ) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the first state, the moves as (fields that must not be zero, change), and the fields that are checked."""
+    """Encode the first state, the moves as (fields that must not be zero, change), and the fields that are checked."""
     credit_at = [FIELD * i for i in range(len(dependencies))]
     running_at = {event.name: FIELD * (len(dependencies) + i) for i, event in enumerate(events)}
     promise_at = [FIELD * (len(dependencies) + len(events) + i) for i in range(len(promised))]
@@ -135,7 +135,7 @@ def _encoded(
 
 
 def _owed(gives: Gives) -> int:
-    """Return how many credits a dependency lacks at first before one lets anything fire; a field is kept so much higher."""
+    """Count the credits that a dependency lacks at first; its field is kept so much higher."""
     return max(-gives.dependency.credits, 0)
 
 
@@ -145,7 +145,7 @@ def _broken(state: int, checked: Sequence[tuple[int, int]], promised: Sequence[P
 
 
 def faults(schedule: Schedule, update: str) -> dict[str, tuple[Schedule, list[Gives]]]:
-    """Return the schedule with each seeded fault: a defect that an implementation could have."""
+    """Seed each fault, a defect that an implementation could have, in the schedule."""
     sound = given(schedule)
 
     def changed(which: Callable[[Dependency], bool], change: Callable[[Gives], Gives]) -> tuple[Schedule, list[Gives]]:
@@ -164,7 +164,7 @@ def faults(schedule: Schedule, update: str) -> dict[str, tuple[Schedule, list[Gi
 
 
 def _swapped(schedule: Schedule, update: str) -> tuple[Schedule, list[Gives]]:
-    """Let the publish of a version take its turn before the update that makes it."""
+    """Let the publish of a version come before the update that makes it."""
     last = publish_event("weights")
     kept = [d for d in schedule.dependencies if d.reason != "order" or {d.before, d.after} != {update, last}]
     turned = replace(schedule, dependencies=(*kept, Dependency(last, update, 0, "order"), Dependency(update, last, 1, "order")))

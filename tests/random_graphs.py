@@ -1,4 +1,4 @@
-"""Random training graphs with costs: critics, references, host nodes beside the loop, parts of a batch, pools shared and apart."""
+"""Random training graphs with costs: critics, references, host nodes beside the loop, chunks of a batch, pools shared and apart."""
 
 import random
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Nothing(Operation):
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, what its nodes take, in seconds, and where it runs: on GPUs the models of one pool sleep between their turns."""
+    """A graph, what its nodes take, in seconds, and where it runs: on GPUs the models of one pool time-share it and sleep in between."""
 
     graph: Graph
     costs: Costs
@@ -38,7 +38,7 @@ class Case:
 
 
 def random_case(seed: int) -> Case:
-    """Return a graph of 3 to 12 nodes; the same for the same seed. What the rules of graphs refuse is drawn again."""
+    """Draw a graph of 3 to 12 nodes, the same for the same seed. A graph that the rules refuse is drawn again."""
     chance = random.Random(seed)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Stages that wait as long as a law says, over real nodes, channels, weights and dispatch: what predictions are held against.
+"""Stages that wait as long as their cost says, over real nodes, channels, weights and dispatch: what predictions are held against.
 
 Response lengths are drawn by (step, row), so they are the same however the rows are split.
 """
@@ -102,7 +102,7 @@ class SimulatedReference(Simulated):
 
 @dataclass(frozen=True)
 class Times:
-    """The laws: an engine's decode step `step_s + sequence_s · active`, and seconds a token of the batch for the rest."""
+    """The costs: an engine's decode step `step_s + sequence_s · active`, and seconds a token of the batch for the rest."""
 
     step_s: float = 0.8e-3
     sequence_s: float = 0.03e-3

@@ -155,7 +155,7 @@ NOMINAL: Mapping[Work, NodeCost] = {
 
 
 def nominal(graph: Graph) -> Costs:
-    """Return costs that only rank: every model the same size, seconds without a machine behind them."""
+    """Make costs that only rank plans: every model has the same size, and the seconds are of no machine."""
     nodes = {node.name: _nominal(node) for node in graph.nodes}
     return Costs(nodes, publish_s=0.02, receive_s=0.02, swap_s=0.01, source="nominal")
 

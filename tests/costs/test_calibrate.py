@@ -61,7 +61,7 @@ def test_two_sizes_of_batch_tell_what_is_constant_from_what_grows() -> None:
 
 
 def claimed(sizes: tuple[int, ...], seed: int) -> set[str]:
-    """Return what decoding is said to take, after noisy runs with batches of these sizes whose responses are equally long."""
+    """Fit decoding to noisy runs with batches of these sizes whose responses are equally long."""
     chance = np.random.default_rng(seed)
 
     def noisy(event: str, lengths: list[int]) -> float:

@@ -15,7 +15,7 @@ CLOSE_S = 1e-6
 
 
 def differences(seed: int) -> list[str]:
-    """Return where playing a random plan's schedule and simulating its workers differ."""
+    """List where playing a random plan's schedule and simulating its workers differ."""
     case = random_case(seed)
     plan = rg.compile(case.graph, case.cluster, case.costs)
     simulated, played = Simulator(plan, STEPS, window=STEPS), play(plan.schedule, STEPS)
