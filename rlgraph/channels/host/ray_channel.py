@@ -9,6 +9,7 @@ since a channel of Ray between hosts can hang.
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,21 +139,23 @@ class RayBuffers:
     readers: int = 0
     channels: dict[int, tuple[bytes, Any]] = field(default_factory=dict)  # for each slot, the name and the channel of Ray
     messages: dict[int, tuple[Any, int]] = field(default_factory=dict)  # by step, and how many readers have yet to take it
+    lock: threading.Lock = field(default_factory=threading.Lock)  # readers of one process may be in several threads
 
     def connect(self, slot: int, name: bytes) -> None:
         """Attach to the channel of that name at once, while the writer lives."""
-        if slot in self.channels and self.channels[slot][0] == name:
-            return
-        self.channels[slot] = name, attached(self.site, name)
+        with self.lock:
+            if slot not in self.channels or self.channels[slot][0] != name:
+                self.channels[slot] = name, attached(self.site, name)
 
     def take(self, full: Full) -> Any:
-        if full.step not in self.messages:
-            with in_words(f"channel '{self.site.channel}', a reader, step {full.step}"):
-                self.messages[full.step] = self.channels[full.slot][1].read(RAY_S), self.readers
-        message, left = self.messages.pop(full.step)
-        if left > 1:
-            self.messages[full.step] = message, left - 1
-        return message
+        with self.lock:  # else two threads read the message from Ray, which gives it once
+            if full.step not in self.messages:
+                with in_words(f"channel '{self.site.channel}', a reader, step {full.step}"):
+                    self.messages[full.step] = self.channels[full.slot][1].read(RAY_S), self.readers
+            message, left = self.messages.pop(full.step)
+            if left > 1:
+                self.messages[full.step] = message, left - 1
+            return message
 
 
 def attached(site: Site, name: bytes) -> Any:
