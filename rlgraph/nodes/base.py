@@ -99,6 +99,12 @@ def node(
 ) -> Callable[[Callable[[Columns], Fired]], FunctionNode]:
     """Make a node of a function from columns to columns, as `@rg.node(reads="response_mask", writes="rewards")`.
 
+    >>> @node(reads="response_mask", writes="rewards")
+    ... def brevity(batch):
+    ...     return {"rewards": -batch["response_mask"].sum(-1).float()}
+    >>> brevity.reads, brevity.writes
+    (('response_mask',), ('rewards',))
+
     `reads` and `writes` are column names, as a list or separated by spaces. The function gets the columns it reads and
     returns those it writes, or a pair of columns and metrics (name -> number). It runs in a process of its own on the host.
 

@@ -73,6 +73,11 @@ def reward(
 ) -> Output:
     """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
 
+    >>> import rlgraph as rg
+    >>> prompts = rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], 1)
+    >>> reward(lambda answers: [1.0 for answer in answers], prompts).columns
+    ('rewards',)
+
     `def right(responses, answers)` is called once with the columns of all responses and returns one number for each;
     `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
     Calls for single responses run `concurrency` at a time, on threads or, if async, in one event loop.
