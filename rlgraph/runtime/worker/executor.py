@@ -226,7 +226,7 @@ class Worker:
                 box.put(message, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
-        """Advance to exactly version `step - depth`, or with `freshest` to the newest that has been published."""
+        """Advance to exactly version `step - depth`, or with `latest` to the newest that has been published."""
         assert loop.reader is not None
         self.doing = node
         if loop.plan.due is not None:  # an evaluation of what this step publishes
