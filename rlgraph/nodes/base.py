@@ -1,4 +1,4 @@
-"""What a node is made of: a function of columns. A user's own node is made exactly as the library's nodes are."""
+"""Nodes as functions of columns. `rlgraph.node` makes a user's function a node; it runs exactly as the library's nodes do."""
 
 import functools
 import inspect
@@ -19,25 +19,27 @@ Stage: TypeAlias = Callable[[int, Columns], Fired]
 
 
 class Arrivals(Protocol):
-    """New versions of the weights, for a node while it works. Both leave the engine and `Context.version` at the version loaded."""
+    """Loads new versions of the weights while a node works. After each call `Context.version` is the version that the engine holds."""
 
     def poll(self) -> None:
-        """Load the versions that have been published, without waiting."""
+        """Load the versions published so far, without waiting."""
 
     def wait(self, version: int) -> None:
-        """Load the versions up to this one, waiting for it. Raises ChannelTimeout at the deadline."""
+        """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
 
 
 @dataclass
 class Context:
-    """What a worker gives the nodes it runs: its engine, its rank, and the version of the weights it holds.
+    """The worker's side of a node: its engine, its rank, and the version of the weights that the engine holds.
 
-    `rendezvous` is where the ranks of one model meet, for torch.distributed, and `meeting` the descriptor of the socket at
-    which rank 0 listens there, where they are on several hosts. `device` is where its engine computes, `shared` whether
-    other models compute there in turns, `copies` how many versions of its weights lie there. `arrivals` are new versions for the node
-    that runs, where it is at the reading end of a feedback edge. `set_aside` are places of the data order that are passed over, since
-    their prompt killed a worker. `sequences` is how many responses its engine decodes at once, at most. A node that takes long says
-    how far it is by `counted(done, total, unit)`, as `counted(34, 128, "responses")`: progress bars and reports of stalls show it.
+    `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `meeting` is the
+    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models take
+    turns there, `copies` how many versions of the weights it keeps there, and `sequences` how many responses it decodes at once at
+    most. `arrivals` loads new versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip,
+    because their prompts killed a worker.
+
+    A long node reports its progress with `counted(done, total, unit)`, as `counted(34, 128, "responses")`; progress bars and
+    reports of stalls show it.
     """
 
     engine: Any = None
@@ -57,7 +59,7 @@ class Context:
     cache: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self, path: str) -> Any:
-        """Return the tokenizer of a model folder, loaded once."""
+        """Return the tokenizer of a model folder; only the first call loads it."""
         if path not in self.cache:
             from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 
@@ -67,7 +69,7 @@ class Context:
 
 @dataclass(frozen=True)
 class FunctionOperation(Operation):
-    """Run a plain function of columns; `compares` names the estimator that it is, where that compares responses to one prompt."""
+    """Run a plain function of columns. `compares` names the estimator if the function compares the responses to one prompt."""
 
     function: Callable[[Columns], Fired]
     by_group: bool = False
@@ -108,8 +110,8 @@ def node(
     `reads` and `writes` are column names, as a list or separated by spaces. The function gets the columns it reads and
     returns those it writes, or a pair of columns and metrics (name -> number). It runs in a process of its own on the host.
 
-    `by_group=True` says that what it returns for the responses of one prompt depends on them alone: it then works on the parts
-    of a rollout with `chunks` as they come. Metrics of the parts are averaged, but of `.../max` and `.../min` the extremes kept.
+    `by_group=True` promises that the result for the responses of one prompt depends on these responses alone. The node then works
+    on each part of a rollout with `chunks` as it arrives. Metrics are averaged over the parts; `.../max` and `.../min` keep the extremes.
 
     Raises GraphError for a function that does not take exactly one argument, or a node that writes nothing.
     """
@@ -133,7 +135,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def carried(inputs: Iterable[Any]) -> list[str]:
-    """Return the columns that the inputs carry; what is no output carries none, and `declare` refuses it."""
+    """List the columns that the inputs carry. Skips an input that is no output: `declare` refuses it with a better error."""
     return [column for output in inputs if isinstance(output, Output) for column in output.columns]
 
 
@@ -151,14 +153,14 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: i
 
 
 def tensor_of(columns: Columns, name: str) -> torch.Tensor:
-    """Return a column that is a tensor."""
+    """Return a column that must be a tensor."""
     column = columns[name]
     assert isinstance(column, torch.Tensor), name
     return column
 
 
 def checked_metrics(node: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics as plain numbers. Raises GraphError for a name that is no text, or a value that is no number."""
+    """Convert metrics to plain numbers. Raises GraphError for a name that is no text, or a value that is no number."""
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
             raise GraphError(

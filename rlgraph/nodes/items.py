@@ -1,4 +1,4 @@
-"""Items of a data set: what each of them must be, said with its number and the fix."""
+"""Checks of the items of a data set. Each error names the item's number, the rule and the fix."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ OWN = ("prompt_texts", "prompt_ids")  # columns of every source of prompts
 
 
 def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
-    """Return the first item. Raises DataError for what is no data set, or has no item with text under `prompt`."""
+    """Check that `data` is a data set and return its first item. Raises DataError if it is none, or the item has no field `prompt`."""
     if isinstance(data, Mapping):
         raise DataError(
             f"{name}: the data set is a mapping of {shown(list(data))}; it is a list of items: "
@@ -40,7 +40,7 @@ def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
 
 
 def read(data: Any, index: int) -> Any:
-    """Read an item. Raises DataError with its number where the data set raises."""
+    """Read an item. If the data set raises, raises DataError with the item's number."""
     try:
         return data[index]
     except Exception as error:
@@ -49,7 +49,7 @@ def read(data: Any, index: int) -> Any:
 
 
 def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any]) -> None:
-    """Raise DataError unless an item has text under `prompt`, and each other field of the first item, of the same kind."""
+    """Raise DataError unless an item has text under `prompt` and the same other fields as the first item, with values of the same kinds."""
     where = f"item {index} of the data set"
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is {shown(item)}; each item is a mapping with text under '{prompt}'")
@@ -81,7 +81,7 @@ def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mappi
 
 
 def kind_of(value: Any) -> str | None:
-    """What a field holds, in words; None for what a column cannot hold."""
+    """Name the kind of a field's value, in the words of the errors; None for a value that no column can hold."""
     if isinstance(value, str):
         return "text"
     plain = _plain(value)
@@ -91,7 +91,7 @@ def kind_of(value: Any) -> str | None:
 
 
 def column_of(values: Sequence[Any], pattern: Any) -> Column:
-    """The column `[N]` of a field whose first item holds `pattern`, which says whether the numbers are whole."""
+    """Build the column `[N]` of a field. `pattern`, the first item's value, decides whether its numbers are whole."""
     if isinstance(pattern, str):
         return list(values)
     whole = kind_of(pattern) == "a whole number"
@@ -99,7 +99,7 @@ def column_of(values: Sequence[Any], pattern: Any) -> Column:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or torch as one of Python."""
+    """Convert a scalar of numpy or torch to a number of Python; pass other values through."""
     scalar = hasattr(value, "item") and not getattr(value, "ndim", 1) and not isinstance(value, int | float)
     return value.item() if scalar else value
 

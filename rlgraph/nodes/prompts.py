@@ -30,7 +30,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Prompts(Operation):
-    """Draw the prompts of a step; which ones is a function of (seed, step) alone."""
+    """Draw the prompts of a step. The choice depends on the seed and the step alone."""
 
     data: Dataset
     count: int
@@ -44,7 +44,7 @@ class Prompts(Operation):
 
     @property
     def prompt_characters(self) -> float | None:
-        """Mean characters of the first prompts, for an estimate of their tokens; None where they are no text."""
+        """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is no text."""
         first = [self.data[index].get(self.prompt_field) for index in range(min(len(self.data), 8))]
         texts = [text for text in first if isinstance(text, str)]
         return sum(map(len, texts)) / len(texts) if texts and len(texts) == len(first) else None
@@ -53,21 +53,21 @@ class Prompts(Operation):
         return lambda step, columns: self.batch(step, context.set_aside)
 
     def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
-        """Return the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field."""
+        """Draw the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field."""
         positions = self.positions(step, set_aside)
         ids = torch.tensor(positions, dtype=torch.int64)
         return {"prompt_ids": ids, **self.columns([self.item(position) for position in positions])}
 
     def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-        """Return `prompt_texts` and one column for each further field, one row an item."""
+        """Build `prompt_texts` and one column for each further field, one row an item."""
         first = self.data[0]
         columns: dict[str, Column] = {"prompt_texts": [item[self.prompt_field] for item in items]}
         return columns | {plural(name): column_of([item[name] for item in items], first[name]) for name in self.fields}
 
     def positions(self, step: int, set_aside: Sequence[int] = ()) -> list[int]:
-        """Return the places of the order that step `step` draws.
+        """Choose the places of the data order that step `step` draws.
 
-        A place that was set aside is passed over, and so is its item from there on; the steps before it draw what they drew.
+        Skips each place in `set_aside` and every later place of the same item. Steps before it draw the same places as without it.
         """
         start = step * self.count
         since: dict[int, int] = {}  # item -> the first place at which it is passed over
@@ -80,7 +80,7 @@ class Prompts(Operation):
         return list(itertools.islice(kept, self.count))
 
     def _passed(self, index: int, first: int, before: int) -> int:
-        """Return how many of an item's places from `first` on lie before a place."""
+        """Count an item's places in the data order from `first`, which is one of them, to `before`, which is not counted."""
         if before <= first:
             return 0
         epoch, place = divmod(before, len(self.data))
@@ -91,24 +91,24 @@ class Prompts(Operation):
         return _order(self.seed, epoch, len(self.data))[place]
 
     def cursor(self, step: int) -> dict[str, int]:
-        """Return where the order stands after `step` steps, and what the order is made from."""
+        """Describe the data order for a checkpoint: the next place after `step` steps, and the size and seed that make the order."""
         return {"items": len(self.data), "seed": self.seed, "next": step * self.count}
 
     def item(self, position: int) -> Mapping[str, Any]:
-        """Return the item at a place of the endless order: one seeded permutation of the data set after another."""
+        """Read and check the item at a place of the endless order: one seeded permutation of the data set after another."""
         index = self._index(position)
         item: Mapping[str, Any] = read(self.data, index)
         check_item(index, item, self.prompt_field, self.data[0])
         return item
 
     def check(self, node: Node) -> None:
-        """Raise DataError before anything starts, for an item that cannot be trained on."""
+        """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
         first = self.data[0]
         for index in range(len(self.data)):
             check_item(index, read(self.data, index), self.prompt_field, first)
 
 
-@lru_cache(maxsize=4)  # a batch is of one epoch or two
+@lru_cache(maxsize=4)  # a batch spans one epoch or two
 def _order(seed: int, epoch: int, size: int) -> list[int]:
     order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
     return order
@@ -119,12 +119,11 @@ def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = 
     """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
 
     Each item is a mapping with the prompt as text under `prompt`; every other field becomes a column named in the plural,
-    so that a reward reads `answer` as `answers`. A prompt is given as the model reads it: for a chat model render its template first,
-    `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`; special tokens that the text begins with are
-    not added again. A step may hold items of two epochs, and a data set smaller than `count`
-    is walked more than once a step.
+    so that a reward reads `answer` as `answers`. The model reads a prompt exactly as given, so render the template of a chat model
+    first: `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`. Special tokens that the text begins
+    with are not added again. A step may span epochs; one of a data set smaller than `count` draws items more than once.
 
-    All items are checked at the launch, and each again as it is drawn. Raises DataError for an empty data set, an item without a prompt
+    The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
     or without a field that the first one has, or fields that are neither text nor numbers.
     """
     first = check_data(name, data, prompt)
@@ -136,5 +135,5 @@ def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = 
 
 
 def plural(field: str) -> str:
-    """Return the column name of an item's field: `answer` becomes `answers`."""
+    """Name the column of an item's field: `answer` becomes `answers`."""
     return field if field.endswith("s") else field + "s"

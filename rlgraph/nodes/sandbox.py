@@ -1,4 +1,4 @@
-"""Run a model's Python code in a process of its own, with limits on time, memory and output, no network and no files but its own."""
+"""Run a model's Python code in a process of its own: limited time, memory and output, no network, and no files but its own."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.child impor
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may take: seconds, bytes of memory, bytes of output, bytes of all its files together.
+    """Limits of one run: seconds, bytes of memory, bytes of output, and bytes of all its files together.
 
     Raises GraphError for a limit that is not above 0.
     """
@@ -38,13 +38,13 @@ class Limits:
 
 
 class ToolError(Exception):
-    """A call of a tool that gave no result; the message is what the model gets to read."""
+    """A call of a tool failed. The model reads the message."""
 
 
 async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -> str:
-    """Run the code, and return what it printed. `accept_missing` names the layers that this machine may lack.
+    """Run the code and return its output. `accept_missing` names the layers that this machine may lack.
 
-    Raises ToolError where it took too long, was killed, or printed too much.
+    Raises ToolError if the code takes too long, is killed, or prints too much.
     """
     with _folder(accept_missing) as folder:
         child = await asyncio.create_subprocess_exec(
@@ -65,14 +65,14 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
             assert child.stdout is not None
-            while await child.stdout.read(65536):  # to its end, which wait() waits for, and which is not read while the buffer is full
+            while await child.stdout.read(65536):  # drain the pipe: wait() waits for its end, and a full buffer would never reach it
                 pass
             await child.wait()
     return _judged(output, child.returncode, limits)
 
 
 def check(limits: Limits, accept_missing: Collection[str] = ()) -> None:
-    """Raise GraphError where code cannot be run so: another system than Linux, or a kernel that lacks a layer."""
+    """Try an empty run. Raises GraphError on a system other than Linux, and where the kernel lacks a layer that is not accepted."""
     if sys.platform != "linux":
         raise GraphError("the tool 'python' needs Linux 5.13 or newer, which keeps its code from files and network; leave the tool out")
     try:
@@ -90,7 +90,7 @@ def check_layers(names: Collection[str]) -> None:
 
 
 def _folder(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:
-    """Where the process starts. In namespaces its files are in memory; only without them it needs a folder on disk."""
+    """Open the folder in which the process starts. Namespaces keep its files in memory; without them it needs a folder on disk."""
     if "namespaces" in accept_missing:
         return tempfile.TemporaryDirectory(prefix="tool-of-rlgraph-", ignore_cleanup_errors=True)
     return contextlib.nullcontext(tempfile.gettempdir())
@@ -105,7 +105,7 @@ def _command(limits: Limits, accept_missing: Collection[str]) -> Sequence[str]:
 
 @cache
 def _paths() -> tuple[Sequence[str], Sequence[str]]:
-    """The folders of Python's installed packages, and all that its code may read: those, its standard library and shared ones."""
+    """Find the folders of installed packages, and all paths that the code may read: packages, standard library, shared libraries."""
     prefixes = tuple({sys.prefix, sys.base_prefix})
     packages = [p for p in sys.path if p.startswith(prefixes) and Path(p).name in ("site-packages", "dist-packages")]
     wanted = {*LIBRARIES, f"{sys.base_prefix}/lib", str(Path(os.__file__).parent), *packages}
@@ -117,7 +117,7 @@ def _paths() -> tuple[Sequence[str], Sequence[str]]:
 
 
 async def _talk(child: asyncio.subprocess.Process, code: str, most: int) -> bytes:
-    """Send the code, and return what comes back, at most one byte more than `most`."""
+    """Send the code and read its output, up to one byte more than `most`: that byte tells that it printed too much."""
     assert child.stdin is not None
     assert child.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Batches of responses that decode together on one engine: when the next one joins, and when new weights do."""
+"""Continuous decoding: the rule by which the next batch and new weights join a batch that still decodes, and the loop that applies it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from rlgraph.nodes.prompts import Prompts
 
 @dataclass(frozen=True)
 class BatchAdmission:
-    """When weights and prompts join responses that are under way; `depth` is None where there is no feedback edge.
+    """The rule by which new weights and new prompts join running responses. `depth` is None without a feedback edge.
 
-    `interrupt`: the engine swaps in each published version before its next decode step, also where the edge is not `latest`. When a
-    version arrives depends on the clock, so a run no longer repeats bit for bit.
+    `interrupt`: the engine swaps in each published version before its next decode step, even if the edge is not `latest`. The clock
+    decides when a version arrives, so a run no longer repeats bit for bit.
 
-    `continuous`: batch k + 1 joins once half of the responses of batch k have ended, and needs version k + 1 - depth for that, which
-    the rest of batch k goes on with. Without `interrupt` the engine waits for exactly this version, so that a run still depends on
-    its seed and depth alone; with it batches join, up to `depth` of them ahead, as soon as the version that is there allows it.
+    `continuous`: batch k + 1 joins once half of the responses of batch k have ended. It needs version k + 1 - depth, and the rest of
+    batch k goes on under that version. Without `interrupt` the engine waits for exactly this version, so a run still depends on its
+    seed and depth alone. With `interrupt` up to `depth` batches join ahead, each as soon as the engine holds a version it may use.
     """
 
     interrupt: Running | None = None
@@ -28,22 +28,22 @@ class BatchAdmission:
 
     @property
     def running(self) -> Running:
-        """What becomes of the keys and values of running responses at new weights."""
+        """What the engine does with the keys and values of running responses when the weights change."""
         return self.interrupt or "recompute"
 
     def needs(self, step: int) -> int:
-        """Return the oldest version that may write a token of batch `step`."""
+        """Compute the oldest version of the weights that may write a token of batch `step`."""
         return 0 if self.depth is None else max(0, step - self.depth)
 
     def ahead(self) -> int:
-        """Return how many batches may decode beside the one that is due."""
+        """Compute how many batches may decode beside the one that is due."""
         if not self.continuous:
             return 0
         return self.depth or 1 if self.interrupt else 1
 
 
 def admission_rule(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> BatchAdmission:
-    """Return the checked rule. Raises GraphError for what has no effect, or cannot keep the bound."""
+    """Make the rule. Raises GraphError for a setting that has no effect, or that cannot keep the staleness bound."""
     if interrupt is not None and weights is None:
         raise GraphError(f"node '{node}' has interrupt={interrupt!r} but no weights that change; pass a feedback edge, or leave it out")
     if interrupt is not None and weights is not None and weights.depth == 0:
@@ -65,20 +65,22 @@ def admission_rule(node: str, weights: Feedback | None, interrupt: Running | Non
 
 
 class _OpenBatch:
-    """The requests of one step, and the responses that have come."""
+    """The requests of one step, and their responses so far."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.done: dict[str, Response] = {}
 
     def tail(self) -> bool:
-        """Return whether at most half of the responses still decode."""
+        """Tell whether at most half of the responses still decode."""
         return 2 * len(self.done) >= len(self.requests)
 
 
 class DecodeLoop:
-    """The batches of one rollout that are under way. All its request ids begin with `prefix`, those of other nodes do not;
-    `upcoming(step)` gives the requests of a batch before it is due."""
+    """Decodes the batches of one rollout. Its request ids begin with `prefix`, and no other node's do.
+
+    `upcoming(step)` makes the requests of a batch before it is due.
+    """
 
     def __init__(self, context: Context, prefix: str, rule: BatchAdmission, upcoming: Callable[[int], Sequence[Request]]) -> None:
         self.context, self.prefix, self.rule, self.upcoming = context, prefix, rule, upcoming
@@ -86,7 +88,7 @@ class DecodeLoop:
         self._home: dict[str, _OpenBatch] = {}  # of each request that is not done
 
     def begin(self, step: int, requests: Sequence[Request]) -> None:
-        """Submit the requests of batch `step`, unless they have joined before. Raises DataError if they are other ones now."""
+        """Submit the requests of batch `step`, unless it has joined before. Raises DataError if it joined with other requests."""
         self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
         if step not in self._batches:
             self._submit(step, requests)
@@ -115,7 +117,7 @@ class DecodeLoop:
             self._home[request.id] = batch
 
     def _join(self, step: int) -> None:
-        """Between two decode steps: take new weights and admit the next batches, as far as the rule says."""
+        """Take new weights and admit the next batches between two decode steps, as far as the rule allows."""
         arrivals = self.context.arrivals
         if self.rule.interrupt and arrivals is not None:
             arrivals.poll()

@@ -1,7 +1,7 @@
 """Dynamic sampling: a rollout that keeps the groups whose rewards differ, and draws other prompts in place of the rest.
 
-A batch is the first groups of the data order whose rewards differ, however long each of them takes: a constant group gives its place
-to the next prompt at once, and no prompt is begun that is not needed. So none is lost, and none is trained twice.
+A batch holds the first groups of the data order whose rewards differ, however long each takes to decode. A constant group gives its
+place to the next prompt at once, and a prompt starts only when the batch needs it, so no prompt is lost and none is trained twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,18 @@ from rlgraph.settings import Seconds
 class Refill:
     """Replace groups whose responses all have the same reward, since they teach nothing: DAPO's dynamic sampling.
 
-    `reward` is what `rg.reward` takes. It is called in the generator's process as soon as a group is complete, and decoding waits for
-    it. Its rewards are a column of the rollout, `writes`. A step draws at most `rounds` times the prompts that it trains on; if
-    that is not enough, constant groups fill the batch up, the earliest of the data order first, and
-    `dynamic_sampling/unfilled_groups` says how many.
+    >>> import rlgraph as rg
+    >>> prompts, generator = rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], 1), rg.Generator("tiny", pool=rg.Pool("rollout"))
+    >>> refill = rg.Refill(reward=lambda response, answer: float(answer in response))
+    >>> generator.rollout(prompts, group_size=4, refill=refill).columns[-3:]
+    ('prompt_texts', 'answers', 'rewards')
 
-    Metrics: `dynamic_sampling/prompts`, how many were drawn, `.../filtered_groups` of them, and `critic/rewards/drawn_mean`, the mean
-    reward of all that was sampled beside that of what is trained on. Source: Yu et al., 2025, 2503.14476.
+    `reward` is a function as for `rg.reward`. The generator's process calls it as soon as a group is complete; decoding waits for it.
+    The rewards become the column `writes` of the rollout. A step draws at most `rounds` times the prompts that it trains on. If too
+    few groups differ by then, the earliest constant groups fill the batch, and `dynamic_sampling/unfilled_groups` counts them.
+
+    Metrics: `dynamic_sampling/prompts` counts the drawn prompts, `.../filtered_groups` the groups left out. `critic/rewards/drawn_mean`
+    is the mean reward of all samples; `critic/rewards/mean` is that of the trained ones. Source: Yu et al., 2025, 2503.14476.
     """
 
     reward: RewardFunction
@@ -52,9 +57,9 @@ class Refill:
         settings.check(self)
 
     def declare(self, name: str, rollout: Rollout, prompts: Output, weights: Feedback | None) -> Output:
-        """Return the output of the rollout that draws its prompts itself.
+        """Declare the rollout that draws its own prompts.
 
-        Raises GraphError for what a refill cannot go with, and for a reward that reads what there is not.
+        Raises GraphError for options that exclude a refill, and for a reward that reads a column that is not there.
         """
         where = f"node '{name}'"
         source = prompts.node.operation
@@ -113,7 +118,7 @@ class DynamicRollout(Operation):
 
 @dataclass(eq=False)
 class Group:
-    """The responses to one prompt, by their place in the group, and their rewards once all of them are there."""
+    """The requests to one prompt, their responses by request id, and their rewards once all responses are there."""
 
     position: int
     item: Mapping[str, Any]
@@ -123,13 +128,13 @@ class Group:
 
     @property
     def constant(self) -> bool:
-        """Whether all rewards are exactly the same."""
+        """Whether all rewards are exactly equal."""
         return bool((self.rewards == self.rewards[0]).all())
 
 
 @dataclass
 class DynamicSampler:
-    """What a rank does at each firing. It draws every `world`-th prompt of the data order, from where the step before ended."""
+    """Samples the batch of one rank at each firing. The rank draws every `world`-th prompt and goes on where its previous step ended."""
 
     operation: DynamicRollout
     context: Context
@@ -144,12 +149,12 @@ class DynamicSampler:
         kept = differing + [group for group in groups if group.constant][:unfilled]
         kept.sort(key=lambda group: group.position)
         counts = {"prompts": len(groups), "filtered_groups": len(groups) - wanted, "unfilled_groups": unfilled}
-        # What ranks say is averaged: that of all of them, if each were like this one, adds up to what all have.
+        # Metrics are averaged over ranks, so each rank reports its count times `world`: the average is then the total.
         metrics = {f"dynamic_sampling/{name}": float(number * world) for name, number in counts.items()}
         return self._columns(kept) | {self.operation.writes: _rewards(kept)}, metrics | self._spread(kept, groups)
 
     def _sample(self, wanted: int) -> list[Group]:
-        """Return all groups that were drawn, in the order of the data: `wanted` of them differ, if as many rounds give that."""
+        """Draw and decode until `wanted` groups differ or the rounds are used up. Returns all drawn groups in the data order."""
         done: list[Group] = []
         waiting: dict[str, Group] = {}  # by request
         missing, left = wanted, wanted * self.operation.rounds
@@ -170,7 +175,7 @@ class DynamicSampler:
         return sorted(done, key=lambda group: group.position)
 
     def _draw(self) -> Group:
-        """Begin the next prompt of this rank."""
+        """Submit the requests to the next prompt of this rank."""
         rollout, source = self.operation.rollout, self.operation.draws_from
         position = self.drawn * self.context.world + self.context.rank
         self.drawn += 1
@@ -183,7 +188,7 @@ class DynamicSampler:
         return Group(position, item, requests)
 
     def _advance(self, waiting: dict[str, Group]) -> list[Group]:
-        """Take new weights if running responses may, decode one step, and return the groups that are complete now."""
+        """Take new weights if the rollout allows interrupts, decode one step, and return the groups that it completes."""
         rollout = self.operation.rollout
         if rollout.admission.interrupt and self.context.arrivals is not None:
             self.context.arrivals.poll()
@@ -202,7 +207,7 @@ class DynamicSampler:
                 group.rewards = own
 
     def _columns(self, groups: Sequence[Group]) -> dict[str, Column]:
-        """Return the columns of responses and prompts, one row a response."""
+        """Build the columns of responses and prompts, one row a response."""
         rows = [(group, request) for group in groups for request in group.requests]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
         responses = [group.responses[request.id] for group, request in rows]
@@ -218,11 +223,11 @@ class DynamicSampler:
         return {f"critic/{self.operation.writes}/{name}": value.item() for name, value in spread.items()}
 
     def state(self) -> dict[str, int]:
-        """Return what a checkpoint keeps: how many prompts this rank has drawn."""
+        """Return the state for a checkpoint: the number of prompts that this rank has drawn."""
         return {"drawn": self.drawn}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Go on from a `state`."""
+        """Restore a `state` from a checkpoint."""
         self.drawn = state["drawn"]
 
 

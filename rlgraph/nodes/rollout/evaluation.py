@@ -1,4 +1,4 @@
-"""Evaluation: a generator answers a data set of its own every so many steps, and the answers are scored beside the training."""
+"""Evaluation: every few steps a generator answers a separate data set, and a reward scores the answers beside the training."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,21 +45,23 @@ def evaluate(
     deadline_s: Seconds = DEADLINE_S,
     name: str = "evaluate",
 ) -> Output:
-    """Declare an evaluation of every `every`-th step: `samples` responses to each item of `data`, scored by `reward`.
+    """Declare an evaluation at every `every`-th step: `samples` responses to each item of `data`, scored by `reward` as in `rg.reward`.
 
-    Give the result to the graph beside the metrics of the update: `rg.Graph("name", step.metrics, evaluation)`.
+    >>> import rlgraph as rg
+    >>> generator, weights = rg.Generator("tiny", pool=rg.Pool("rollout")), rg.feedback("weights", depth=1)
+    >>> items, right = [{"prompt": "1 + 1 =", "answer": "2"}], lambda response, answer: float(answer in response)
+    >>> rg.evaluate(generator, items, weights, reward=right, every=10)  # for rg.Graph("name", step.metrics, evaluation)
+    the metrics of 'evaluate rewards'
 
-    On the generator of the rollout it takes turns with it, on the weights that the rollout of the step used. On a generator of
-    its own, in a pool of its own, it runs beside the training, on the weights that the step publishes; training waits only
-    for an evaluation that takes longer than `every` steps. Which version it was is the metric `val/version`. `steps` is how many
-    the run has: the last is then evaluated too. `at_start` evaluates step 0 as well, a generator of its own on the weights as
-    they came. The step's metrics come when its evaluation is done, and those of the steps after it follow at once.
+    On the rollout's generator it takes turns with the rollout and uses the same weights. On a generator and pool of its own it runs
+    beside the training, on the weights that the step publishes; training waits only if it takes longer than `every` steps. Give the
+    run's number of `steps` to evaluate the last one too. `at_start` adds step 0; a generator of its own then uses its initial weights.
+    A step's metrics wait for its evaluation, and those of later steps follow it.
 
-    `reward` is a function as for `rg.reward`, of responses, prompts and the fields of the items. Metrics: `val/reward/mean@n` of
-    n samples, `val/pass@k` (Chen et al., 2021, equation 1), where a response passes with a reward of at least `passes`; with a
-    field `source` in the data the same for each source, as `val/gsm8k/pass@4`. The items are drawn the same way each time.
+    Metrics: `val/version` of the weights, `val/reward/mean@n` of n samples, `val/pass@k` (Chen et al., 2021, equation 1). A response
+    passes with a reward of at least `passes`. If items have the field `source`, each source has its own, as `val/gsm8k/pass@4`.
 
-    Raises GraphError for counts that are none, and where the evaluation would delay others; DataError as `rg.prompts` does.
+    Raises GraphError for a bad count or an evaluation that would delay other nodes, and DataError as `rg.prompts` does.
     """
     questions = prompts(data, len(data) if hasattr(data, "__len__") and len(data) else 1, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)
@@ -78,7 +80,7 @@ def evaluate(
 
 @dataclass(frozen=True, eq=False)
 class Answer(Operation):
-    """Sample responses to all items, those of this rank; none at a step that is not due."""
+    """Sample responses to this rank's share of the items; to none at a step that is not due."""
 
     generator: Generator
     questions: Prompts
@@ -100,21 +102,21 @@ class Answer(Operation):
         texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
         encoded = prompt_tokens(context.tokenizer(self.generator.path), texts) if texts else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
-        # Other seeds than those of rollouts, the same at each evaluation, so that two of them differ by their weights alone.
+        # The seeds are the same at each evaluation, so that two evaluations differ by their weights alone, and are not those of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
         responses = context.engine.generate(asked, self.sampling, seeds)
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
         return {name: written[name] for name in ANSWERS}
 
     def check(self, node: Node) -> None:
-        """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        """Check model and prompts before anything starts. Raises DataError for a folder that is no model, or a prompt that does not fit."""
         self.questions.check(node)
         check_prompts(node, self.generator, self.sampling, self.questions)
 
 
 @dataclass(frozen=True, eq=False)
 class Grade(Operation):
-    """Score the responses and say how they did; nothing at a step that is not due."""
+    """Score the responses and report their metrics; none at a step that is not due."""
 
     scoring: Scoring
     questions: Prompts
@@ -149,7 +151,7 @@ class Grade(Operation):
 
     @cached_property
     def items(self) -> dict[str, list[Any]]:
-        """The columns of the data set, in its order."""
+        """The columns of the whole data set, in its order."""
         data = [self.questions.data[i] for i in range(self.questions.count)]
         prompt = self.questions.prompt_field
         named = {"prompts": prompt, "prompt_texts": prompt, **{plural(f): f for f in self.questions.fields}}

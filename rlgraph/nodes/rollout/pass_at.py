@@ -1,4 +1,4 @@
-"""What an evaluation says of rewards: their mean, and how likely one of k samples passes."""
+"""Metrics of an evaluation: the mean reward, and the probability that at least one of k samples passes."""
 
 from collections.abc import Sequence
 from math import comb
@@ -7,9 +7,9 @@ import torch
 
 
 def summary(rewards: torch.Tensor, sources: Sequence[str], passes: float) -> dict[str, float]:
-    """Return `reward/mean@n` and `pass@k` of rewards [N, n], over all N items and, as `source/...`, over those of each source.
+    """Compute `reward/mean@n` and `pass@k` of rewards [N, n], over all N items and, as `source/...`, over those of each source.
 
-    k is 1, 2, 4, ... and n. A source that is empty text has no metrics of its own.
+    k is 1, 2, 4, ... and n. An empty source gets no metrics of its own.
     """
     found = _of(rewards, passes)
     for source in sorted(set(sources) - {""}):
@@ -27,7 +27,7 @@ def _of(rewards: torch.Tensor, passes: float) -> dict[str, float]:
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """Return the chance that at least one of k samples passes, where `right` of `samples` did: without bias.
+    """Estimate the probability that at least one of k samples passes, without bias, given that `right` of `samples` passed.
 
     Source: Chen et al., 2021 (Evaluating Large Language Models Trained on Code), equation 1.
     """

@@ -1,4 +1,4 @@
-"""What every rollout writes: one row a response, and the seed that each is sampled by."""
+"""The columns that every rollout writes, one row a response, and the seed of each response."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ WRITES = (
 
 
 def seed_of(seed: int, prompt: int, member: int) -> int:
-    """Return the seed of a response: of the generator's, the place of its prompt in the data order and its own in the group."""
+    """Derive a response's seed from the generator's seed, its prompt's place in the data order and its own place in the group."""
     return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
 
 
 def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
-    """Return the columns that every rollout writes, one row a response: prompts padded on the left, responses on the right."""
+    """Pack responses into the columns that every rollout writes, one row each: prompts padded on the left, responses on the right."""
     tokens, mask = _padded(prompts, torch.int64, left=True)
     sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
     log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)
@@ -37,15 +37,15 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
 
 
 def truncated(columns: Columns) -> torch.Tensor:
-    """Which responses `[B]` were cut off where they would have gone on, at a limit of tokens or of turns."""
+    """Mark the responses `[B]` that ended at a limit of tokens or of turns rather than by themselves."""
     reasons = columns["finish_reasons"]
     assert isinstance(reasons, torch.Tensor)
     return reasons != FINISH_REASONS.index("stop")
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows as one tensor, padded with 0 to the longest, and a mask that is true where there was no padding."""
-    if not rows:  # of a rank that has no share of this part
+    """Pad the rows with 0 to the longest and stack them. The mask is true where nothing was padded."""
+    if not rows:  # this rank has no share of this part
         return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)
     side = "left" if left else "right"
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]

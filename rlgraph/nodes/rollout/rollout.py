@@ -28,21 +28,28 @@ from rlgraph.settings import Count, Dtype, Natural, checked
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.dynamic_sampling import Refill
 
-MAX_TURNS = 8  # of a rollout with tools, unless given
+MAX_TURNS = 8  # the default of a rollout with tools
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generator(Model):
     """The model that writes responses. `path` is a folder in Hugging Face format.
 
-    `engine` is "vllm", "transformers", or an `EngineSpec` of your own.
-    `max_context` bounds prompt and response together, in tokens (None: as the model's configuration says).
-    `tensor_parallel` is how many GPUs one engine spans; a pool of more GPUs runs several engines. `max_sequences` is how many
-    responses an engine decodes at once (None: as many as the graph asks for, at most 1024 on a GPU and 256 on a CPU), `memory`
-    the share of a GPU's memory that they take (None: 0.9, or 0.45 in a pool that other models share). `engines_per_gpu` engines
-    share each GPU and that memory: it pays for small models, whose decode steps are shorter than the engine's own work between
-    two of them. `dtype` "auto" is bfloat16 where the device computes in it, else float32. `self_test` tries at
-    the start whether the engine `transformers` decodes as the model's own forward computes.
+    >>> import rlgraph as rg
+    >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout", gpus=2), sampling=rg.Sampling(max_tokens=256), max_context=1024)
+    >>> generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1), group_size=4)
+    the batch of 'rollout'
+
+    * `engine`: "vllm", "transformers", or an `EngineSpec` of your own.
+    * `max_context`: most tokens of prompt and response together. None: as the model's configuration says.
+    * `tensor_parallel`: the GPUs that one engine spans. A pool of more GPUs runs several engines.
+    * `max_sequences`: responses that an engine decodes at once. None: as many as the graph asks for, at most 1024 on a GPU and 256 on
+      a CPU.
+    * `memory`: the share of a GPU's memory that engines take. None: 0.9, or 0.45 in a pool that other models share.
+    * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
+      shorter than the engine's own work between two of them.
+    * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
+    * `self_test`: checks at the start that the engine `transformers` decodes as the model's own forward computes.
     """
 
     role: ClassVar[str] = "generator"
@@ -127,24 +134,24 @@ class Generator(Model):
         >>> rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, group_size=4).columns[:4]
         ('prompts', 'prompt_mask', 'responses', 'response_mask')
 
-        Without `weights` the model keeps its own weights. `sampling` replaces the generator's, as for a greedy baseline; all rollouts of
+        Without `weights` the model keeps its own weights. `sampling` replaces the generator's, as for a greedy baseline. All rollouts of
         a step use one weight version. Writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`,
-        `finish_reasons` [B] and `group_ids`; the responses of one prompt are adjacent rows.
+        `finish_reasons` [B] and `group_ids`. The responses to one prompt are adjacent rows.
 
-        `chunks` splits the batch: each chunk leaves, in the order of the data, as soon as its groups are done, so that rewards and
-        log-probs overlap with the decoding of the others. A node that takes the whole batch gets the same one for any `chunks`.
+        `chunks` splits the batch. Chunks leave in the order of the data, each as soon as its groups are done, so that rewards and
+        log-probs overlap with decoding. A node that takes the whole batch gets the same one for any `chunks`.
 
         `interrupt` swaps in each published version before the next decode step: "recompute" prefills the running responses again under
         the new weights, "keep" goes on with their old keys and values. `continuous` lets batch k + 1 join on version
-        max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. With `continuous` alone a run depends on its seed
-        and depth alone; `interrupt` makes it depend on the clock. The staleness bound holds for every token.
+        max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. With `continuous` a run still depends on its seed
+        and depth alone; with `interrupt` it depends on the clock too. The staleness bound holds for every token.
 
         With `tools` a response has up to `max_turns` turns (8); others decode while its tools run. `max_tokens` bounds all its tokens,
-        answers included, and `response_mask` is 0 on answers. The last bits of log-probs depend on which turns decode together.
+        tool answers included; `response_mask` is 0 on those. The last bits of log-probs depend on which turns decode together.
 
-        `refill`, as `rg.Refill(reward=right)`, is DAPO's dynamic sampling: the next prompts replace groups whose rewards are all
-        equal. The rollout then draws its prompts itself, and carries their fields (`answers`) and `rewards` as columns of its own: pass
-        it to later nodes in place of `prompts`.
+        `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling: the next prompts replace groups whose rewards are all equal. The
+        rollout then draws its own prompts and carries their fields (`answers`) and the `rewards` as columns: pass it to later nodes in
+        place of `prompts`.
 
         Raises GraphError for `max_turns` without tools, chunks that do not divide the prompts of a step, `interrupt` or `continuous` at
         depth 0, and options that exclude each other.
@@ -166,7 +173,7 @@ class Generator(Model):
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise GraphError for what no rollout can have."""
+    """Raise GraphError for options that no rollout can have."""
     refill = options["refill"]
     if options["max_turns"] is not None and options["tools"] is None:
         raise GraphError(
@@ -179,7 +186,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_turns(name: str, options: Mapping[str, Any]) -> None:
-    """Raise GraphError for what a rollout of several turns cannot be combined with."""
+    """Raise GraphError for options that exclude a rollout of several turns."""
     for option, off in (("chunks", 1), ("continuous", False)):
         if options[option] != off:
             raise GraphError(
@@ -203,7 +210,7 @@ class Rollout(Operation):
     source: Any  # of the next prompts, where they are looked up before they are due
 
     def declare(self, name: str, prompts: Output, weights: Feedback | None) -> Output:
-        """Declare the node that samples for the prompts of another one."""
+        """Declare the node that samples responses to the prompts of another node."""
         reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(self.tools.reads if self.tools is not None else ()))))
         rows = prompts.node.rows * self.group_size
         node = declare(
@@ -227,22 +234,22 @@ class Rollout(Operation):
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """The most tokens that a response can have and, where the context is given, that a prompt can."""
+        """The most tokens of a response and, if `max_context` is given, of a prompt."""
         tokens = self.sampling.max_tokens
         return {"T": tokens} if self.generator.max_context is None else {"T": tokens, "P": max(self.generator.max_context - tokens, 1)}
 
     def check(self, node: Node) -> None:
-        """Raise DataError before anything starts, for a folder that is no model or a prompt that does not fit."""
+        """Check model and prompts before anything starts. Raises DataError for a folder that is no model, or a prompt that does not fit."""
         self.check_prompts(node, node.source_of("prompt_texts").operation)
 
     def check_prompts(self, node: Node, source: object) -> None:
-        """Raise DataError for a folder that is no model, or a prompt of the source that does not fit."""
+        """Check the tools, the model and the prompts of `source`. Raises GraphError or DataError for one that cannot be used."""
         if self.tools is not None:
             self.tools.check()
         check_prompts(node, self.generator, self.sampling, source)
 
     def start(self, context: Context) -> Stage:
-        context.tokenizer(self.generator.path)  # loaded before the first step, not in it
+        context.tokenizer(self.generator.path)  # here, so that the first step does not load it
         if self.tools is not None:
             return MultiTurnLoop(self, self.tools, context)
         loop = DecodeLoop(context, self.prefix, self.admission, lambda step: _chained(self.requests(context, self._drawn(context, step))))
@@ -255,7 +262,7 @@ class Rollout(Operation):
         return self.source.batch(step, context.set_aside)
 
     def parts(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
-        """Yield the parts of the batch in the order of the data, each once its last response is there; all are decoded together."""
+        """Decode all parts of the batch together; yield them in the order of the data, each as soon as its last response is there."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
         parts = self.requests(context, columns)
@@ -265,15 +272,17 @@ class Rollout(Operation):
             yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
-        """Choose the rows that this rank samples of each part: those of all ranks below one another are in the order of the data."""
+        """Choose the rows of each part that this rank samples. Concatenated over the ranks, they are in the order of the data."""
         return [
             [rows[place] for place in rows_of_rank(len(rows), context.rank, context.world)]
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
     def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
-        """Make a request for each response of this rank, by part. The response is a function of the weights, the seed, the place of
-        its prompt in the data order and its own in the group."""
+        """Make a request for each response of this rank, by part.
+
+        A response depends on the weights, the generator's seed, its prompt's place in the data order and its own place in the group.
+        """
         texts, ids = columns["prompt_texts"], columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
         encoded, places = prompt_tokens(context.tokenizer(self.generator.path), list(texts)), ids.tolist()
@@ -294,7 +303,7 @@ def _chained(parts: list[list[Request]]) -> list[Request]:
 
 
 def declared_context(path: str) -> int | None:
-    """The tokens that a model reads at most by its config.json, or None where the file or the entry is not at hand."""
+    """Read the most tokens that a model takes from its config.json; None if the file or the entry is missing."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -303,12 +312,12 @@ def declared_context(path: str) -> int | None:
     found = text.get("max_position_embeddings")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
-    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # which read further than they were trained
+    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # these extend the trained context by their factor
     return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None
 
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
-    """Raise DataError for a folder that is no model, or a prompt of `source` that leaves no room for a response."""
+    """Check model and prompts. Raises DataError for a folder that is no model, or a prompt that leaves no room for a response."""
     from rlgraph.engines.hf_models.model_files import check_tokenizer
     from rlgraph.engines.hf_models.pretrained import check_model
 
