@@ -1,4 +1,4 @@
-"""Call a user's function many times: several calls at once, each within a deadline; an error names the call by its place."""
+"""Concurrent calls of a user's function, each within a deadline. An error names the failed call by its place."""
 
 import asyncio
 import functools
@@ -14,7 +14,7 @@ Arguments = Mapping[str, object]
 
 
 class CallFailed(Exception):
-    """A call raised, or did not return in time: `place` says which. The cause is what it raised."""
+    """The call at `place` raised, or did not return in time. `__cause__` is the exception that it raised."""
 
     def __init__(self, place: int, what: str) -> None:
         super().__init__(what)
@@ -23,7 +23,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Returned:
-    """What one call gave: a value, or what it raised."""
+    """The result of one call: a value, or the exception that it raised."""
 
     place: int
     value: object = None
@@ -34,8 +34,8 @@ class Returned:
 class FunctionPool:
     """Call a user's function for each of `arguments`, at most `concurrency` calls at a time. Used once.
 
-    A plain function is called on threads; an `async def` one in an event loop, where a call that waits costs nothing. The
-    threads are daemons: one that hangs keeps no process alive.
+    A plain function runs on threads; an `async def` one in an event loop, where a waiting call holds no thread. The threads are
+    daemons, so that one that hangs keeps no process alive.
     """
 
     function: Callable[..., object]
@@ -47,7 +47,7 @@ class FunctionPool:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> list[object]:
-        """Return what each call gave, in the order of `arguments`. Raises CallFailed for the first that went wrong."""
+        """Make all calls; the results are in the order of `arguments`. Raises CallFailed for the first call that fails."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(len(self.arguments)):
             waiting.put(place)
@@ -71,7 +71,7 @@ class FunctionPool:
         return [found[place] for place in range(len(self.arguments))]
 
     def _next(self, found: Mapping[int, object]) -> Returned:
-        """Return the next result. Raises CallFailed for the call that has run longest, once that is longer than the deadline."""
+        """Wait for the next result. Raises CallFailed for the call that has run longest, once it exceeds the deadline."""
         while True:
             running = {place: at for place, at in list(self.begun.items()) if place not in found}
             place, since = min(running.items(), key=lambda item: item[1], default=(-1, time.monotonic()))
@@ -115,7 +115,7 @@ class FunctionPool:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return this process's event loop, which runs on a thread of its own: one for all firings, so that clients can be kept."""
+    """Start this process's event loop, once, on a thread of its own. All firings share it, so that a function can keep its clients."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
     return loop

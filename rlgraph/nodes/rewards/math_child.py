@@ -1,6 +1,6 @@
-"""The process that compares mathematical answers: one JSON pair (response, right answer) a line in, true or false a line out.
+"""The process that compares mathematical answers. Each line in is a JSON pair (response, right answer), each line out true or false.
 
-Run by its path, so that it loads `math-verify` and nothing else of this library.
+It is run by its path, so that it loads `math-verify` and nothing of this library.
 """
 
 import json
@@ -16,7 +16,7 @@ def main() -> None:
     import math_verify
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    logging.disable(logging.WARNING)  # it warns that its own time limit is off; who started this process keeps one
+    logging.disable(logging.WARNING)  # it warns that its own time limit is off; the parent process keeps one
     for line in sys.stdin:
         response, answer = json.loads(line)
         right = math_verify.parse(answer if "$" in answer or "\\" in answer else f"${answer}$", parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""Mathematical answers compared by `math-verify`, each comparison within a time limit."""
+"""Comparison of mathematical answers by `math-verify`, each within a time limit."""
 
 import atexit
 import importlib.util
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rlgraph.errors import DataError, RlgraphError
 
-START_S = 60.0  # for a process to load the package, which a busy machine may take long for
+START_S = 60.0  # for a process to load the package: a busy machine takes long
 
 
 @dataclass(frozen=True)
 class MathVerify:
-    """Whether a response states a mathematical answer equal to the right one, by `math-verify`."""
+    """Scores a response by `math-verify`: does it state a mathematical answer equal to the right one?"""
 
     limit_s: float
 
     def __call__(self, response: str, answer: str) -> float:
-        """Return 1 where the answers are equal, 0 where not or where comparing them takes longer than the limit."""
+        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit."""
         children = _children.setdefault(self.limit_s, Children(self.limit_s))
         return float(children.equal(response, answer))
 
@@ -32,10 +32,10 @@ class MathVerify:
 
 
 def math_verify(*, limit_s: float = 10.0) -> MathVerify:
-    """Return a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
+    """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 
-    Comparisons run in processes of their own, `concurrency` of them, which are ended after `limit_s`: a policy may well write an
-    expression that takes for ever, and scores 0 for it as for any other wrong answer.
+    Comparisons run in `concurrency` processes. A policy can write an expression that takes forever to compare, so a comparison is
+    killed after `limit_s` and scores 0.
     Raises DataError if the package `math-verify` is missing.
     """
     if importlib.util.find_spec("math_verify") is None:
@@ -45,7 +45,7 @@ def math_verify(*, limit_s: float = 10.0) -> MathVerify:
 
 @dataclass
 class Children:
-    """Processes that compare, as many as calls run at the same time."""
+    """The comparing processes, as many as there are concurrent calls."""
 
     limit_s: float
     idle: "queue.LifoQueue[subprocess.Popen[str]]" = field(default_factory=queue.LifoQueue)
@@ -54,14 +54,14 @@ class Children:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the idle processes; the others end when their pipe does."""
+        """Kill the idle processes. Busy ones end when their pipe closes."""
         while not self.idle.empty():
             child = self.idle.get()
             child.kill()
             child.communicate()
 
     def equal(self, response: str, answer: str) -> bool:
-        """Return what a process says within the limit; one that does not answer is ended and counts as no."""
+        """Compare in an idle process, or a new one. A process that exceeds the limit is killed and its comparison counts as unequal."""
         try:
             child = self.idle.get_nowait()
         except queue.Empty:
@@ -77,7 +77,7 @@ class Children:
         return equal
 
 
-_children: dict[float, Children] = {}  # of this process, by their limit
+_children: dict[float, Children] = {}  # of this process, by time limit
 
 
 def _started() -> "subprocess.Popen[str]":
@@ -92,7 +92,7 @@ def _started() -> "subprocess.Popen[str]":
 
 
 def _said(child: "subprocess.Popen[str]", pair: tuple[str, str], limit_s: float) -> bool:
-    """Ask, and return whether the process says something, or ends, within the limit."""
+    """Send a pair, and tell whether the process answers, or ends, within the limit."""
     assert child.stdin is not None
     assert child.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""Reward: a function from texts to one number a response, as a node."""
+"""Rewards: a node that scores each response by a function of texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
 from rlgraph.nodes.training.guards import Outliers
 from rlgraph.settings import Name, Seconds, checked
 
-DEADLINE_S = 300.0  # half of a job's own, so that the response is named and not only the node
+DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
 CONCURRENCY = 16
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
@@ -28,7 +28,7 @@ Concurrency: TypeAlias = Annotated[int, Range(least=1, rule="how many responses 
 
 @dataclass(frozen=True, eq=False)
 class Reward(Operation):
-    """Score the responses."""
+    """Score the responses, measure their spread and count outliers."""
 
     scoring: Scoring
     writes: str = "rewards"
@@ -54,7 +54,7 @@ class Reward(Operation):
 
 
 def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
-    """Return mean, largest and smallest reward as metrics."""
+    """Compute mean, largest and smallest reward as metrics."""
     found = {"mean": scores.mean(), "max": scores.max(), "min": scores.min()}
     return {f"critic/{column}/{name}": value.item() for name, value in found.items()}
 
@@ -82,16 +82,15 @@ def reward(
     `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
     Calls for single responses run `concurrency` at a time, on threads or, if async, in one event loop.
 
-    `responses` and `prompts` come as text (as token ids if the parameter is annotated `torch.Tensor`), `answers` from the
-    field `answer` of the data set, repeated for each response. `writes` names the column that the numbers go to:
-    `baseline_rewards` for those of a greedy response, or a name of your own where an estimator reads several rewards, as
-    `rg.algorithms.GDPO(keys=("right", "brief"))` does.
+    `responses` and `prompts` are texts, or token ids if the parameter is annotated `torch.Tensor`. `answers` is the field `answer` of
+    the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for those of greedy
+    responses, or a name of your own for an estimator of several rewards, as `rg.algorithms.GDPO(keys=("right", "brief"))`.
 
-    Of a rollout with `chunks` a reward gets the parts as they come, each of whole groups; `by_group=False` is for a function that
-    compares responses to different prompts and so needs all of them.
+    In a rollout with `chunks` the function gets each part as it arrives; a part holds whole groups. Give `by_group=False` for a
+    function that compares responses to different prompts: it then gets the whole batch.
 
-    A reward farther than `outliers` standard deviations from the mean of those before it is warned about and counted in
-    `guards/reward_outliers`, and used as it is; None looks for none.
+    A reward farther than `outliers` standard deviations from the mean of the earlier ones gives a warning and counts in
+    `guards/reward_outliers`. It is used as it is. None looks for no outliers.
 
     A call that raises, takes longer than `deadline_s` or returns no finite number ends the run with an error that names the
     response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
@@ -106,7 +105,7 @@ def reward(
 
 
 def check_column(name: str, writes: str) -> None:
-    """Raise GraphError unless rewards can go to a column of that name."""
+    """Raise GraphError unless a column of that name can hold rewards."""
     spec = COLUMNS.get(writes)
     if spec is not None and (spec.dtype, spec.dims) != (torch.float32, ("B",)):
         raise GraphError(

@@ -17,11 +17,11 @@ from rlgraph.settings import Count, Dtype, Natural, checked
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RewardModel(Model):
-    """A model that gives a prompt and a response a number. `path` is a folder in Hugging Face format, for sequence classification.
+    """A sequence-classification model that scores a response to a prompt. `path` is a folder in Hugging Face format.
 
-    `batch_tokens` bounds the tokens of a batch, padding included. `label` chooses among several numbers. The texts are put into
-    the model's chat template, where it has one, else prompt and response are joined. `dtype` "auto" is bfloat16 where the device
-    computes in it, else float32.
+    `batch_tokens` bounds the tokens of a batch, padding included. `label` chooses the output of a model with several. Prompt and
+    response go through the model's chat template; without one they are joined. `dtype` "auto" is bfloat16 if the device computes in
+    it, else float32.
     """
 
     role: ClassVar[str] = "reward_model"
@@ -44,10 +44,10 @@ class RewardModel(Model):
 
     @checked()
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
-        """Declare `rewards` [B]: what the model gives each response to its prompt; of a rollout with `chunks`, part by part.
+        """Declare `rewards` [B]: the model's score of each response to its prompt. A rollout with `chunks` is scored part by part.
 
-        Give it the rollout and, where prompts hold more than the rollout's tokenizer keeps, the prompts as well. Metrics are those of
-        `rg.reward`. Raises GraphError for inputs without responses of a known tokenizer.
+        Pass the rollout. Pass the prompts too if their texts hold more than the rollout's tokenizer decodes, as special tokens. Metrics
+        are those of `rg.reward`. Raises GraphError for inputs without the responses of a rollout.
         """
         check_column(name, writes)
         tokenizer = tokenizer_of(inputs)
@@ -62,7 +62,7 @@ class RewardModel(Model):
 
 @dataclass(frozen=True, eq=False)
 class ModelReward(Operation):
-    """Decode prompts and responses with the rollout's tokenizer, and let the model score them."""
+    """Decode prompts and responses with the rollout's tokenizer, and score them with the model."""
 
     model: RewardModel
     tokenizer: str  # model folder

@@ -19,7 +19,7 @@ BOXED_OR_TAGGED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}", re.D
 class ReasoningGym:
     """A task of `reasoning_gym`: a data set for `rlgraph.prompts`, and `score` for `rlgraph.reward`.
 
-    Items are made again from `seed` wherever they are needed, so nothing but their number travels with a batch.
+    Each process makes the items again from `seed`, so only their numbers travel with a batch.
     """
 
     task: str
@@ -41,9 +41,7 @@ class ReasoningGym:
         return {"prompt": self.instruction.format(question=question), "item": index, "data_source": self.task}
 
     def score(self, response: str, item: int) -> float:
-        """Return what `reasoning_gym` gives the answer of a response, 0 to 1.
-
-        The answer is what the last `<answer>…</answer>` or `\\boxed{…}` holds, else the whole response.
+        """Score the answer of a response by `reasoning_gym`, from 0 to 1. See `answer_in` for the answer.
         """
         return float(_entries(self).score_answer(answer=answer_in(response), entry=_entries(self)[item]))
 
@@ -61,15 +59,15 @@ def _entries(task: ReasoningGym) -> Any:
 
 
 def reasoning_gym(task: str, *, size: int, seed: int = 0, instruction: str = "{question}", **settings: Any) -> ReasoningGym:
-    """Return a task of `reasoning_gym`, such as `reasoning_gym("chain_sum", size=500, max_terms=3)`.
+    """Make a task of `reasoning_gym`, such as `reasoning_gym("chain_sum", size=500, max_terms=3)`.
 
-    Give it to `rlgraph.prompts` and its `score` to `rlgraph.reward`; `instruction` is put around each question.
+    Pass it to `rlgraph.prompts` and its `score` to `rlgraph.reward`. `instruction` wraps each question at `{question}`.
     Raises DataError if the package is missing, or has no such task or setting.
     """
     return ReasoningGym(task, size, seed, tuple(sorted(settings.items())), instruction)
 
 
 def answer_in(response: str) -> str:
-    """Return what the last `<answer>…</answer>` or `\\boxed{…}` of a response holds, else the whole response, stripped."""
+    """Extract the answer: the content of the last `<answer>…</answer>` or `\\boxed{…}`, or else the whole response, stripped."""
     found = BOXED_OR_TAGGED.findall(response)
     return str(next(part for part in (*found[-1], response) if part) if found else response).strip()

@@ -1,4 +1,4 @@
-"""What scores responses: a user's function, called once for a batch or once for each response, and checked."""
+"""Scores of responses: call a user's function once for a batch or once for each response, and check its numbers."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
 LARGEST = torch.finfo(torch.float32).max
-# Parameters of reward functions that were written for verl and TRL, and what they are called here.
+# So that reward functions written for verl and TRL run unchanged: their parameters' names, and the names here.
 ALIASES = {
     "solution_str": "response",
     "solution_strs": "responses",
@@ -35,14 +35,14 @@ EXCERPT = 60  # characters of a prompt in an error
 class Scoring:
     """A function of responses, with the column that each of its parameters gets.
 
-    `single` functions are called for one response at a time, `concurrency` of them together; the others once for all. `named_by`
-    are columns that are read only to say which response it was that something went wrong with.
+    A `single` function is called for each response, `concurrency` calls at a time; any other once for the batch. The columns
+    `named_by` are read only for errors, which name the response and its prompt.
     """
 
     function: Callable[..., Any]
     columns: tuple[tuple[str, str], ...]  # of each parameter
     single: bool
-    tokenizer: str | None  # model folder, where token ids are to be decoded
+    tokenizer: str | None  # model folder; None: no token ids to decode
     decoded: tuple[str, ...]
     named_by: tuple[str, ...]
     concurrency: int
@@ -54,14 +54,14 @@ class Scoring:
         return tuple(dict.fromkeys((*(column for _, column in self.columns), *masks, *self.named_by)))
 
     def start(self, context: Context) -> None:
-        """Load what the scoring needs, before the first step and not in it."""
+        """Load the tokenizer, so that the first step does not."""
         if self.tokenizer is not None and self.decoded:
             context.tokenizer(self.tokenizer)
 
     def scores(self, context: Context, columns: Columns) -> torch.Tensor:
-        """Return one finite number a response, [B] float32.
+        """Score the responses: one finite number each, [B] float32.
 
-        Raises RlgraphError naming the response for which the function raised, did not return in time, or gave no finite number.
+        Raises RlgraphError naming the response for which the function raises, misses the deadline, or returns no finite number.
         """
         rows = len(columns[self.columns[0][1]])
         given = {parameter: self._argument(context, column, columns) for parameter, column in self.columns}
@@ -81,7 +81,7 @@ class Scoring:
         return f"for response {row}{_place(context, self.tokenizer, columns, row)}"
 
     def _of_batch(self, context: Context, columns: Columns, given: dict[str, Column], failure: CallFailed) -> str:
-        """Say which response a function of a batch fails for: one that it fails for alone, in the same way, while it takes another."""
+        """Name the response that a batch function fails for: alone it fails with the same kind of error, while another one passes."""
         rows, failing, taken = len(columns[self.columns[0][1]]), [], 0
         for row in range(rows):
             alone = {p: values[row : row + 1] for p, values in given.items()}
@@ -104,9 +104,9 @@ def scoring(
     deadline_s: float,
     texts: Sequence[str] = (),
 ) -> Scoring:
-    """Return how `function` scores responses, given the columns that there are; `texts` are those that are text already.
+    """Match the parameters of `function` with the columns `carried` by the inputs. Columns in `texts` are text already.
 
-    Raises GraphError for what is no function, for parameters that name no columns, and for limits that are none.
+    Raises GraphError for anything but a function, and for parameters that name no columns.
     """
     if not callable(function):
         raise GraphError(f"{where} was given {shown(function)}; a reward is a function that returns one number a response")
@@ -126,7 +126,7 @@ def scoring(
 
 
 def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:
-    """The parameters that get a column: all but those with a default that no input carries, or that `functools.partial` has filled in.
+    """Choose the parameters that get a column: not those that `functools.partial` fills, nor one with a default and no column.
 
     Raises GraphError for parameters that name no columns.
     """
@@ -159,7 +159,7 @@ def _named_by(carried: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
 
 
 def tokenizer_of(inputs: Iterable[Any]) -> str | None:
-    """Return the folder of the model that wrote the token ids among the inputs."""
+    """Find the folder of the model that wrote the token ids among the inputs; None if there are none."""
     for output in inputs:
         model = output.node.model if isinstance(output, Output) else None
         if model is not None and set(TOKEN_COLUMNS) & set(output.columns):
@@ -168,7 +168,7 @@ def tokenizer_of(inputs: Iterable[Any]) -> str | None:
 
 
 def texts_of(context: Context, tokenizer: str, name: str, columns: Columns) -> list[str]:
-    """Return the token ids of a column as text, [B]; padding, special tokens and what tools wrote are left out."""
+    """Decode the token ids of a column to texts, [B], without padding, special tokens and the answers of tools."""
     ids, mask = columns[name], columns[TOKEN_COLUMNS[name]]
     assert isinstance(ids, torch.Tensor)
     assert isinstance(mask, torch.Tensor)
@@ -183,7 +183,7 @@ def _at(values: Column, row: int) -> Any:
 
 
 def _place(context: Context, tokenizer: str | None, columns: Columns, row: int) -> str:
-    """Say which prompt a response is to: its place in the data order and how it begins, as far as the columns tell."""
+    """Name the prompt of a response: its place in the data order and the end of its text, as far as the columns hold them."""
     known = []
     if "group_ids" in columns:
         known.append(f"prompt {int(columns['group_ids'][row])} of the data order")
@@ -196,14 +196,14 @@ def _place(context: Context, tokenizer: str | None, columns: Columns, row: int) 
 
 
 def excerpt(text: str) -> str:
-    """Return the end of a text, which tells prompts apart better than their beginning, in quotes."""
+    """Quote the end of a text: prompts often begin alike, and their ends tell them apart."""
     return repr(text if len(text) <= EXCERPT else f"…{text[-EXCERPT:]}")
 
 
 def checked_rewards(
     function: Callable[..., object], rewards: object, rows: int, sample: Callable[[int], str] = lambda row: f"for response {row}"
 ) -> torch.Tensor:
-    """Return rewards [B] float32. Raises RlgraphError naming the first row whose reward is missing or no finite number."""
+    """Convert rewards to [B] float32. Raises RlgraphError naming the first row whose reward is no finite number of that type."""
     where = title(function)
     if isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number a response, as a list or tensor")
@@ -229,7 +229,7 @@ def checked_rewards(
 
 
 def title(function: Callable[..., object]) -> str:
-    """Return how an error calls the function."""
+    """Name a reward function, for errors."""
     return f"reward function {_name(function)}"
 
 

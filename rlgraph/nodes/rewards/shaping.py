@@ -1,4 +1,4 @@
-"""Rewards changed on their way to the advantages: the KL to a reference by token, a penalty for responses that run too long."""
+"""Shaped rewards: a penalty by token for the KL to a reference, and changes such as a penalty for long responses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,16 @@ def kl_shaped_rewards(
 ) -> Output:
     """Declare token rewards [B, T]: the reward on the last token, less `coef` times the KL of each token to the reference.
 
-    `coef` is a number, or a controller: `rg.algorithms.AdaptiveKL(coef, target, horizon)` follows the KL from step to step; a batch is
-    shaped with the coefficient from before it. Reads `rewards`, `response_mask`, `old_log_probs` and `ref_log_probs`.
+    >>> import rlgraph as rg
+    >>> pool, prompts = rg.Pool("gpu"), rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], 1)
+    >>> rollout = rg.Generator("tiny", pool=pool).rollout(prompts)
+    >>> reward = rg.reward(lambda response, answer: float(answer in response), rollout, prompts)
+    >>> old, reference = rg.Policy("tiny", pool=pool).log_probs(rollout), rg.Reference("tiny", pool=pool).log_probs(rollout)
+    >>> rg.kl_shaped_rewards(rollout, reward, old, reference, coef=0.001).columns
+    ('token_rewards',)
+
+    `coef` is a number or a controller. `rg.algorithms.AdaptiveKL(coef, target, horizon)` adapts the coefficient to the KL after each
+    batch. Reads `rewards`, `response_mask`, `old_log_probs` and `ref_log_probs`.
     Metrics: `actor/reward_kl_penalty`, the KL, and `actor/reward_kl_penalty_coeff`.
     Source: Ouyang et al., 2022 (InstructGPT), equation 2; Ziegler et al., 2019, 1909.08593 (the controller).
 
@@ -41,7 +49,7 @@ def kl_shaped_rewards(
 
 @dataclass(frozen=True)
 class KLShaping(Operation):
-    """Take the KL from the rewards; the coefficient goes on from step to step."""
+    """Subtract the KL from the rewards; the controller carries its coefficient from step to step."""
 
     controller: FixedKL | AdaptiveKL
     estimator: str
@@ -64,11 +72,11 @@ class _Shaper:
         return {"token_rewards": shaped}, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps: the coefficient of the next batch."""
+        """Return the state for a checkpoint: the coefficient of the next batch."""
         return {"coef": self.controller.coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from a `state`."""
+        """Restore a `state` from a checkpoint."""
         self.controller = replace(self.controller, coef=state["coef"])
 
 
@@ -83,13 +91,18 @@ class Shaping(Protocol):
 
 @checked()
 def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str = "shaped") -> Output:
-    """Declare `rewards` [B] that are changed, such as by `rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)`.
+    """Declare `rewards` [B]: those of the column `of`, changed by an object such as `rg.algorithms.OverlongPenalty`.
 
-    `of` is the column that holds the plain ones. Give the nodes behind the changed ones in their place.
-    Metrics: `critic/NAME/mean`, what is added on average, and `critic/NAME/fraction`, of how many responses; `critic/rewards/...` of
-    the changed ones where the plain ones have another name.
+    >>> import rlgraph as rg
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
+    >>> plain = rg.reward(lambda response: float("2" in response), rollout)
+    >>> rg.shaped_rewards(rollout, plain, by=rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)).columns
+    ('rewards',)
 
-    Raises GraphError for what is no such object, a missing column, or a penalty that no response is long enough for.
+    Pass the result to later nodes in place of the plain rewards. Metrics: `critic/NAME/mean`, the mean change,
+    `critic/NAME/fraction`, the share of responses changed, and `critic/rewards/...` if the plain rewards have another name.
+
+    Raises GraphError for an object that does not change rewards, a missing column, or a penalty that begins beyond the longest response.
     """
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
@@ -103,7 +116,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str 
 
 
 def _check_reached(name: str, inputs: Sequence[Output], by: OverlongPenalty) -> None:
-    """Raise GraphError where the longest response that the rollout can write ends before the penalty begins."""
+    """Raise GraphError if the penalty begins beyond the longest response that the rollout can write: it would have no effect."""
     begins = by.max_tokens - by.buffer_tokens
     for output in inputs:
         dims = output.node.traits.dims if isinstance(output, Output) and "response_mask" in output.columns else {}

@@ -30,9 +30,9 @@ class Estimator(Protocol):
 def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") -> Output:
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
-    Where the estimator wants token rewards and the inputs carry one reward a response, it is put on the last response token;
-    where it wants one and they carry token rewards, they are summed. Where they carry `loss_mask`, of a rollout correction
-    or a filter, the estimator gets it for `response_mask`.
+    If the estimator reads token rewards and the inputs carry one reward a response, that reward goes on the last response token. If it
+    reads one reward a response and the inputs carry token rewards, these are summed. A `loss_mask` among the inputs, from a rollout
+    correction or a filter, replaces `response_mask`.
 
     Raises GraphError for a column that the estimator reads and no input carries.
     """
@@ -65,7 +65,7 @@ class _Estimate:
     convert: Callable[[Columns], Columns]
 
     def __call__(self, columns: Columns) -> Columns:
-        # Rewards are placed first: the reward of a response whose last token is rejected is lost, and does not move.
+        # Rewards are placed by `response_mask`, before rejection: with a rejected last token its reward is lost and moves to no other.
         converted = self.convert(columns)
         return self.estimator({**converted, "response_mask": columns["loss_mask"]} if "loss_mask" in columns else converted)
 
@@ -79,7 +79,7 @@ def _placed(columns: Columns) -> Columns:
 
 
 def on_last_token(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return token rewards [B, T]: each reward [B] on the last token of its response, 0 elsewhere; empty rows stay 0."""
+    """Place each reward [B] on the last token of its response: token rewards [B, T], 0 elsewhere. Empty rows stay 0."""
     places = torch.arange(1, mask.shape[1] + 1)
     last = torch.where(mask, places, 0).amax(-1, keepdim=True)
     return torch.where((places == last) & mask, rewards[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""What is trained of a batch, and how strongly: rollout correction where trainer and engine disagree, filtering of groups."""
+"""Weights and masks of the loss: rollout correction for disagreement of trainer and engine, filters of groups and cut-off responses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,16 +29,17 @@ def rollout_correction(
     denominator: Literal["kept", "all"] = "kept",
     name: str = "correction",
 ) -> Output:
-    """Declare how a batch is corrected for what trainer and engine disagree on, for the update and, as in verl, the advantages.
+    """Declare the correction of a batch for log-probs on which trainer and engine disagree. Updates and, as in verl, advantages read it.
 
     `weights`, such as `rg.TruncatedIS(level="token")`, give `rollout_is_weights` [B, T], which multiply the loss. `rejections` leave
-    tokens or responses out; a preset such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, given as `weights`, has both.
-    With `denominator="kept"` rejections give `loss_mask` [B, T]: what is rejected does not count in the loss's means, as in verl.
-    With "all" its weights are 0 and it still counts, so that rejecting does not scale up the rest, as in AReaL.
+    tokens or responses out. A preset given as `weights`, such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, has both.
+
+    With `denominator="kept"` rejections give `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
+    rejected tokens have weight 0 and still count, so that rejecting does not scale up the others, as in AReaL.
 
     Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` where an input carries it.
     Metrics: `rollout_corr/...`, see `rlgraph.algorithms.diagnostics`.
-    Raises GraphError for a missing column, settings without effect, or values of the wrong kind.
+    Raises GraphError for a missing column, a setting without effect, or a value of the wrong kind.
     """
     correction = _correction(name, weights, rejections)
     rejects = isinstance(correction, RolloutCorrection) and bool(correction.rejections)
@@ -52,7 +53,7 @@ def rollout_correction(
 
 
 def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> RolloutCorrection | Weigh:
-    """Return weights and rejections as one object; a function of the user's own stays what it is."""
+    """Combine weights and rejections into one object; pass a function of the user's own through."""
     if isinstance(weights, type) or not (weights is None or callable(weights)):
         raise GraphError(f"node '{name}' has weights={shown(weights)}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
     if weights is None and not rejections:
@@ -89,10 +90,10 @@ class _Correct:
 
 @checked()
 def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter") -> Output:
-    """Declare `loss_mask` [B, T] without the groups whose responses all have one `metric`: they teach nothing.
+    """Declare `loss_mask` [B, T] without the groups whose responses all have the same `metric`: they teach nothing.
 
-    The update neither computes nor counts them, so that a mean over tokens is one over those that teach. A group of one stays.
-    Dynamic sampling replaces such groups instead. Metrics: `filter/groups_fraction`, of the groups that are left out.
+    The update neither computes nor counts these groups, so a mean over tokens covers the other groups alone. A group of one stays.
+    `rg.Refill` replaces such groups instead. Metric: `filter/groups_fraction`, the share of groups left out.
     Source: Yu et al., 2025, 2503.14476 (DAPO).
 
     Raises GraphError for a missing column.
@@ -115,10 +116,10 @@ class _Filter:
 
 @checked()
 def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
-    """Declare `loss_mask` [B, T] without the responses that were cut off: their reward judges an answer that they could not finish.
+    """Declare `loss_mask` [B, T] without the responses that were cut off: their rewards judge unfinished answers.
 
     A response is cut off by `max_tokens`, by the context or, with tools, by `max_turns`. The update neither computes nor counts it.
-    Metric: `filter/truncated_fraction`, of the responses left out. Source: Yu et al., 2025, 2503.14476 (DAPO's overlong filtering).
+    Metric: `filter/truncated_fraction`, the share of responses left out. Source: Yu et al., 2025, 2503.14476 (DAPO's overlong filtering).
 
         >>> import rlgraph as rg
         >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout"))
@@ -139,5 +140,5 @@ def _without_truncated(columns: Columns) -> Fired:
 
 
 def mask_columns(inputs: Sequence[Output]) -> tuple[str, ...]:
-    """Return which mask says what is trained: `loss_mask` where an input carries it, else `response_mask`."""
+    """Choose the mask of the tokens to train: `loss_mask` if an input carries it, else `response_mask`."""
     return ("loss_mask",) if "loss_mask" in carried(inputs) else ("response_mask",)

@@ -20,7 +20,12 @@ from rlgraph.settings import Count, checked
 class Critic(TrainedModel):
     """A model with a value head, trained beside the policy. `path` is a folder in Hugging Face format.
 
-    The head is the folder's `score.weight` where it has one (a reward model's), else it begins as 0, and so do the values.
+    >>> import rlgraph as rg
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
+    >>> rg.Critic("tiny", pool=rg.Pool("train")).values(rollout).columns
+    ('values',)
+
+    The head is the folder's `score.weight` if it has one, as a reward model does. Else head and values begin at 0.
     """
 
     role: ClassVar[str] = "critic"
@@ -28,7 +33,7 @@ class Critic(TrainedModel):
 
     @checked()
     def values(self, *inputs: Output, name: str = "values") -> Output:
-        """Declare `values` [B, T]: the return that the critic expects before each response token, under its weights before the update."""
+        """Declare `values` [B, T]: the return that the critic, before its update, expects at each response token."""
         return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
 
     @checked()
@@ -41,12 +46,12 @@ class Critic(TrainedModel):
         guards: Guards = DEFAULT_GUARDS,
         name: str = "critic_update",
     ) -> Update:
-        """Declare the critic's part of a step: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
+        """Declare the critic's update: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
 
-        `guards` say what it refuses to learn from. The loss declares what it reads. `values`, where given, are also what
-        `critic/vf_explained_var` is measured by.
+        The loss declares the columns that it reads, and `guards` refuse batches and steps. Given `values`, the update also measures
+        `critic/vf_explained_var`.
 
-        Raises GraphError for a column that the loss reads and no input carries, or parts that would not be equally large.
+        Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
         check_loss(name, loss)
         given = carried(inputs)
@@ -58,7 +63,7 @@ class Critic(TrainedModel):
 
 @dataclass(frozen=True, eq=False)
 class Values(Operation):
-    """Values [B, T] of the responses under the critic's present weights."""
+    """Compute the values [B, T] of the responses under the critic's present weights."""
 
     critic: Critic
 
@@ -74,7 +79,7 @@ class Values(Operation):
 
 
 class CriticUpdate(Training):
-    """The critic's optimizer steps on a batch; the metrics tell how well its values predicted the returns."""
+    """Take the critic's optimizer steps on a batch, and measure how well its values predicted the returns."""
 
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
@@ -84,7 +89,7 @@ class CriticUpdate(Training):
 
 
 def _explained(batch: Columns) -> dict[str, float]:
-    """Measure mean, max and min of returns and values over the tokens, and the share of the returns' variance that values explain."""
+    """Measure mean, max and min of returns and values over the tokens, and the share of the returns' variance that the values explain."""
     mask = batch["response_mask"]
     assert isinstance(mask, torch.Tensor)
     found = {name: column[mask] for name in ("values", "returns") if isinstance(column := batch.get(name), torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Guards of an update: what must hold before weights change, and what happens where it does not."""
+"""Guards of an update: conditions that must hold before weights change. A breach skips the optimizer step, warns, or ends the job."""
 
 import logging
 import math
@@ -19,18 +19,22 @@ log = logging.getLogger("rlgraph.guards")
 
 @dataclass(frozen=True)
 class Guards:
-    """What an update refuses to learn from.
+    """The batches and optimizer steps that an update refuses.
 
-    `nonfinite`: a loss or a gradient that is NaN or infinite; `empty`: a batch without a token to learn from. "skip" leaves the
-    weights as they are for that optimizer step, "stop" ends the job; after `patience` skipped steps in a row it ends either way.
-    A mini-batch that is empty in a batch that is not, as a filter may leave it, is passed over and counted, no more.
-    `warn_kl` and `stop_kl`: how far the policy may be from the one that sampled (`actor/ppo_kl`, in nats a token, without sign).
-    `warn_mismatch` and `stop_mismatch`: how far the engine's log-probs may be from the trainer's, as the mean of
-    |old_log_probs - rollout_log_probs| over the tokens, where the update is given both. None is no limit.
+    >>> import rlgraph as rg
+    >>> guards = rg.Guards(nonfinite="stop", stop_kl=0.5)  # for policy.update(..., guards=guards)
+    >>> guards.stop_kl, guards.empty, guards.patience
+    (0.5, 'skip', 5)
 
-    Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`, `guards/warnings` (of this step), and
-    where there are mini-batches `guards/empty_mini_batches`.
-    Raises GraphError for a setting that cannot be.
+    * `nonfinite`: a loss or a gradient that is NaN or infinite. `empty`: a batch without a token to learn from. "skip" leaves the
+      weights as they are for that optimizer step, "stop" ends the job; `patience` skipped steps in a row end it either way.
+      An empty mini-batch of a batch that has tokens, as a filter may leave it, is skipped and counted, and does not use up patience.
+    * `warn_kl` and `stop_kl`: the most distance of the policy from the one that sampled, the size of `actor/ppo_kl` in nats a token.
+    * `warn_mismatch` and `stop_mismatch`: the most distance of the engine's log-probs from the trainer's, the mean of
+      |old_log_probs - rollout_log_probs| over the tokens. The update measures it if it is given both columns.
+
+    A limit of None is none. Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`,
+    `guards/warnings` (of this step), and with mini-batches `guards/empty_mini_batches`. Raises GraphError for a value out of its range.
     """
 
     nonfinite: Literal["skip", "stop"] = "skip"
@@ -47,7 +51,7 @@ class Guards:
 
 @dataclass
 class UpdateGuard:
-    """Decides on each optimizer step of one update node; every rank decides alike, since it is shown the same numbers."""
+    """Decides on each optimizer step of one update node. All ranks see the same numbers, so they decide alike."""
 
     node: str
     guards: Guards
@@ -58,7 +62,7 @@ class UpdateGuard:
     found: dict[str, float] = field(default_factory=dict)
 
     def batch(self, columns: Columns) -> bool:
-        """Whether there is something to learn from. Raises GuardError where the guards say stop."""
+        """Decide whether a batch has something to learn from. Raises GuardError if the guards say stop."""
         self.skipped, self.warnings, self.found = 0, 0, {}
         mask = columns["response_mask"]
         assert isinstance(mask, torch.Tensor)
@@ -74,7 +78,7 @@ class UpdateGuard:
         return True
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the optimizer may step, by the metrics of the loss and the norm of the gradients."""
+        """Decide from the loss's metrics and the gradients' norm whether the optimizer may step. Raises GuardError if it must stop."""
         bad = [name for name, value in metrics.items() if name.endswith(("_loss", "grad_norm")) and not math.isfinite(value)]
         if bad:
             self._skip(self.guards.nonfinite, f"{', '.join(f'{name} is {metrics[name]}' for name in bad)}")
@@ -85,7 +89,7 @@ class UpdateGuard:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """What was counted since the batch came in, and over the run."""
+        """Return the counts of this batch and of the run."""
         counts = {"guards/skipped": self.skipped, "guards/skipped_total": self.total, "guards/warnings": self.warnings}
         return {name: float(count) for name, count in counts.items()} | self.found
 
@@ -110,9 +114,9 @@ class UpdateGuard:
 
 @dataclass
 class Outliers:
-    """Counts rewards that lie far outside of what a function has given so far; nothing is changed by it.
+    """Counts rewards far outside of those that a function has given before, and changes none of them.
 
-    `limit` is in standard deviations of the rewards before (Welford's running mean and variance).
+    `limit` is in standard deviations of the earlier rewards (Welford's running mean and variance).
     """
 
     node: str
@@ -121,10 +125,10 @@ class Outliers:
     mean: float = 0.0
     squares: float = 0.0
 
-    LEARNT = 100  # rewards before any can be called an outlier
+    LEARNT = 100  # earlier rewards that the first outlier needs: fewer give no stable deviation
 
     def look(self, rewards: torch.Tensor) -> int:
-        """Count the outliers among these rewards, with a warning for the farthest."""
+        """Count the outliers among these rewards, and warn of the farthest."""
         found = 0
         if self.count >= self.LEARNT:
             spread = max(math.sqrt(self.squares / self.count), 1e-6 * max(abs(self.mean), 1.0))

@@ -1,4 +1,4 @@
-"""Several optimizer steps on one batch: how often an update walks it, in how many parts, and what its metrics then are."""
+"""Several optimizer steps on one batch: epochs, mini-batches, and the average of their metrics."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from rlgraph.settings import Count
 class UpdateSchedule:
     """An update walks its batch `epochs` times, each time in `mini_batches` parts; every part is an optimizer step.
 
-    Parts are rows that lie side by side, in the order of the batch, so the responses of one prompt are trained together and a
-    run is a function of its seed. A loss is normalised by the tokens and rows of the part it is computed on. A part in which every
-    row is masked is passed over: no optimizer step is taken for it, no warm-up goes on, and no metric counts it.
+    A part is adjacent rows, in the order of the batch, so the responses to one prompt are trained together and a run depends on its
+    seed alone. A loss is normalised by the tokens and rows of its part. A part whose rows are all masked is skipped: it takes no
+    optimizer step, does not advance the warm-up, and counts in no metric.
     """
 
     epochs: Count = 1
@@ -37,7 +37,7 @@ class UpdateSchedule:
                 yield batch if self.mini_batches == 1 else {name: column[own] for name, column in batch.items()}
 
     def update(self, engine: Any, batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
-        """Take the optimizer steps, each with the settings, and average each metric over those that have it."""
+        """Take the optimizer steps, each with the settings, and average each metric over the steps that report it."""
         found: dict[str, list[float]] = {}
         for part in self.parts(batch):
             if not _has_tokens(part):
@@ -47,7 +47,7 @@ class UpdateSchedule:
         return {name: sum(values) / len(values) for name, values in found.items()}
 
     def empty(self, batch: Columns) -> int:
-        """Count the optimizer steps that are passed over, as their parts have no token to learn from."""
+        """Count the optimizer steps that are skipped because their parts have no token to learn from."""
         return sum(not _has_tokens(part) for part in self.parts(batch))
 
 
@@ -58,7 +58,7 @@ def _has_tokens(part: Columns) -> bool:
 
 
 def checked_schedule(node: str, inputs: Sequence[Any], epochs: int, mini_batches: int) -> UpdateSchedule:
-    """Check the walks. Raises GraphError for a count below 1, or parts of the inputs' rows that would not be equally large."""
+    """Make the schedule of an update. Raises GraphError for a count below 1, or mini-batches of different sizes."""
     where = f"node '{node}'"
     rows = max((output.node.rows for output in inputs if isinstance(output, Output)), default=0)
     if rows % mini_batches:

@@ -22,7 +22,7 @@ from rlgraph.settings import Count, Natural, checked
 
 @dataclass(frozen=True, eq=False)
 class LogProbs(Operation):
-    """Log-probs [B, T] of the responses under the model's present weights, and the squares of their distributions if wanted."""
+    """Compute log-probs [B, T] of the responses under the present weights and, with `squares`, the sums of squared probabilities."""
 
     model: TrainedModel
     column: str
@@ -48,16 +48,23 @@ class LogProbs(Operation):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Policy(TrainedModel):
-    """The model that is trained. `path` is a folder in Hugging Face format."""
+    """The model that is trained. `path` is a folder in Hugging Face format.
+
+    >>> import rlgraph as rg
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
+    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-6))
+    >>> policy.log_probs(rollout).columns  # policy.update(...) trains it
+    ('old_log_probs',)
+    """
 
     role: ClassVar[str] = "policy"
 
     @checked()
     def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
-        """Declare `old_log_probs` [B, T]: what the trainer gives the responses before the update.
+        """Declare `old_log_probs` [B, T]: the trainer's log-probs of the responses before the update.
 
-        With `sum_pi_squared` the column of that name [B, T] comes with them, from the same pass: the sum of the squared
-        probabilities of the whole vocabulary at each token, which `rg.algorithms.OptimalTokenBaseline` reads.
+        `sum_pi_squared=True` adds the column of that name [B, T] from the same pass: at each token the sum of the squared
+        probabilities of the whole vocabulary. `rg.algorithms.OptimalTokenBaseline` reads it.
         """
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
@@ -76,19 +83,18 @@ class Policy(TrainedModel):
     ) -> Update:
         """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
 
-        It walks the batch `epochs` times, in `mini_batches` equal parts of rows side by side, with an optimizer step each; weights
-        are published once, at the end. In the first `critic_warmup` steps of the graph the policy stays as it is, so that its
-        critic has learnt something before it is listened to.
+        It walks the batch `epochs` times, in `mini_batches` equal parts of adjacent rows, with an optimizer step each. It publishes
+        weights once, at the end. In the first `critic_warmup` steps of the graph the policy does not change, so that its critic
+        learns first.
 
-        `guards` say what it refuses to learn from: NaN, an empty batch, a policy or an engine too far off.
+        `guards` refuse NaN, an empty batch, and a policy or an engine too far from the one that sampled.
 
-        The loss declares what it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
-        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, where given, multiply the loss. `loss_mask`, where given,
-        stands for `response_mask`: tokens outside of it are neither computed nor counted. The update itself knows
-        `current_version`, for a loss that reads it.
+        The loss declares the columns that it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
+        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, if given, multiply the loss. `loss_mask`, if given, replaces
+        `response_mask`: tokens outside of it are neither computed nor counted. The update provides `current_version` itself.
 
-        Raises GraphError for a column that the loss reads and no input carries, parts that would not be equally large, or a
-        critic's warm-up without a critic.
+        Raises GraphError for a column that the loss reads and no input carries, mini-batches of different sizes, or a critic's
+        warm-up without a critic.
         """
         check_loss(name, loss)
         check_warmup(name, inputs, critic_warmup)
@@ -117,7 +123,7 @@ class Policy(TrainedModel):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyUpdate(Training):
-    """The policy's optimizer steps on a batch; the metrics tell how it did. Ratios are taken against the column `behaviour`."""
+    """Take the policy's optimizer steps on a batch. Importance ratios are taken against the column `behaviour`."""
 
     behaviour: str
     temperature: float
@@ -137,7 +143,7 @@ class PolicyUpdate(Training):
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:
-    """Measure how long the responses are, in tokens that the policy wrote, which share of them was cut off, and all tokens of the batch."""
+    """Measure the responses' lengths in tokens that the policy wrote, the share cut off, and the number of all tokens in the batch."""
     mask, prompt_mask = columns["response_mask"], columns["prompt_mask"]
     assert isinstance(mask, torch.Tensor)
     assert isinstance(prompt_mask, torch.Tensor)
@@ -151,9 +157,9 @@ def _sizes(columns: Columns) -> Mapping[str, float]:
 
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:
-    """The temperature that the responses among the inputs were sampled at; greedy ones count as 1.
+    """Find the temperature at which the responses among the inputs were sampled; greedy ones count as 1.
 
-    Raises GraphError where the inputs are rollouts of several.
+    Raises GraphError for inputs from rollouts of different temperatures.
     """
     found = {node.name: float(sampling.temperature) or 1.0 for node, sampling in _samplings(inputs)}
     if len(set(found.values())) > 1:
@@ -164,7 +170,7 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
 
 
 def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
-    """Raise GraphError if ratios would be taken against log-probs of a truncated distribution, which the trainer does not have."""
+    """Raise GraphError if ratios would be taken against log-probs of a truncated distribution: the trainer's are of the whole one."""
     for rollout, sampling in _samplings(inputs):
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise GraphError(
@@ -175,7 +181,7 @@ def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
 
 
 def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
-    """Yield the rollouts among the inputs, and how each samples."""
+    """Yield each rollout among the inputs and its sampling."""
     for output in inputs:
         sampling = output.node.traits.sampling if isinstance(output, Output) else None
         if sampling is not None:
@@ -183,7 +189,7 @@ def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
 
 
 def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
-    """Raise GraphError for a warm-up that is no count, or that waits for a critic whose values do not lead to the update."""
+    """Raise GraphError for a warm-up of an update that no critic's values lead to."""
     nodes = [output.node for output in inputs if isinstance(output, Output)]
     for node in nodes:
         nodes += [output.node for output in node.inputs if output.node not in nodes]

@@ -1,4 +1,4 @@
-"""The reference: a model that is not trained here. The policy is kept close to it, or it follows the policy on devices of its own."""
+"""The reference: a model without an update. A KL term keeps the policy close to it, or it follows the policy on devices of its own."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,16 +15,21 @@ from rlgraph.settings import checked
 class Reference(TrainedModel):
     """A model that gives log-probs and has no update. `path` is a folder in Hugging Face format.
 
-    Its weights stay as they are, or are those of a feedback edge: then `path` is the policy's.
+    >>> import rlgraph as rg
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
+    >>> rg.Reference("tiny", pool=rg.Pool("train")).log_probs(rollout).columns
+    ('ref_log_probs',)
+
+    `log_probs` uses the weights of the folder. `old_log_probs` uses those of a feedback edge; `path` is then the policy's folder.
     """
 
     role: ClassVar[str] = "reference"
-    optimizer: AdamW = field(default_factory=AdamW, init=False)  # where nothing is trained these have no effect, so they cannot be given
+    optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
     recompute: bool = field(default=False, init=False)
 
     @checked()
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
-        """Declare `ref_log_probs` [B, T]: what the reference gives the responses, its weights as they are in the folder."""
+        """Declare `ref_log_probs` [B, T]: the log-probs of the responses under the weights of the folder."""
         operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
 
@@ -32,12 +37,12 @@ class Reference(TrainedModel):
     def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
 
-        With the rollout's own edge they are those of the version that wrote the responses, as a trainer computes them, and overlap
-        both rollout and update. With an edge of `depth=0` they are those at the start of the update, as `policy.log_probs` gives,
-        and the update waits for them.
+        With the rollout's own edge they are the trainer's log-probs under the version that wrote the responses, and computing them
+        overlaps both rollout and update. With an edge of `depth=0` they are those at the start of the update, as `policy.log_probs`
+        gives, and the update waits for them.
 
-        Raises GraphError for what is no feedback edge, for one that takes the newest version, and for the own edge of a rollout
-        whose responses run through several versions.
+        Raises GraphError for anything but a feedback edge, for an edge with `latest=True`, and for the edge of a rollout whose
+        responses mix versions (`interrupt` or `continuous`).
         """
         if weights.latest:
             raise GraphError(

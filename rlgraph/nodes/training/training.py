@@ -1,4 +1,4 @@
-"""What policy and critic share: how a model is trained, and the node that trains it on a batch."""
+"""The common base of policy, critic and reference: a trained model, and the node that trains it on a batch."""
 
 import functools
 from abc import abstractmethod
@@ -29,18 +29,17 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedModel(Model):
-    """What policy, critic and reference share: a Hugging Face folder, float32 master weights, `dtype` compute.
+    """The base of policy, critic and reference: a Hugging Face folder, float32 master weights, `dtype` compute.
 
-    `trainer` is "fsdp" (FSDP2), or a `TrainerSpec` of your own. `scores` is what it gives each token: "log_probs" or "values".
-
-    `dtype` "auto" is bfloat16 where the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or AMX),
-    else float32.
-
-    `micro_batch_tokens` bounds what is in memory at once; the result does not depend on it. `ranks` is the number of
-    data-parallel processes (None: one for each GPU of the pool, one on the host). `recompute` keeps only the input of each
-    layer for the backward pass: less memory, a third more time. `compiled` fuses the kernels of each layer, at a slower start.
-    `self_test` tries at the start, on a small random model of the same making, whether log-probs are those of the model's own forward;
-    it takes a second, refuses a model of which they are not, and leaves out a layout of batches in which they are not.
+    * `trainer`: "fsdp" (FSDP2), or a `TrainerSpec` of your own. `scores`: its output for each token, "log_probs" or "values".
+    * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
+      AMX), else float32.
+    * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
+    * `data_parallel`: the number of data-parallel processes. None: one for each GPU of the pool, one on the host.
+    * `recompute`: keeps only the input of each layer for the backward pass. It saves memory and takes a third more time.
+    * `compiled`: fuses the kernels of each layer, at a slower start.
+    * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
+      forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
     """
 
     optimizer: AdamW = field(default_factory=AdamW)
@@ -77,7 +76,7 @@ class TrainedModel(Model):
 
 @dataclass(frozen=True)
 class Update:
-    """What an update gives: new weights for a feedback edge, and the metrics of the step."""
+    """The outputs of an update: new weights for a feedback edge, and the metrics of the step."""
 
     weights: Output
     metrics: Output
@@ -85,7 +84,7 @@ class Update:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Training(Operation):
-    """The optimizer steps of a model on a batch. Policy and critic say what of it they learn from, and what they tell of it."""
+    """Train a model on a batch. The updates of policy and critic each prepare the batch and add their own metrics in `fire`."""
 
     model: TrainedModel
     loss: Loss
@@ -98,7 +97,7 @@ class Training(Operation):
         return NodeTraits(work="train", epochs=self.schedule.epochs, mini_batches=self.schedule.mini_batches, given=(self.loss,))
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
-        """Declare the node; a column may be named twice."""
+        """Declare the node. `reads` may name a column twice."""
         node = declare(self.name, self, inputs, reads=tuple(dict.fromkeys(reads)), writes=(), model=self.model)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
@@ -111,10 +110,10 @@ class Training(Operation):
 
     @abstractmethod
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        """Train on the batch of a step, and return metrics."""
+        """Train on the batch of a step; the result is its metrics."""
 
     def learn(self, context: Context, guard: UpdateGuard, batch: Columns, **settings: float) -> dict[str, float]:
-        """Take the optimizer steps on a batch, each with the settings, unless the guards refuse it; give their metrics."""
+        """Take the optimizer steps on a batch, each with the settings, and average their metrics. A refused batch has none."""
         if not guard.batch(batch):
             return {}
         if self.schedule.mini_batches > 1:
@@ -123,16 +122,16 @@ class Training(Operation):
 
 
 def check_folder(path: str) -> None:
-    """Raise DataError for a folder that holds no model that can be loaded."""
+    """Raise DataError for a folder without a model that can be loaded."""
     from rlgraph.engines.hf_models.pretrained import check_model
 
     check_model(path, loadable=True)
 
 
 def check_trained(model: TrainedModel) -> None:
-    """Raise DataError for a folder that holds no model, or one whose log-probs rlgraph does not compute as its own forward does.
+    """Raise DataError for a folder without a model, or for a model whose log-probs here differ from those of its own forward.
 
-    Families that the library's own tests hold are left to the test of the workers, which runs beside their start.
+    The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
     from rlgraph.engines.hf_models.pretrained import check_model
 
@@ -148,6 +147,6 @@ def _check_computed(path: str, config: str) -> None:
 
 
 def check_loss(name: str, loss: object) -> None:
-    """Raise GraphError for what is no loss object."""
+    """Raise GraphError for anything but a loss object."""
     if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
         raise GraphError(f"node '{name}' has loss={shown(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
