@@ -1,7 +1,7 @@
-"""Rollouts of several turns: a response that asks for something is answered and goes on, while the others decode.
+"""Rollouts of several turns: a response that calls a tool waits for the answer and goes on, while the others decode.
 
-Token ids are never encoded again: what the model wrote stays as it was sampled, and what it was told is encoded once and put behind.
-So the engine finds the turns before in its prefix cache, and the trainer sees exactly the tokens that were sampled.
+No text is encoded twice. Sampled tokens stay as sampled, and an answer is encoded once and appended. So the engine finds earlier
+turns in its prefix cache, and the trainer sees exactly the tokens that were sampled.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from rlgraph.nodes.rollout.responses import columns_of
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.rollout import Rollout
 
-SILENCE_S = 60.0  # beyond the deadline of a reply: then the loop that the tools run in is stuck
+SILENCE_S = 60.0  # beyond the deadline of a reply: after that the tools' event loop must be stuck
 
 
 @dataclass(eq=False)
 class Conversation:
-    """One response of several turns: what was sampled and what was said between, and which is which."""
+    """One response of several turns. `written` marks the tokens that the model sampled; the others are answers of the environment."""
 
     request: Request
     environment: Environment
@@ -42,11 +42,11 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """How many tokens the response may still have, those of tools included."""
+        """How many tokens the response may still get, those of answers included."""
         return self.request.sampling.max_tokens - len(self.tokens)
 
     def next_request(self) -> Request:
-        """Return the request of the present turn."""
+        """Build the request of the present turn: the prompt and all turns so far."""
         return replace(
             self.request,
             id=f"{self.request.id}/{self.turn}",
@@ -63,7 +63,7 @@ class Conversation:
         self.finish = response.finish
 
     def told(self, tokens: Sequence[int]) -> None:
-        """Put what the model is told behind what it wrote; the policy did not write it, so it is not trained on."""
+        """Append an answer of the environment. Its tokens are not trained, since the policy did not write them."""
         said = list(tokens)[: self.room]
         self.tokens += said
         self.log_probs += [0.0] * len(said)
@@ -76,7 +76,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Said:
-    """What the environment of a conversation said, or what went wrong."""
+    """The answer of a conversation's environment; the text of an error if it `failed`."""
 
     conversation: Conversation
     text: str | None = None
@@ -84,7 +84,7 @@ class _Said:
 
 
 class MultiTurnLoop:
-    """What a rollout with tools does at each firing."""
+    """Samples the batch of a rollout with tools at each firing."""
 
     def __init__(self, rollout: "Rollout", tools: Tools, context: Context) -> None:
         self.rollout, self.tools, self.context = rollout, tools, context
@@ -117,7 +117,7 @@ class MultiTurnLoop:
         self.context.engine.submit(request)
 
     def _decode(self) -> None:
-        """Advance what can decode by one step, and ask the environments of the turns that ended."""
+        """Decode one step of the open turns, and ask the environments of those that end."""
         if not self._open:
             return
         if self.rollout.admission.interrupt and self.context.arrivals is not None:
@@ -135,7 +135,7 @@ class MultiTurnLoop:
                 conversation.finish = "turns"
 
     def _hear(self) -> None:
-        """Go on with the conversations that were answered; wait for one where none can decode."""
+        """Submit the next turns of answered conversations. Waits for an answer only if nothing can decode."""
         while self._asking:
             start = time.monotonic()
             try:
@@ -156,7 +156,7 @@ class MultiTurnLoop:
                     self._submit(said.conversation)
 
     async def _ask(self, conversation: Conversation, text: str) -> None:
-        """Ask the environment, in the event loop; as many at once as the pool of the tools has cores."""
+        """Ask the environment, in the event loop. At most as many run at once as the tools' pool has cores."""
         async with self._slots:
             start = time.monotonic()
             try:
@@ -199,5 +199,5 @@ class MultiTurnLoop:
 
 
 def _item(columns: Columns, row: int) -> Mapping[str, Any]:
-    """Return what the prompt of a row came with, but for its place in the data order."""
+    """Collect the prompt columns of a row, all but its place in the data order."""
     return {name: column[row] for name, column in columns.items() if name != "prompt_ids"}

@@ -1,4 +1,4 @@
-"""Tools: what a response may call between its turns, and the environment that answers it."""
+"""Tools that a response can call between its turns, and the environments that answer it."""
 
 import ast
 import inspect
@@ -22,18 +22,18 @@ MOST_CALLS = 8  # of one turn
 
 
 class Environment(Protocol):
-    """Answers the turns of one conversation. A user's own is a small class; `Tools(environment=Class)` makes one for each response.
+    """Answers the turns of one conversation. Write a small class; `Tools(environment=Class)` makes one object for each response.
 
-    The parameters it is made with name the columns of the prompt that it gets, as those of a reward do: `Class(answers="4")`.
+    The parameters of the class name the prompt's columns that it gets, as those of a reward do: `Class(answers="4")`.
     """
 
     async def reply(self, text: str) -> str | None:
-        """Return what the model reads next, or None where the conversation ends. `text` is what it wrote in this turn."""
+        """Answer the `text` of a turn with the text that the model reads next, or with None to end the conversation."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Something a model may call by name: an async function of keyword arguments that returns text, or anything that prints well."""
+    """A tool that a model calls by name: an async function of keyword arguments. The model reads the `str` of its result."""
 
     name: Name
     function: Callable[..., Awaitable[object]]
@@ -50,8 +50,8 @@ async def _python(code: str, limits: Limits, accept_missing: tuple[str, ...]) ->
 class Python(Tool):
     """Runs Python code in a process of its own, within `limits`: no network, no files but a folder of its own, no new processes.
 
-    Where this machine lacks one of the layers that hold the code, `namespaces`, `landlock` or `seccomp`, the launch is refused, unless
-    `accept_missing` names it. `rg.tools.python` is one with the usual limits; called, it makes another:
+    The launch fails if this machine lacks a layer of the sandbox, `namespaces`, `landlock` or `seccomp`, unless `accept_missing` names
+    it. `rg.tools.python` has the default limits. Call it for a tool with others:
     `rg.tools.python(accept_missing=("namespaces",), limits=Limits(seconds=5))`.
 
     Raises GraphError for a name that is no layer.
@@ -67,13 +67,13 @@ class Python(Tool):
         sandbox.check_layers(self.accept_missing)
 
     def __call__(self, *, limits: Limits | None = None, accept_missing: tuple[str, ...] | None = None) -> "Python":
-        """Make a tool like this one with other limits, or that accepts other layers to be missing."""
+        """Copy this tool with other limits or other layers in `accept_missing`."""
         accepted = self.accept_missing if accept_missing is None else accept_missing
         return replace(self, limits=limits or self.limits, accept_missing=accepted)
 
     @property
     def settings(self) -> dict[str, object]:
-        """What a call gets beside the arguments that the model gives."""
+        """The arguments of a call beside those that the model gives."""
         return {"limits": self.limits, "accept_missing": self.accept_missing}
 
 
@@ -87,14 +87,20 @@ calculator = Tool("calculator", _calculate)
 
 @dataclass(frozen=True, eq=False)
 class Tools:
-    """Tools on a pool of host cores, as `Tools([rg.tools.python], pool=rg.Pool("sandbox", cpus=32))`.
+    """Tools on a pool of host cores, for `generator.rollout(prompts, tools=tools)`.
 
-    A tool is `rg.tools.python`, `rg.tools.calculator`, or an async function of your own, called by its name with the arguments that the
-    model gives: `<tool_call>{"name": "python", "arguments": {"code": "…"}}</tool_call>`; the model then reads
-    `<tool_response>…</tool_response>`. With `environment=` a class of your own answers instead. As many calls run at once as the
-    pool has cores; one that takes longer than `deadline_s` or raises is answered with an error for the model to read.
+    >>> import rlgraph as rg
+    >>> async def search(query): return f"no page about {query}"
+    >>> tools = rg.Tools([rg.tools.calculator, search], pool=rg.Pool("tools", cpus=4))
+    >>> sorted(tools.by_name())
+    ['calculator', 'search']
 
-    Raises GraphError for no tool, one that is not async, two of one name, or a pool of GPUs.
+    A tool is `rg.tools.python`, `rg.tools.calculator`, or an async function of your own. The model calls it by name with arguments,
+    `<tool_call>{"name": "python", "arguments": {"code": "…"}}</tool_call>`, and reads `<tool_response>…</tool_response>`. With
+    `environment=` a class of your own answers instead. As many calls run at once as the pool has cores. The model reads an error in
+    place of the result if a call raises or exceeds `deadline_s`.
+
+    Raises GraphError for no tool, a tool that is not async, two tools of one name, or a pool of GPUs.
     """
 
     tools: Sequence[Tool | Callable[..., Awaitable[object]]] = ()
@@ -129,17 +135,17 @@ class Tools:
             )
 
     def by_name(self) -> dict[str, Tool]:
-        """Return the tools, a function as a tool of its name."""
+        """Map each name to its tool; a plain function becomes a tool of its own name."""
         found = [tool if isinstance(tool, Tool) else Tool(getattr(tool, "__name__", repr(tool)), tool) for tool in self.tools]
         return {tool.name: tool for tool in found}
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns of a prompt that an environment of one's own is made with."""
+        """The prompt's columns that a user's environment is made with."""
         return () if self.environment is None else tuple(inspect.signature(self.environment).parameters)
 
     def answering(self, item: Mapping[str, Any]) -> Environment:
-        """Return what answers a conversation whose prompt came with these columns."""
+        """Make the environment of a conversation from the columns of its prompt."""
         if self.environment is None:
             return ToolCalls(self)
         return self.environment(**{name: item[name] for name in self.reads})
@@ -153,7 +159,7 @@ class Tools:
 
 @dataclass
 class ToolCalls:
-    """Calls the tools that a turn asks for, one after the other, and says what they gave. A turn without a call ends."""
+    """Calls the tools that a turn asks for, one after the other, and answers with their results. A turn without a call is the last."""
 
     tools: Tools
     calls: int = 0
@@ -198,7 +204,7 @@ class ToolCalls:
 
 
 def may_go_on(environment: Environment, text: str) -> bool:
-    """Whether a conversation could have another turn after this text. Only calls of tools show it without asking the environment."""
+    """Tell whether another turn could follow this text. True for a user's environment: only its reply would tell."""
     return CALL.search(text) is not None if isinstance(environment, ToolCalls) else True
 
 
@@ -217,11 +223,11 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-MOST_BITS = 4096  # of a whole number on the way: a power grows faster than anyone waits
+MOST_BITS = 4096  # of an intermediate whole number: a power of larger ones could take hours
 
 
 def calculated(expression: str) -> float:
-    """Return the value of an arithmetic expression of numbers, + - * / // % ** and brackets.
+    """Evaluate an arithmetic expression of numbers, + - * / // % ** and brackets.
 
     Raises ToolError for anything else, and for numbers that grow too large.
     """

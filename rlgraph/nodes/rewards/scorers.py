@@ -41,8 +41,7 @@ class ReasoningGym:
         return {"prompt": self.instruction.format(question=question), "item": index, "data_source": self.task}
 
     def score(self, response: str, item: int) -> float:
-        """Score the answer of a response by `reasoning_gym`, from 0 to 1. See `answer_in` for the answer.
-        """
+        """Score the answer of a response by `reasoning_gym`, from 0 to 1. See `answer_in` for the answer."""
         return float(_entries(self).score_answer(answer=answer_in(response), entry=_entries(self)[item]))
 
 

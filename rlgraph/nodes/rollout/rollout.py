@@ -86,7 +86,7 @@ class Generator(Model):
 
     @property
     def spec(self) -> EngineSpec:
-        """What the engine loads, takes and needs; it goes to the workers with the model."""
+        """The spec of the engine that `engine` names or is. It travels to the workers with the model."""
         return self._spec  # type: ignore[attr-defined]
 
     @property
@@ -207,7 +207,7 @@ class Rollout(Operation):
     chunks: int
     prefix: str  # of the ids of its requests
     admission: BatchAdmission
-    source: Any  # of the next prompts, where they are looked up before they are due
+    source: Any  # of the next prompts, for a continuous rollout: it draws them before they are due
 
     def declare(self, name: str, prompts: Output, weights: Feedback | None) -> Output:
         """Declare the node that samples responses to the prompts of another node."""

@@ -58,7 +58,7 @@ class TrainedModel(Model):
 
     @property
     def spec(self) -> TrainerSpec:
-        """What the trainer loads, takes and needs; it goes to the workers with the model."""
+        """The spec of the trainer that `trainer` names or is. It travels to the workers with the model."""
         return self._spec  # type: ignore[attr-defined]
 
     @property

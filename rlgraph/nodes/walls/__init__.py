@@ -1,1 +1,1 @@
-"""The walls around a tool's code. Loaded by the process it runs in as a package of its own, which needs nothing of this library."""
+"""The sandbox of a tool's code. The sandboxed process loads this folder as a package of its own, without the rest of the library."""

@@ -1,7 +1,7 @@
-"""Which system calls a tool's code may make: a seccomp filter that allows a list, and refuses every other one.
+"""The system calls of a tool's code: a seccomp filter that allows those of a list and refuses every other one.
 
-Nothing in the list changes anything outside of the process but files, of which Landlock and the namespaces leave it its own folder.
-The filter is made here, instruction by instruction, so that it needs no library but Python's own.
+The calls in the list change nothing outside of the process but files, and Landlock and the namespaces leave it no folder but its own.
+The filter is built here, instruction by instruction, so that it needs no library but Python's own.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import struct
 
 from .kernel import PR_SET_SECCOMP, checked, libc
 
-# Allowed, whatever the arguments: name, number on x86-64, number on 64-bit Arm; - where there is no such call.
+# Allowed with any arguments: name, number on x86-64, number on 64-bit Arm; - if that machine has no such call.
 ALLOWED = """
 read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  preadv 295 69  pwritev 296 70  close 3 57
 close_range 436 436  lseek 8 62  open 2 -  openat 257 56  stat 4 -  lstat 6 -  fstat 5 80  newfstatat 262 79  statx 332 291
@@ -29,27 +29,27 @@ restart_syscall 219 128  getpid 39 172  getppid 110 173  getpgrp 111 -  getpgid 
 geteuid 107 175  getgid 104 176  getegid 108 177  getresuid 118 148  getresgid 120 150  getgroups 115 158  getrlimit 97 163
 uname 63 160  sysinfo 99 179  getrandom 318 278  recvfrom 45 207  shutdown 48 210
 """
-# Allowed with certain values of certain arguments; `CONDITIONS` says which.
+# Allowed with the values of arguments that `conditions` gives.
 LIMITED = """
 clone 56 220  clone3 435 435  tgkill 234 131  fcntl 72 25  ioctl 16 29  madvise 28 233  prctl 157 167  prlimit64 302 261
 socketpair 53 199  sendto 44 206
 """
-# Refused as a file system does that has none of them, so that libraries go on without.
+# Refused with the error of a file system without extended attributes, so that libraries go on without them.
 UNSUPPORTED = """
 listxattr 194 11  llistxattr 195 12  flistxattr 196 13  getxattr 191 8  lgetxattr 192 9  fgetxattr 193 10  setxattr 188 5
 lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
 """
 
 CLONE_OF_A_THREAD = (0x3D0F00, 0x7D0F00)  # the flags of glibc and of musl
-TERMINAL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it one, its size, bytes to read, blocking or not, closed at exec or not
-HANDLES = (0, 1, 2, 3, 4, 1030, 1032)  # duplicate, flags of a descriptor; no locks, signals, leases or other sizes of a pipe
-ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)  # how memory is used; not what is shared between processes or taken for broken
+TERMINAL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, bytes to read, blocking, close at exec
+HANDLES = (0, 1, 2, 3, 4, 1030, 1032)  # duplicate, flags of a descriptor; no locks, signals, leases or sizes of a pipe
+ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)  # how memory will be used; nothing that shares it between processes or marks it as broken
 NAMES = (15, 16, 0x53564D41)  # of a thread, set or read, and of a piece of memory
 AF_UNIX, EPERM, ENOSYS, EOPNOTSUPP = 1, 1, 38, 95
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, the architecture's number
 LOAD, EQUAL, AT_LEAST, GIVE = 0x20, 0x15, 0x35, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-ALL_BITS = 0x40000000  # calls of another word size have it
+ALL_BITS = 0x40000000  # set in the numbers of calls of another word size (x32)
 
 
 def _low(argument: int) -> int:
@@ -61,7 +61,7 @@ def _high(argument: int) -> int:
 
 
 def conditions(pid: int) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
-    """Which words of its arguments a call must have which values in; no value at all refuses it."""
+    """Build, for each limited call, the words of its arguments and their allowed values."""
     return {
         "clone": [(_low(0), CLONE_OF_A_THREAD)],
         "tgkill": [(_low(0), (pid,))],
@@ -71,12 +71,12 @@ def conditions(pid: int) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
         "prctl": [(_low(0), NAMES)],
         "prlimit64": [(_low(0), (0, pid)), (_low(2), (0,)), (_high(2), (0,))],  # reads limits, sets none
         "socketpair": [(_low(0), (AF_UNIX,))],
-        "sendto": [(_low(4), (0,)), (_high(4), (0,))],  # to the other end alone
+        "sendto": [(_low(4), (0,)), (_high(4), (0,))],  # to the other end of the pair alone
     }
 
 
 def leave_calls() -> None:
-    """Refuse every call that the tables do not allow, for good. Raises OSError where the kernel has no seccomp."""
+    """Refuse, for good, every call that the tables do not allow. Raises OSError if the kernel has no seccomp."""
     program = _program(platform_column(), os.getpid())
     packed = b"".join(struct.pack("=HBBI", *step) for step in program)
     steps = ctypes.create_string_buffer(packed)
@@ -85,7 +85,7 @@ def leave_calls() -> None:
 
 
 def platform_column() -> tuple[int, int]:
-    """This machine's column of the tables and its architecture's number. Raises OSError for one that they do not have."""
+    """Look up this machine's column of the tables and its architecture's number. Raises OSError for a machine without a column."""
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(ENOSYS, f"no list of calls for {machine}, only for {' and '.join(MACHINES)}")
@@ -93,14 +93,14 @@ def platform_column() -> tuple[int, int]:
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """The calls of a table by name, for one machine."""
+    """Map the names of a table's calls to their numbers on one machine."""
     words = table.split()
     rows = zip(words[0::3], words[1::3], words[2::3], strict=True)
     return {name: int(at[column]) for name, *at in rows if at[column] != "-"}
 
 
 def _program(machine: tuple[int, int], pid: int) -> list[tuple[int, int, int, int]]:
-    """Make the filter: instructions of (code, jump if true, jump if false, value)."""
+    """Build the filter: instructions of (code, jump if true, jump if false, value)."""
     column, architecture = machine
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     program += [(AT_LEAST, 0, 1, ALL_BITS), (GIVE, 0, 0, KILL)]
@@ -109,7 +109,7 @@ def _program(machine: tuple[int, int], pid: int) -> list[tuple[int, int, int, in
     for number in numbers(UNSUPPORTED, column).values():
         program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, REFUSE | EOPNOTSUPP)]
     limited, where = numbers(LIMITED, column), conditions(pid)
-    program += [(EQUAL, 0, 1, limited.pop("clone3")), (GIVE, 0, 0, REFUSE | ENOSYS)]  # its flags cannot be seen; libraries fall back
+    program += [(EQUAL, 0, 1, limited.pop("clone3")), (GIVE, 0, 0, REFUSE | ENOSYS)]  # filters cannot read its flags; libraries fall back
     for name, number in limited.items():
         checks: list[tuple[int, int, int, int]] = []
         for word, values in where[name]:

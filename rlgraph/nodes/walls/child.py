@@ -1,11 +1,11 @@
-"""The process that a model's code runs in: it walls itself in, then runs the code it reads from its input.
+"""The process of a model's code: it enters its sandbox, then runs the code that it reads from its input.
 
 Arguments: seconds of processor time, bytes of memory, bytes of its folder, the layers that may be missing,
 folders of packages, and all paths that stay readable.
-None of the layers needs privileges, and none can be undone.
+No layer needs privileges, and none can be undone.
 """
 
-import _signal as signal  # type: ignore[import-not-found]  # `signal` itself loads `enum`, which takes half of the start
+import _signal as signal  # type: ignore[import-not-found]  # `signal` loads `enum`, half of the start time
 import os
 import resource
 import site
@@ -15,19 +15,19 @@ import sys
 from . import calls, files, spaces
 from .kernel import CAPSET, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, call, checked, libc
 
-TYPE_CHECKING = False  # what `typing` and `collections` take to load is a fifth of the start
+TYPE_CHECKING = False  # loading `typing` and `collections` would take a fifth of the start
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOT_WALLED = 3  # exit status where a layer is missing
-SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace where the code's process was killed
+SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace if that signal killed the code's process
 MOST_THREADS = 128
 GRACE_S = 5
-ONLY_TREE = 0x400  # as ast.PyCF_ONLY_AST; the module ast itself takes long to load
+ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, without the module ast: it takes long to load
 
 
 def main() -> None:
-    """Read the code, wall the process in, run the code."""
+    """Read the code, enter the sandbox, run the code."""
     seconds, memory, folder_bytes = (int(argument) for argument in sys.argv[1:4])
     accepted, packages, readable = sys.argv[4].split(","), sys.argv[5].split(os.pathsep), sys.argv[6:]
     sys.argv[:] = ["tool"]
@@ -40,18 +40,18 @@ def main() -> None:
     enclosed = _layer("namespaces", accepted, lambda: spaces.enclose(readable, folder_bytes))
     if enclosed:
         os.environ["HOME"] = spaces.FOLDER
-        _die_with_parent()  # another user's process forgets it
+        _die_with_parent()  # again: a change of user clears it
         _fork_into_namespaces(seconds)
     _limit(seconds, memory, folder_bytes, count_threads=enclosed)
     _layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
     _layer("seccomp", accepted, calls.leave_calls)
     sys.path += packages
-    site.setquit()  # `exit()`, which Python has where it looks for packages by itself, for which it takes ten milliseconds
+    site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and takes ten milliseconds
     _run(code)
 
 
 def _layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
-    """Enter one layer, and say whether it holds. Ends the process where it is missing, unless that is accepted."""
+    """Enter one layer; False if it is missing and that is accepted. Else a missing layer ends the process."""
     try:
         enter()
     except OSError as error:
@@ -67,7 +67,7 @@ def _die_with_parent() -> None:
 
 
 def _fork_into_namespaces(seconds: int) -> None:
-    """Return in the second process of the new namespaces; the first one and this one wait for it, and end as it did."""
+    """Fork twice and go on in the second process of the new namespaces. The first one and this one wait for it and exit as it does."""
     first = os.fork()
     if first:
         status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
@@ -77,7 +77,7 @@ def _fork_into_namespaces(seconds: int) -> None:
             os.kill(os.getpid(), number)
         os._exit(status)
     _die_with_parent()
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(SIGNALLED + signal.SIGKILL))  # also where nobody is left to stop it
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(SIGNALLED + signal.SIGKILL))  # stops the code even if the parent is gone
     signal.alarm(seconds + GRACE_S)
     second = os.fork()
     if second:
@@ -87,7 +87,7 @@ def _fork_into_namespaces(seconds: int) -> None:
 
 
 def _limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) -> None:
-    """Set the limits of the process, and give up what rights it has in its namespaces."""
+    """Set the limits of the process, and drop its rights in its namespaces."""
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, seconds),
@@ -96,7 +96,7 @@ def _limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool)
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 64),
-        *([(resource.RLIMIT_NPROC, MOST_THREADS)] if count_threads else []),  # else it counts all that the user runs
+        *([(resource.RLIMIT_NPROC, MOST_THREADS)] if count_threads else []),  # else it counts all processes of the user
     ):
         most = resource.getrlimit(limit)[1]
         least = value if most == resource.RLIM_INFINITY else min(value, most)
@@ -106,7 +106,7 @@ def _limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool)
 
 
 def _run(code: str) -> None:
-    """Run the code as a notebook would: a last line that is an expression is printed. What it raises goes to its output."""
+    """Run the code as a notebook would: print the value of a last expression. An exception goes to the output too."""
     import _ast
 
     names: dict[str, object] = {"__name__": "__main__"}

@@ -1,4 +1,4 @@
-"""Which files a tool's code may use: Landlock leaves it some to read, and its folder to write."""
+"""The files of a tool's code: Landlock lets it read some paths and write its own folder."""
 
 import os
 import struct
@@ -14,7 +14,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 def leave_files(readable: "Iterable[str]", folder: str) -> None:
-    """Leave some paths to read, devices that hold nothing, and a folder to write. Raises OSError where the kernel has no Landlock."""
+    """Leave the `readable` paths to read, a few harmless devices, and `folder` to write. Raises OSError if the kernel has no Landlock."""
     abi = call(LANDLOCK_CREATE, "landlock_create_ruleset", None, 0, 1)
     everything = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
     parts = [everything, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0]  # files; TCP; signals and abstract sockets

@@ -1,4 +1,4 @@
-"""Calls to the kernel that Python has no function for."""
+"""System calls for which Python has no function."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 
 def checked(result: int, what: str) -> int:
-    """Pass on the result of a call. Raises OSError, which names the call, where it failed."""
+    """Pass on the result of a call. Raises OSError naming the call if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -20,11 +20,11 @@ def checked(result: int, what: str) -> int:
 
 
 def call(number: int, what: str, *arguments: int | bytes | None) -> int:
-    """Make a system call by its number. Raises OSError where it fails."""
+    """Make a system call by its number. Raises OSError if it fails."""
     return checked(libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *arguments))), what)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount as mount(2) does. Raises OSError where that fails."""
+    """Mount as mount(2) does. Raises OSError if that fails."""
     parts = [None if part is None else part.encode() for part in (source, target, kind, options)]
     checked(libc.mount(parts[0], parts[1], parts[2], ctypes.c_ulong(flags), parts[3]), f"mount {kind or ''} at {target}")

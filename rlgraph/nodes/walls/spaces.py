@@ -1,6 +1,6 @@
-"""Namespaces for a tool's code: a file system with Python and an empty folder, no network, no other process, no other's memory.
+"""Namespaces for a tool's code: a file system of Python and an empty folder, no network, no other process, no shared memory.
 
-An ordinary user gets them within a user namespace of its own. Root makes them as root, then goes on as nobody.
+An ordinary user makes them in a user namespace. Root makes them as root, then goes on as nobody.
 """
 
 import os
@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FOLDER = "/tmp"  # the code's own
+FOLDER = "/tmp"  # the code's own folder
 NOBODY = 65534
 MOST_FILES = 4096  # each takes about a KiB of the kernel's memory
 SPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, cgroups, names, IPC, processes, network
@@ -25,9 +25,9 @@ READ_ONLY_NO_SUID, WITHOUT_DEVICES = 1 | 2, 4  # of mount_setattr
 
 
 def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
-    """Leave this process with the readable paths and an empty `FOLDER` of so many bytes, and its next child in namespaces of its own.
+    """Leave this process the readable paths and an empty `FOLDER` of `folder_bytes`, and put its next child in namespaces of its own.
 
-    Raises OSError, which names the call, where the kernel does not allow it.
+    Raises OSError naming the call that the kernel refuses.
     """
     user, group = os.geteuid(), os.getegid()
     as_root = user == 0 and libc.unshare(SPACES) == 0
@@ -36,23 +36,23 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
         for what, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{what}", "w") as file:
                 file.write(text)
-    mount(None, "/", None, SLAVE | RECURSIVE)  # nothing that happens to mounts in here is seen outside
+    mount(None, "/", None, SLAVE | RECURSIVE)  # so that changes to mounts in here do not reach the host
     checked(libc.sethostname(b"sandbox", 7), "sethostname")
     _rebuild(readable, folder_bytes)
     if as_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        libc.unshare(NEW_USER)  # where it may: what counts for nobody's other processes then does not count here, and vice versa
+        libc.unshare(NEW_USER)  # if allowed: limits counted by user then do not mix with those of nobody's other processes
 
 
 def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
-    """Make a root of a few paths, read only, and forget the old one."""
+    """Replace the root by a read-only one with a few paths."""
     os.umask(0o022)
-    paths = sorted(filter(os.path.exists, {*readable, *DEVICES}), key=os.path.realpath)  # a folder before what lies in it
+    paths = sorted(filter(os.path.exists, {*readable, *DEVICES}), key=os.path.realpath)  # a folder before its contents
     trees = [(path, _tree(os.path.realpath(path), device=path in DEVICES)) for path in paths]
     mount("tmpfs", ".", "tmpfs", NO_SUID | NO_DEVICES, "size=1m,mode=755")
-    os.chdir(os.getcwd())  # onto what was mounted
+    os.chdir(os.getcwd())  # enters the new mount; until here the working directory is the folder below it
     os.makedirs(f".{FOLDER}", exist_ok=True)
     mount("tmpfs", f".{FOLDER}", "tmpfs", NO_SUID | NO_DEVICES | NO_PROGRAMS, f"size={folder_bytes},nr_inodes={MOST_FILES},mode=1777")
     # The folder comes first: Python itself may lie below it, as an environment in /tmp does.
@@ -65,7 +65,7 @@ def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
 
 
 def _tree(path: str, *, device: bool) -> tuple[int, bool]:
-    """Return a handle of what is mounted at a path, to be mounted elsewhere and read only, and whether it is a folder."""
+    """Open a read-only copy of the mount at a path, for `_place`: its handle, and whether it is a folder."""
     tree = call(OPEN_TREE, f"open_tree {path}", HERE, path.encode(), CLONE_TREE | AT_RECURSIVE | CLOSED_AT_EXEC)
     attributes = struct.pack("=4Q", READ_ONLY_NO_SUID | (0 if device else WITHOUT_DEVICES), 0, 0, 0)
     call(MOUNT_SETATTR, f"mount_setattr {path}", tree, b"", AT_EMPTY_PATH | AT_RECURSIVE, attributes, 32)
@@ -73,10 +73,10 @@ def _tree(path: str, *, device: bool) -> tuple[int, bool]:
 
 
 def _place(path: str, tree: int, is_folder: bool) -> None:
-    """Mount a tree at its real path below this folder, and link to it where the path has links itself."""
+    """Mount a tree at its real path below this folder. If `path` goes through links, link it to there."""
     real = os.path.realpath(path)
     target = f".{real}"
-    if not os.path.exists(target):  # else it lies in what was placed before
+    if not os.path.exists(target):  # else it lies in a folder that was placed before
         os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
         if not is_folder:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
