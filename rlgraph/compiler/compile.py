@@ -48,7 +48,7 @@ HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
     """Choose the plan with the least predicted period among the splits that the graph's shares leave open.
 
-    `shapes` are those of the models whose configuration is at hand: they give estimates of memory and, without costs, of time.
+    `shapes` are those of the models whose configuration is known. Memory is estimated from them and, without costs, time too.
 
     Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """

@@ -210,7 +210,7 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
 
 
 def pool_of(node: Node) -> str | None:
-    """Return the name of a node's pool."""
+    """Name the pool of a node."""
     return node.pool.name if node.pool else None
 
 
@@ -239,7 +239,7 @@ def place(graph: Graph, node: Node) -> tuple[int, int, int]:
 
 
 def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
-    """Let a reader wait for its batch, and the writer's next put for a slot that every reader has given back."""
+    """Make a reader wait for its batch, and the writer's next put wait for a slot that every reader has given back."""
     for writer, reader in graph.forward.edges:
         held, put, writes, reads = slots(graph, writer), puts.batch(writer, reader), fire_events(writer), fire_events(reader)
         for wrote, taken in zip(writes, reads, strict=True) if by_chunk(writer, reader) else product(writes, reads):
@@ -248,7 +248,7 @@ def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
 
 
 def _order(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
-    """Let each node of a pool wait for a message of the node before it, in another process, before it loads weights and fires."""
+    """Make each node of a pool wait for the node before it in another process: for its message, before it loads weights and fires."""
     first: dict[tuple[str, int], str] = {}
     for event in ordered:
         if event.kind in ("load", "fire"):
@@ -275,7 +275,7 @@ def order_channels(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iter
         for this, following in _next_in_pool(fired):
             before, after = graph.node(this.node), graph.node(following.node)
             wraps = ordered.index(following) <= ordered.index(this)
-            steps = wraps + this.lag - following.lag  # how many the next one is ahead
+            steps = wraps + this.lag - following.lag  # by which the next firing's step is later
             if wraps:
                 told = _waits_for_weights(after, before, steps)
             else:
@@ -288,7 +288,7 @@ def order_channels(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iter
 
 
 def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Yield each firing of a pool with the next one, cyclically. In the first rounds the firings without a lag are alone."""
+    """Yield each firing of a pool with the next one, cyclically. In the first rounds only the firings without a lag happen."""
     yield from zip(fired, [*fired[1:], *fired[:1]], strict=True)
     alone = [event for event in fired if event.lag == 0]
     if 0 < len(alone) < len(fired):
@@ -296,13 +296,13 @@ def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def _waits_for_weights(rollout: Node, update: Node, steps: int) -> bool:
-    """Tell whether the rollout that is `steps` steps later waits for an update anyway."""
+    """Tell whether the rollout `steps` steps later waits for this update's weights in any case."""
     feedback = rollout.feedback
     return feedback is not None and feedback.depth < steps and feedback.source is not None and feedback.source.node is update
 
 
 def by_chunk(writer: Node, reader: Node) -> bool:
-    """Tell whether `reader` fires for each chunk that `writer` gives."""
+    """Tell whether `reader` fires once for each chunk that `writer` gives."""
     return reader.follows is not None and reader.follows is writer.stream
 
 
@@ -327,7 +327,7 @@ def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
 
 
 def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[Dependency]:
-    """Let an evaluation apart wait for the weights of its step, and training for an evaluation that is too far behind."""
+    """Make an evaluation apart wait for the weights of its step, and training wait for an evaluation that is too far behind."""
     assert feedback.source is not None
     assert node.due is not None
     update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)
@@ -341,7 +341,7 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[
 
 
 def _in_order(ordered: Sequence[Event]) -> Iterator[Dependency]:
-    """Let each worker do its events in this order, cyclically."""
+    """Make each worker do its events in this order, cyclically."""
     chains: dict[str, list[Event]] = {}
     for event in ordered:
         if event.kind != "receive":

@@ -17,7 +17,7 @@ from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Pool
 
-PROMPT_TOKENS = 512.0  # where neither a context nor lengths are known
+PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
 
 
@@ -57,7 +57,7 @@ def needs(
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
-    """Add up what stays of the models that time-share a pool, and the largest of what they need while they run."""
+    """Add what stays in memory of all models that time-share a pool to the most that one of them needs while it runs."""
     parts: dict[str, int] = {}
     for need in each:
         for what, size in need.stays.items():

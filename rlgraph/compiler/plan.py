@@ -270,7 +270,7 @@ class Plan:
 
     @property
     def values(self) -> "Plan":
-        """Return the same plan without its graph, as a trace of a run keeps it."""
+        """Copy the plan without its graph, for the trace of a run."""
         return replace(self, source=msgspec.UNSET)
 
     def __str__(self) -> str:
@@ -353,7 +353,7 @@ class Plan:
         return plan
 
     def steps_ahead(self) -> Mapping[str, int]:
-        """Count for each worker the steps that it fires beyond the one it finishes, because others wait for them.
+        """Count for each worker the steps that it fires beyond the one it finishes, because other workers wait for them.
 
         Where update k waits in its pool until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
         """
@@ -370,7 +370,7 @@ class Plan:
         return found
 
     def due_events(self) -> Mapping[str, Due]:
-        """Return the events that do not happen at each step, with the steps at which they do."""
+        """Map each event that does not happen at every step to the steps at which it does."""
         found = {name: node.due for node in self.nodes if node.due is not None for name in (node.name,)}
         ends = {d.via: (d.before, d.after) for d in self.schedule.dependencies if d.reason == "slots"}
         return found | {name: loop.due for loop in self.loops if loop.due is not None for name in ends[loop.name]}

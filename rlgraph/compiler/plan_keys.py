@@ -14,7 +14,7 @@ RENAMED: Mapping[tuple[str, ...], Mapping[str, str]] = {  # by where in a plan, 
 
 
 def with_new_names(plan: Any) -> Any:
-    """Rename the old keys of a plan that was decoded from JSON; what is no plan is left as it is.
+    """Rename the old keys of a plan that was decoded from JSON; other values stay as they are.
 
     >>> with_new_names({"channels": [{"name": "rollout", "tokens": 1}]})
     {'channels': [{'name': 'rollout', 'credits': 1}]}

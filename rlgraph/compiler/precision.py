@@ -23,6 +23,6 @@ def precision_of(model: Model, cluster: Cluster) -> Precision | None:
 
 
 def itemsize_of(model: Model | None, cluster: Cluster) -> int:
-    """Return the bytes of one number of the dtype that a model computes in."""
+    """Count the bytes of one number of the dtype that a model computes in."""
     precision = precision_of(model, cluster) if model is not None else None
     return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2

@@ -4,8 +4,8 @@ A dependency with t credits lets `after` fire t times before `before` has fired 
 firing k - t of `before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Between
 nodes of one pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rounds`).
 
-A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot holds
-up that put, those after it and the end of the firing, but neither its start nor its work.
+A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot delays
+that put, those after it and the end of the firing, but neither its start nor its work.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,12 +52,12 @@ class Dependency:
 
     @property
     def left_at(self) -> int:
-        """Return the put of `before` that it waits for; 0 is its end."""
+        """The put of `before` that it waits for; 0 is its end."""
         return 0 if self.reason == "slots" else self.put
 
     @property
     def holds(self) -> int:
-        """Return the put of `after` that waits; 0 is its start."""
+        """The put of `after` that waits; 0 is its start."""
         return self.put if self.reason == "slots" else 0
 
 
@@ -69,12 +69,12 @@ class Schedule:
     dependencies: tuple[Dependency, ...]
 
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each event, by name."""
+        """Map each event's name to its seconds."""
         return {event.name: event.seconds for event in self.events}
 
     @property
     def most_lag(self) -> int:
-        """Return the rounds between the first and the last event of one step."""
+        """Count the rounds between the first and the last event of one step."""
         return max((event.lag for event in self.events), default=0)
 
     def within_rounds(self) -> Iterator[tuple[str, str]]:
@@ -103,7 +103,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Return how long it took."""
+        """The duration."""
         return self.end_s - self.start_s
 
 

@@ -69,7 +69,7 @@ def wake_and_sleep_events(graph: Graph, fired: Sequence[Event], sleeps: Sleeps) 
 
 
 def with_wake_and_sleep(ordered: Sequence[Event], flow: Sequence[Dependency]) -> list[Dependency]:
-    """Route the flow through the wake and sleep events of the time slices.
+    """Insert the wake and sleep events into the dependencies of each time slice.
 
     An engine wakes when the weights it loads first, or the inputs of its first firing, have arrived. It sleeps after its last
     firing and before that firing puts its batch, so the dependencies of those puts move to the sleep event.

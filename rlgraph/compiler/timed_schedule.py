@@ -21,14 +21,14 @@ from rlgraph.simulate.play import Timed
 
 
 def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
-    """Place the workers, and give the setting of each node."""
+    """Place the workers, and work out the setting of each node."""
     ordered = sorted(graph.nodes, key=lambda node: events.place(graph, node))
     workers = place_workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
     return workers, settings_on(graph, cluster, counts)
 
 
 def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Setting]:
-    """Give the setting of each node for pools of these device counts."""
+    """Work out the setting of each node for pools of these device counts."""
     found = {}
     for node in graph.nodes:
         count = counts[node.pool.name] if node.pool else 1
@@ -58,7 +58,7 @@ def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows:
 
 
 def _rate(node: Node) -> float:
-    """Return the firings of a node a step, on average."""
+    """Average the firings of a node over the steps: below 1 for a node that is due at some steps only."""
     return 1.0 if node.due is None else 1 / node.due.every
 
 

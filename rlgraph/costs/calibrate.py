@@ -21,7 +21,7 @@ from rlgraph.simulate.continuous import decoded
 
 RUN_BITS = 32  # a step's number is below 1 << RUN_BITS
 WARM_UP = 1  # steps left out: engines compile, caches fill
-TOGETHER = ("train", "forward")  # work whose ranks do one thing, and cannot be ahead of each other
+TOGETHER = ("train", "forward")  # work that all ranks do together, so that none can be ahead of another
 Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
 Tokens = Mapping[tuple[str, int], Sampled]
 
@@ -29,7 +29,7 @@ Tokens = Mapping[tuple[str, int], Sampled]
 def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
     """Measure what each node and moving weights cost in a run of `plan`, without the first step, which warms up.
 
-    A cost holds the work itself and, as a serial part, its latency: from when it could have begun until it did.
+    A cost holds the work itself and, in its serial seconds, the latency: from when the work could have begun until it did.
     """
     return costs_of([Trace(plan, spans, sampled, published_bytes)])
 
@@ -37,9 +37,9 @@ def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled]
 def costs_of(traces: Sequence[Trace]) -> Costs:
     """Fit costs that explain several runs of the same nodes, with batches of different sizes.
 
-    Different sizes tell a constant part from one that grows with the batch. Lengths, devices and the measured setting are the first
-    run's. A run on other devices, for example time-shared ones, adds firings of engines and ranks of the same width, and the costs
-    of waking and sleeping.
+    Batches of different sizes show which seconds are constant and which grow with the batch. Lengths, devices and the measured
+    setting are the first run's. A run on other devices, for example time-shared ones, adds firings of engines and ranks of the same
+    width, and the costs of waking and sleeping.
     """
     places: dict[str, list[Trace]] = {}
     for trace in traces:
@@ -145,12 +145,12 @@ def _late(traces: Sequence[Trace]) -> Mapping[str, float]:
 
 
 def _first(trace: Trace) -> int:
-    """Return the first step that counts."""
+    """Find the first step after the warm-up."""
     return min((span.step for span in trace.spans), default=0) + WARM_UP
 
 
 def _settings(traces: Sequence[Trace]) -> Mapping[tuple[str, int], Setting]:
-    """Return the setting of each node in each step of the runs."""
+    """Look up the setting of each node in each step of the runs."""
     steps = [(trace.plan, _apart(run, step)) for run, trace in enumerate(traces) for step in {span.step for span in trace.spans}]
     return {(node.name, step): setting_of(plan, node) for plan, step in steps for node in plan.nodes}
 
@@ -178,7 +178,7 @@ def _place(plan: Plan) -> str:
 
 
 def setting_of(plan: Plan, node: PlannedNode) -> Setting:
-    """Return the setting in which a node of a plan runs."""
+    """Look up the setting in which a node of a plan runs."""
     pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
     return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows, node.passes)
 

@@ -63,14 +63,14 @@ class Costs:
                 )
 
     def cost_of(self, node: str) -> NodeCost:
-        """Return the cost of a node as a function of its setting, whatever way it was given."""
+        """Turn the cost of a node, in whatever way it was given, into a function of the node's setting."""
         cost = self.nodes[node]
         if isinstance(cost, NodeCost):
             return cost
         return NodeCost.on(cost) if isinstance(cost, Mapping) else NodeCost(serial_s=float(cost))
 
     def law(self, node: str) -> NodeCost:
-        """Warn, and return what `cost_of` returns: the name of an older version."""
+        """Call `cost_of`, with a warning: the name of an older version."""
         warnings.warn("Costs.law(...) is now Costs.cost_of(...)", DeprecationWarning, stacklevel=2)
         return self.cost_of(node)
 
@@ -94,18 +94,18 @@ class Costs:
         return bool(cost.spread) or cost.by_length
 
     def steps_drawn(self, rows: int) -> int:
-        """Return the number of steps for which a prediction draws lengths."""
+        """Choose the number of steps for which a prediction draws lengths."""
         return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
 
     def source_at(self, node: str, setting: Setting) -> CostSource:
-        """Return the source of the seconds of `node` at this setting: "scaled" if they were measured at another one."""
+        """Tell where the seconds of `node` at this setting come from: "scaled" if they were measured at another one."""
         cost = self.cost_of(node)
         counts = [count for count, _ in cost.by_devices]
         elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts)
         return "scaled" if elsewhere else self.source
 
     def sleep_source(self, model: str, setting: Setting) -> CostSource:
-        """Return the source of the seconds in which a model wakes and sleeps at this setting."""
+        """Tell where the seconds in which a model wakes and sleeps at this setting come from."""
         cost = self.sleep[model]
         if cost.estimated:
             return "estimated"
@@ -166,7 +166,7 @@ def _nominal(node: Node) -> NodeCost:
 
 
 def epochs_of(node: Node) -> int:
-    """Return the number of epochs of an update; 1 for other nodes."""
+    """Read the number of epochs of an update; 1 for other nodes."""
     return node.traits.epochs
 
 

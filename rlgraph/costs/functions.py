@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def width(self) -> float:
-        """Return the devices of one engine."""
+        """The number of devices of one engine."""
         return self.devices / self.engines
 
 

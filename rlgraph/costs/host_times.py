@@ -14,13 +14,13 @@ class HostTime:
     source: str
 
 
-# An engine schedules, samples and hands over between two steps, which no other work hides.
+# Between two decode steps an engine schedules, samples and passes tokens on; no other work overlaps that.
 DECODE_STEP_S = HostTime(1.18e-3, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
 # Of each sequence in a step: its logits, its log-prob, its place in the scheduler's lists.
 DECODE_SEQUENCE_S = HostTime(13.3e-6, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
 # Factor on both for each doubling of the engines that share a GPU.
 SHARING = HostTime(1.36, "peer_job_h200.json: one_step_off, four engines a GPU")
-# A pass forward and backward takes the host so long for each layer; more where ranks gather and scatter the layer's shards.
+# The host's time to launch a pass forward and backward, for each layer; more if ranks gather and scatter the layer's shards.
 PASS_LAYER_S = HostTime(7.75e-3, "prediction_h200.json: costs, pass_s of 1.7B and 4B over their layers")
 SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pass_s of 1.7B and 4B over their layers")
 # Bytes of memory traffic for each logit of a token that is trained: float32 softmax, its gradient, temperature, entropy.

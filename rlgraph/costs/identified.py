@@ -1,4 +1,4 @@
-"""Generators measured with one batch size: their seconds may come from decode steps, from sequences, or from the firing."""
+"""Find generators measured with one batch size: their seconds may come from decode steps, from sequences, or from the firing."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -53,7 +53,7 @@ def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
             found = measured.get((event.name, step), [])
             before = [(d.before, step - d.credits) for d in waits[event.name] if d.before != event.name]
             known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)
-            if not found:  # weights of a step that needs none, or what runs unmeasured: done as soon as it could begin
+            if not found:  # weights of a step that needs none, and events that nobody measures, count as done as soon as they could begin
                 ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
                 if not known:
                     unknown.add((event.name, step))

@@ -48,12 +48,12 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Return the mean tokens of a response."""
+        """The mean tokens of a response."""
         return float(np.trapezoid(self.tokens, self.at))
 
     @property
     def longest(self) -> float:
-        """Return the most tokens of a response."""
+        """The most tokens of a response."""
         return self.tokens[-1]
 
     def batches(self, steps: int, rows: int) -> Array:

@@ -1,4 +1,4 @@
-"""Explain measured seconds with the fewest numbers: least squares with coefficients of at least 0, chosen by what they explain."""
+"""Explain measured seconds with the fewest numbers: least squares with coefficients of at least 0, and only those that help."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -9,7 +9,7 @@ from rlgraph.costs import outliers
 from rlgraph.costs.lengths import Array
 
 KEPT_SPREAD = 40  # single firings kept in the costs of a node
-HARDLY = 0.1  # of the mean firing: shorter ones tell nothing of how firings spread
+HARDLY = 0.1  # of the mean firing: shorter firings say nothing of the spread
 STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
 
 

@@ -12,8 +12,8 @@ from rlgraph.costs.lengths import Array
 from rlgraph.costs.regression import explained, fewest, spread, varies
 
 EXPLAINED = 0.3  # tokens set a time if, at most, this share of its variance stays unexplained
-FLOORS = 64  # sizes tried of the largest pass that takes no longer than any smaller one
-FINELY = 512  # seconds tried of a pass, where all else is known
+FLOORS = 64  # sizes tried for the floor: the largest pass that takes no longer than a smaller one
+FINELY = 512  # least seconds of a pass that are tried, with all else known
 KNOWN = 2.0  # of the information criterion: evidence "not worth more than a bare mention" (Kass and Raftery, 1995)
 
 

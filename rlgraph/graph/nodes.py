@@ -17,7 +17,7 @@ from rlgraph.kinds import Range
 from rlgraph.settings import Count, Name, Natural, checked
 
 Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole number of at least 1")]
-BUCKET_BYTES = 512 << 20  # of weights: few buckets, so that receiving them takes little of the interpreter that decodes
+BUCKET_BYTES = 512 << 20  # of weights: with few buckets, receiving them takes little of the interpreter's time from decoding
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Node:
 
     @property
     def stream(self) -> "Node | None":
-        """The rollout whose parts it gives or works on."""
+        """The rollout whose chunks it makes or works on."""
         return self if self.chunks > 1 and self.follows is None else self.follows
 
     @cached_property

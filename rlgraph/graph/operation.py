@@ -123,7 +123,7 @@ class Operation(ABC):
         """Check at the launch, before anything starts, that it can run. Raises DataError or GraphError."""
 
     def cursor(self, step: int) -> Mapping[str, Any] | None:
-        """Return the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
+        """Give the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
 
         A run continues from a checkpoint only if these are the same.
         """
@@ -143,7 +143,7 @@ class Stateful(Protocol):
         """Do the node's work for a step."""
 
     def state(self) -> Any:
-        """Return the state for a checkpoint: None, numbers, text, bytes, tensors, and lists, tuples and dicts of these."""
+        """Collect the state for a checkpoint: None, numbers, text, bytes, tensors, and lists, tuples and dicts of these."""
 
     def load_state(self, state: Any, /) -> None:
         """Restore a `state`."""
@@ -151,10 +151,10 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class HasState(Protocol):
-    """One half of `Stateful`: a stage that has it without the other half is refused."""
+    """One half of `Stateful`; a stage that has only this half is refused."""
 
     def state(self) -> Any:
-        """Return the state for a checkpoint."""
+        """Collect the state for a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
 
 
 def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> None:
-    """Check the argument of `feedback.close`: `given`, which is also `weights` if it is an output of weights."""
+    """Check what `feedback.close` was given; `weights` is the same value, or None if it is no output of weights."""
     where = f"feedback '{feedback.name}'"
     if weights is None:
         raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")

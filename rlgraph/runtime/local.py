@@ -99,7 +99,7 @@ class LocalJob:
 
     @checked(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:
-        """Run the next `count` steps and give each as it finishes; those that a checkpoint holds are not given again."""
+        """Run the next `count` steps and give each as it finishes; steps that the checkpoint holds are not given again."""
         self._asked += count
         while self._finished < self._asked:
             step = self._finished
@@ -107,10 +107,10 @@ class LocalJob:
             self._finished = step + 1
             yield self._report(step)
             if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
-                self._save(self._finished)  # once the step's owner has seen it: a checkpoint holds nothing that nobody knows of
+                self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
 
     def _fire(self, step: int, until: int) -> None:
-        """Fire every node for `step` that has not, of the workers that are to get as far as `until`."""
+        """Fire every node that has not fired for `step`, of the workers that must reach it: they go to `until` plus their lookahead."""
         for event in self.plan.schedule.events:
             progress = self._homes[event.node]
             if event.kind == "fire" and progress.fired <= step < until + progress.lookahead:

@@ -30,12 +30,12 @@ TIMINGS = {
 
 
 def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of all workers; one that several ranks tell is their mean."""
+    """Join the metrics of all workers; a metric that several ranks report is averaged."""
     values: dict[str, list[float]] = {}
     for metrics in found:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
-    # Ranks that tell the same number give it as it is, without rounding.
+    # A number on which all ranks agree is kept as it is: a mean would round it.
     return {name: fmean(each) if len(set(each)) > 1 else each[0] for name, each in values.items()}
 
 
@@ -45,10 +45,10 @@ def bits(plan: Plan) -> dict[str, float]:
 
 
 def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
-    """Return `timing_s/*` of one step: each node's own work, how long the update waited for what it trains on, and what engines
-    that share a pool took to wake and to sleep.
+    """Sum `timing_s/*` of one step: each node's own work, the update's wait for its batch, and the wake and sleep of engines that
+    time-share a pool.
 
-    The parts of a batch count together, and so do all turns of a step; of several ranks the slowest counts.
+    The chunks of a batch are added up, and so are the time slices of a step; of several ranks the slowest counts.
     """
     found: dict[tuple[str, str], float] = {}
     nodes = {event.name: event.node for event in plan.schedule.events}

@@ -133,8 +133,8 @@ def send(connection: Connection, message: Message) -> None:
 
 
 def receive(connection: Connection) -> Message:
-    """Return the next message, waiting for it. Raises EOFError if the other end is gone, OSError if it sends nonsense."""
-    connection.wait()  # for as long as the peer lives: to have nothing to say is no fault
+    """Wait for the next message. Raises EOFError if the other end is gone, OSError if it sends nonsense."""
+    connection.wait()  # no deadline while the peer lives: a peer with nothing to say is not broken
     try:
         return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:

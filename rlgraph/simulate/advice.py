@@ -6,7 +6,7 @@ from rlgraph.compiler.plan import Plan, PlannedPool
 from rlgraph.compiler.schedule import MOVING
 
 IDLE = 0.75  # a pool that works less than this waits noticeably
-UNUSED = 0.25  # a pool that works less than this could be part of another
+UNUSED = 0.25  # a pool that works less than this could join another pool
 NOTICED = 0.05  # of a step: a wait, or a loss to varying times, that is worth a change
 
 

@@ -50,7 +50,7 @@ class Rule(Protocol):
 
 
 def rule_of(node: Node) -> Rule | None:
-    """Return the rule of a node in which batches or versions join while it decodes, else None."""
+    """Look up the rule by which batches or versions join while a node decodes; None if none do."""
     rule = node.traits.admission
     return rule if rule is not None and (rule.continuous or rule.interrupt) else None
 
@@ -106,13 +106,13 @@ class Machine:
     decoded: list[list[float]] = field(default_factory=list)  # of each firing: decode steps, sequences summed over them, batches begun
 
     def load(self, step: int) -> float:
-        """Load the version that batch `step` needs, and return the seconds that this takes; 0 if it is loaded already."""
+        """Load the version that batch `step` needs. Returns the seconds that this takes; 0 if it is loaded already."""
         missing = max(self.rule.needs(step) - self.version, 0)
         self.version += missing
         return missing * self.load_s
 
     def fire(self, step: int, at: float, pace: float = 1.0) -> float:
-        """Decode until batch `step` is done, from `at` on, and return when that is. A decode step takes `pace` times its cost."""
+        """Decode from time `at` until batch `step` is done. Returns the time of its end. A decode step takes `pace` times its cost."""
         self.now = at + self.decode.start_s
         self.decoded.append([0.0, 0.0, 0.0])
         self.batches = {number: batch for number, batch in self.batches.items() if number >= step}
@@ -180,7 +180,7 @@ class Machine:
 
 @dataclass
 class JoinedLoads(Engines):
-    """The loading of versions before a batch, without those that came while the batch before it decoded."""
+    """The loading of versions before a batch, less those that were loaded while the batch before it decoded."""
 
     machines: Sequence[Machine] = ()
 
@@ -191,7 +191,7 @@ class JoinedLoads(Engines):
 
 @dataclass
 class JoinedFirings(Engines):
-    """The firings of a rollout whose engines keep a state. `seconds` holds the time besides decoding at first, all of it once played."""
+    """The firings of a rollout whose engines keep a state. `seconds` excludes decoding until the firing has been played."""
 
     machines: Sequence[Machine] = ()
     paces: Sequence[float] = ()
@@ -242,7 +242,7 @@ def beside(cost: NodeCost, setting: Setting, steps: int) -> Array:
 
 
 def saturated(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
-    """Predict the mean seconds of a firing if every version arrives before it is needed; its loading is counted elsewhere."""
+    """Predict the mean seconds of a firing if every version arrives before it is needed; the load events count its loading."""
     return _saturated(decoder(node, setting, costs), steps_drawn(costs, rows), rows)
 
 
@@ -254,7 +254,7 @@ def _saturated(rollout: Decoder, steps: int, rows: int) -> float:
 
 
 def steps_drawn(costs: Costs, rows: int) -> int:
-    """Return the number of steps for which lengths are drawn where batches join."""
+    """Choose the number of steps for which lengths are drawn if batches join."""
     return max(min(costs.steps_drawn(rows), ROWS // max(rows, 1)), 64)
 
 
@@ -280,7 +280,7 @@ def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps
 
 
 def planned(node: Node) -> PlannedJoin | None:
-    """Describe how batches join a rollout, or return None where each decodes alone."""
+    """Describe how batches join a rollout; None if each decodes alone."""
     rule = rule_of(node)
     return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
 

@@ -30,13 +30,13 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """Return the mean seconds of a step in the steady state."""
+        """Average the seconds of a step in the steady state."""
         ends = self.played.step_ends()
         return (ends[-1] - ends[self.warm_up - 1]) / (self.steps - self.warm_up)
 
     @property
     def first_step_s(self) -> float:
-        """Return the seconds from the first tick to the end of the first step."""
+        """Measure the seconds from the first tick to the end of the first step."""
         return self.played.step_ends()[0]
 
     def waits(self) -> tuple[PlannedWait, ...]:
@@ -100,7 +100,7 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
     rows = max(node.rows for node in nodes)
     together = [node for node in nodes if continuous.is_played(graph, node, costs)]
     steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
-    relative: dict[str, Array] = {}  # of each firing `[steps, engines]`, to the mean one of the last engine
+    relative: dict[str, Array] = {}  # seconds of each firing `[steps, engines]`, relative to the mean of the last engine
     of_chunks: dict[str, Array] = {}
     for node in (node for node in nodes if node.name in varying):
         cost = costs.cost_of(node.name)
@@ -125,5 +125,5 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
     def seconds(event: Event, step: int) -> float:
         return alone[event.name][step] if event.name in alone else event.seconds
 
-    played = steps - schedule.most_lag  # what fires rounds ahead of others has drawn as many more
+    played = steps - schedule.most_lag  # events that fire rounds ahead of others need lengths of as many steps more
     return Forecast(schedule, play(schedule, played, seconds, apart), played, played // 8)

@@ -243,7 +243,7 @@ def _note_last(found: Played, name: str, each: Engines, puts: Sequence[_Put]) ->
 
 
 def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Dependency | None]:
-    """Find when all of these have come, at `at` or later, and which came last after `at`."""
+    """Find when all that is waited for has come, at `at` or later, and which of it came last after `at`."""
     cause = None
     for dependency, done, credits in waits:
         if step >= credits and done[step - credits] > at:

@@ -62,7 +62,7 @@ def replayed(trace: Trace, shares: Mapping[str, float] | None, depth: int | None
 
 
 def _period(schedule: Schedule, durations: Durations) -> float:
-    """Play the recorded steps over and over, and return the seconds a step."""
+    """Play the recorded steps again and again, and average the seconds of a step."""
 
     def seconds(event: Event, step: int) -> float:
         return durations[event.name][step % len(durations[event.name])]
@@ -110,7 +110,7 @@ def _scaled(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, 
 
 
 def _resized(plan: Plan, node: PlannedNode, old: Setting, counts: Mapping[str, int]) -> Setting:
-    """Give the setting on the pool's new devices: more engines of the same width on GPUs, wider engines on cores."""
+    """Work out the setting on the pool's new devices: more engines of the same width on GPUs, wider engines on cores."""
     devices = counts.get(node.pool or "", old.devices)
     engines = max(round(devices / old.width), 1) if plan.cluster.gpus else old.engines
     return replace(old, devices=devices, engines=engines)

@@ -45,12 +45,12 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Return the predicted seconds of a step."""
+        """The predicted seconds of a step."""
         return self.plan.prediction.step_s
 
     @property
     def staleness(self) -> int:
-        """Return the bound on the versions that a batch can be behind."""
+        """The bound on the number of versions that a batch can be behind."""
         return self.plan.certificate.staleness_bound
 
 
@@ -117,7 +117,7 @@ def search(
     warnings = warnings_of((draft.graph, draft.costs, draft.placed) for draft in drafts)
     found = [_candidate(draft, cluster, warnings) for draft in kept]
     best = min(_score(c, by) for c in found) or 1.0
-    ranked = sorted(found, key=lambda c: (round(_score(c, by) / best, 3), c.staleness))  # as good and less stale comes first
+    ranked = sorted(found, key=lambda c: (round(_score(c, by) / best, 3), c.staleness))  # equally good ones: less stale first
     return Search(tuple(ranked), looked_at, left_out, by, doubted(verdict(ranked, by), warnings), warnings)
 
 
@@ -186,7 +186,7 @@ def _problems(
 
 
 def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
-    """Take the best drafts of the streams, to be played: few of each stream, because its neighbours differ little."""
+    """Take the best drafts of the streams, to be played: few of each stream, because the drafts of one stream differ little."""
 
     def score(draft: _Draft) -> float:
         return draft.score(by, draft.period_s)
@@ -221,7 +221,7 @@ def _score(candidate: Candidate, by: Objective) -> float:
 
 
 def rows_trained(graph: Graph) -> int:
-    """Return the responses of a step: the rows that an update takes."""
+    """Count the responses of a step: the rows that an update takes."""
     return max((node.rows for node in graph.nodes if node.traits.work == "train"), default=max(node.rows for node in graph.nodes))
 
 
@@ -251,7 +251,7 @@ def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
 
 
 def doubted(found: str, warnings: Sequence[str]) -> str:
-    """Put the warnings that a verdict rests on before it."""
+    """Put warnings about the costs before a verdict that rests on them."""
     return " ".join([f"Not known: {'; '.join(warnings)}. With the numbers as they are:", found]) if found and warnings else found
 
 

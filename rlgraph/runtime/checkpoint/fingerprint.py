@@ -1,4 +1,4 @@
-"""What makes two graphs the same run: the nodes, what they read and write, the depths. Not learning rates, pools or ranks."""
+"""Tell whether a graph can resume a checkpoint: by its nodes, columns and depths, not by learning rates, pools or ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from rlgraph.graph.nodes import Graph
 
 
 def fingerprint(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """Return what a checkpoint and the graph that goes on from it must share, as plain values."""
+    """Collect, as plain values, what a checkpoint and the graph that resumes from it must have in common."""
     nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
     loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.latest} for p in plan.loops}
     return {"name": graph.name, "nodes": nodes, "feedback": loops}
 
 
 def difference(saved: Any, now: Any, where: str = "") -> str:
-    """Return the first place at which two plain values differ, in words, or an empty text."""
+    """Describe the first place at which two plain values differ; empty if they are equal."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys((*saved, *now)):
             place = f"{where} '{key}'".strip()

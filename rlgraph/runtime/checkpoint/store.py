@@ -93,7 +93,7 @@ class Checkpoints:
             self._lock = -1
 
     def start(self, probe: tuple[str, int] | None = None) -> Start:
-        """Return where the next session starts, and what it tries; what an earlier one left half done is gone by then."""
+        """Begin a session: remove what an earlier one left half written, and say where it starts and which prompts it tries."""
         self.id = secrets.token_hex(4)
         self.shards.clear()
         self.failed.clear()
@@ -111,11 +111,11 @@ class Checkpoints:
             self.troubles.append(f"the checkpoint of step {news.step} could not be written by worker '{news.worker}': {news.message}")
 
     def settled(self, step: int) -> bool:
-        """Return whether every worker has said that its shard is on the disk, or could not be written."""
+        """Tell whether every worker has said that its shard is on the disk, or could not be written."""
         return len(self.shards.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
 
     def commit(self, handed: int) -> list[int]:
-        """Make whole the checkpoints that are complete and hold no step beyond the `handed` that the run's owner has seen."""
+        """Finish the checkpoints whose shards are all written and which hold no step beyond the `handed` that the user has seen."""
         done = []
         for step in sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.settled(step)):
             try:

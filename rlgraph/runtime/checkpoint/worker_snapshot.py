@@ -52,7 +52,7 @@ class WorkerSnapshots:
     def take(self, step: int, recent: Mapping[int, Fired]) -> float:
         """Copy all that the checkpoint after `step` steps needs of this worker, and write it beside the run.
 
-        Gives the seconds for which this kept the run waiting, the end of the writing before included.
+        Returns the seconds for which the run stood still, the wait for the previous snapshot's writing included.
         """
         began = time.monotonic()
         self.wait()
@@ -117,7 +117,7 @@ def checked_state(node: str, state: Any) -> Any:
 
 
 def _save(content: Mapping[str, Any], file: Path) -> Path:
-    data = io.BytesIO()  # first, so that a disk that is full is the system's error and not that of the archive's writer
+    data = io.BytesIO()  # serialise in memory first, so that a full disk raises the system's error and not the archive writer's
     torch.save(content, data)
     with file.open("wb") as out:
         out.write(data.getbuffer())

@@ -1,4 +1,4 @@
-"""Who keeps whom waiting: from a worker that waited too long to the one that it waited for, over as many as there are between them.
+"""Find the worker that keeps others waiting: follow the waits from a worker that waited too long to one that does not wait.
 
 Worker `score` waits for channel 'rollout', its writer `generator` waits for channel 'prompts', and `prompts` runs its node:
 `prompts` is to blame, whichever of the others is the first to lose patience.
@@ -24,7 +24,7 @@ class Wait:
 
 
 def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
-    """What a worker waits for, None where it works. One that publishes may do either."""
+    """Find what a worker waits for; None if it works. A worker that publishes may do either."""
     activity = state.activity
     end = edge_of(plan, activity) if activity.waits or activity.kind == "publish" else None
     if end is None:
@@ -36,7 +36,7 @@ def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
 
 
 def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
-    """Whether a reader has done with the message whose slot the writer waits for, and did not give the slot back."""
+    """Tell whether a reader has finished with a message and still holds its slot, for which the writer waits."""
     if isinstance(wait.end, PlannedChannel):
         wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier one, where a batch has chunks
         return (reader.step + reader.activity.idle) * wait.end.chunks - wait.end.credits > wanted
@@ -56,7 +56,7 @@ class Culprit:
 
 
 def culprit(plan: Plan, states: Mapping[str, Heartbeat], waiting: str, held: Mapping[tuple[str, str], int]) -> Culprit | None:
-    """Find whom a waiting worker waits for in the end; None where all that are known wait for one another.
+    """Find the worker at the end of a chain of waits; None if all known workers wait for one another.
 
     `held` says how many slots of a channel a worker held between its last two steps.
     """

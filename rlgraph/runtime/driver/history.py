@@ -48,7 +48,7 @@ class Spans:
             self._added += 1
 
     def since(self, start_s: float) -> list[Span]:
-        """Return the spans, oldest first, in seconds from `start_s`."""
+        """List the spans, oldest first, in seconds from `start_s`."""
         names: list[Any] = list(self._codes)
         first = self._added if self.full else 0
         return [

@@ -36,7 +36,7 @@ from rlgraph.settings import Natural, checked
 KEPT_SPANS = 100_000  # some thousand steps
 KEPT_SAMPLED = 2_000
 KEPT_STEPS = 50_000
-HOST_BACK_S = 300.0  # a host that was lost may be started again, or another in its place
+HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be started again
 
 
 class Job:
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def finished(self) -> int:
-        """How many steps of the run are done: those given so far, and those that the checkpoint held which it went on from."""
+        """The number of steps that are done: those given so far, and those in the checkpoint from which the job resumed."""
         return self._finished
 
     @property
@@ -88,7 +88,7 @@ class Job:
                 if self._session.ended
                 else "the job is already running: enter it once, and launch the plan again for a second one"
             )
-        sys.stdout.flush()  # what the program has printed is seen before a start that takes long, where the output is no terminal
+        sys.stdout.flush()  # a start takes long: show what the program has printed so far, also if the output is no terminal
         self._launch_s = time.monotonic()
         self._signals.install()
         try:
@@ -115,8 +115,8 @@ class Job:
     def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps of the run and give each as it finishes; the steps after it are already at work.
 
-        In a job that went on from a checkpoint, the steps that it holds count but are not given again: the same program run
-        again does what was left to do. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
+        In a job that resumed from a checkpoint, the steps in the checkpoint count but are not given again: run again, the same
+        program does the steps that are left. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
 
         Raises NodeError for a node that failed, WorkerDied for a process that ended, ChannelTimeout for a deadline that
         expired, when the job has been started again as often as `restarts` allows; it is closed by then.
@@ -154,7 +154,7 @@ class Job:
             return None
 
     def _start(self) -> None:
-        """Start the workers; one that dies on the way counts as one that dies later."""
+        """Start the workers; a worker that dies during the start is handled like one that dies later."""
         try:
             self._session.start()
         except RlgraphError as error:
@@ -163,7 +163,7 @@ class Job:
             self._signals.install()
 
     def _start_again(self, error: Exception) -> None:
-        """Start the workers again from the newest checkpoint. Raises the error where that is not allowed, or not any more."""
+        """Start the workers again from the newest checkpoint. Raises the error if no restart is left."""
         self._settle()
         while True:
             newest = self._checkpoints.newest if self._checkpoints else 0
@@ -185,7 +185,7 @@ class Job:
                 return
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
-        """Set the prompt aside that has killed its worker twice, if one has."""
+        """Set aside the prompt that has killed its worker twice, if there is one."""
         place = self._poison_prompts.saw(self._session.did, checkpoints.set_aside)
         if place is not None:
             checkpoints.set_aside = (*checkpoints.set_aside, place)
@@ -229,7 +229,7 @@ class Job:
         self._checkpoints.troubles.clear()
 
     def _save(self) -> None:
-        """Make a last checkpoint of all that was done, where the workers stand at the step handed over last."""
+        """Make a last checkpoint if the workers stand at the step handed over last."""
         checkpoints, session = self._checkpoints, self._session
         if checkpoints is None or session.ended or session.ticked != self._finished or session.reported != self._finished:
             return
@@ -248,7 +248,7 @@ class Job:
         return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
-        """The firings of the run so far: what its costs are read off, and `rlgraph.replay` plays again."""
+        """The firings of the run so far, from which `costs` are fitted and which `rlgraph.replay` plays again."""
         return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
 
     @property
@@ -257,7 +257,7 @@ class Job:
         return self._monitor.observed
 
     def run(self) -> Run:
-        """The run so far as values: what bubbles, advice and report are read off, and `Run.save` keeps.
+        """The run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
 
         While steps are still to be given, it ends where the first worker's last report ends. Of a run so long that its first
         spans are no longer kept, it begins with the first whole step.

@@ -10,7 +10,7 @@ from rlgraph.engines.precision import device_precision
 
 
 def local_cluster() -> Cluster:
-    """Return the GPUs and cores that this process may use, their memory, and what they compute models in."""
+    """Describe the GPUs and cores that this process may use: their number, their memory and the dtype that they compute in."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = torch.cuda.get_device_properties(0) if gpus else None
     return Cluster(
@@ -26,7 +26,7 @@ def local_cluster() -> Cluster:
 
 
 def _host_memory_bytes() -> int:
-    """Return the memory of the host, or of the container where that is less."""
+    """Read the memory of the host, or the limit of the container where that is less."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"

@@ -1,4 +1,4 @@
-"""What a killed driver leaves behind: found at the next start by the note that it kept, and swept. Never another job's."""
+"""Sweep what a killed driver left behind. The next start finds it by the note that the driver kept; other jobs are left alone."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-PREFIX = "rlgraph-job-"  # of job folders alone: a model's code writes into no folder of such a name
+PREFIX = "rlgraph-job-"  # only job folders have it, so no model's code writes into a folder of such a name
 NOTE = "owner.json"
 MOST_BYTES = 1 << 20  # of a note
 SESSION = r"session_[0-9_-]+_{pid}"  # Ray's name for the folder of a Ray that process `pid` started, within a folder `ray`
@@ -66,7 +66,7 @@ def _removed(folder: Path) -> list[str]:
     with contextlib.suppress(OSError), _own(folder, private=False) as handle:
         for name in os.listdir(handle):
             try:
-                os.unlink(name, dir_fd=handle)  # first: to open a worker's pipe, as `rmtree` does, would wait for a writer for ever
+                os.unlink(name, dir_fd=handle)  # not `rmtree` at once: it would open a worker's pipe, and wait for a writer for ever
             except OSError:
                 shutil.rmtree(name, ignore_errors=True, dir_fd=handle)
         folder.rmdir()
@@ -109,12 +109,12 @@ def _note(folder: int) -> _Note | None:
 
 
 def _birth(pid: int) -> tuple[int, int]:
-    """Return a process id with the time at which it began, in ticks since the machine's start: ids are used again."""
+    """Pair a process id with the time at which the process began, because the system uses ids again."""
     return pid, began(pid)
 
 
 def began(pid: int) -> int:
-    """When a process began, in ticks since the machine's start; -1 where it has ended, also as a zombie that nobody has waited for."""
+    """Read when a process began, in ticks since the machine's start; -1 for one that has ended, a zombie included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Prompts that kill their worker: found by firing for one prompt at a time, set aside when that has killed a worker twice."""
+"""Find prompts that kill their worker by firing for one prompt at a time; set aside one that has killed a worker twice."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class PoisonPrompts:
     accused: int | None = None  # the place in the data order of the prompt at which the last probe died
 
     def saw(self, did: Heartbeat | None, set_aside: tuple[int, ...]) -> int | None:
-        """Learn from what a worker did when it failed; return the place of a prompt that has now killed its worker twice."""
+        """Learn from what a worker did when it failed; give the place of a prompt that has now killed its worker twice."""
         if did is None:
             return None
         activity = did.activity
@@ -42,7 +42,7 @@ class PoisonPrompts:
         return source.positions(step, set_aside)[prompt]
 
     def _can_probe(self, node: str) -> bool:
-        """Whether a node may be fired for a part of its batch without a trace: what is trained may not."""
+        """Tell whether a node can be fired for one prompt without changing the run: a node of a trained model cannot."""
         planned = next((found for found in self.plan.nodes if found.name == node), None)
         trained = {found.model for found in self.plan.nodes if found.work == "train"}
         return planned is not None and bool(planned.reads) and planned.model not in {*trained} - {None} and self._source() is not None

@@ -51,16 +51,16 @@ class Dispatch(Protocol):
     """Starts workers and ticks them; execution k is step k."""
 
     def begin(self, hosts: int, *, stores: bool = False) -> None:
-        """Start what the workers run on, on so many hosts, unless it runs; with room for messages where Ray `stores` them."""
+        """Start Ray on `hosts` hosts unless it runs; with room for messages if Ray `stores` them."""
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
-        """Return (id, address) of the hosts of the plan, the driver's first; nothing where it is the only one.
+        """List (id, address) of the plan's hosts, the driver's first; empty if the driver's host is the only one.
 
-        Raises PlanError where there are fewer and, after one was lost, none comes back within `patience_s`.
+        Raises PlanError if there are fewer hosts, also after waiting `patience_s` for a lost one to come back.
         """
 
     def folders(self) -> Sequence[str]:
-        """Return the folders of what `begin` started, which a killed driver would leave behind."""
+        """List the folders of what `begin` started: those that a killed driver leaves behind."""
 
     def end(self) -> None:
         """End what `begin` started."""

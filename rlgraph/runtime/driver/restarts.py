@@ -1,4 +1,4 @@
-"""How often a job may start again: as often as allowed without having got further than before."""
+"""Limit how often a job starts again without making progress in between."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ class Restarts:
     newest: int = 0
 
     def allows(self, error: Exception, newest: int, *, ready: bool) -> bool:
-        """Count a failure, and return whether the job may start again after it; `ready` says that all workers had got ready before."""
+        """Count a failure and tell whether the job may start again; `ready` says that all workers were ready when it failed."""
         if newest > self.newest:
             self.used, self.newest = 0, newest
-        unloadable = isinstance(error, NodeError) and not ready  # an engine that cannot be loaded will not be the next time either
+        unloadable = isinstance(error, NodeError) and not ready  # an engine that failed to load will fail again
         if isinstance(error, HOPELESS) or unloadable or self.used >= self.allowed:
             return False
         self.used += 1

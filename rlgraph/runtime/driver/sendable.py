@@ -1,4 +1,4 @@
-"""What a user gave goes to other processes: find before anything starts what cannot, by the name that the user knows it by."""
+"""Check before anything starts that what the user gave can be sent to other processes, and name what cannot."""
 
 import functools
 import inspect
@@ -29,7 +29,7 @@ def check_sendable(graph: Graph) -> None:
 
 
 def _way(value: Any, way: tuple[str, ...]) -> tuple[Any, ...]:
-    """The names that lead to the innermost thing that cannot be sent, and that thing."""
+    """Find the innermost object that cannot be sent, and the names that lead to it."""
     if len(way) < DEPTH:
         for name, part in _parts(value):
             if part is not value and not sendable(part):

@@ -41,7 +41,7 @@ class Session:
     ) -> None:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
         self._start_at, self._patience_s = start, patience_s
-        # Whatever is in flight is finished before a graceful end, so that no more of it is than overlaps.
+        # A graceful end waits for all steps in flight, so keep no more of them in flight than can overlap.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
         self._dispatch = ray_dispatch.DISPATCHES[dispatch_name]()
@@ -73,14 +73,14 @@ class Session:
         return self._dispatching
 
     def check_runs(self) -> None:
-        """Raise RlgraphError unless its workers have been started and have not ended."""
+        """Raise RlgraphError if the workers have not been started, or have ended."""
         if self.ended:
             raise RlgraphError("the job is closed; launch the plan again")
         if not self._dispatching:
             raise RlgraphError("the job has not been started: take its steps inside of `with plan.launch() as job:`")
 
     def start(self) -> None:
-        """Start the workers and wait until each is ready. Raises what keeps one from it, when the others have ended."""
+        """Start the workers and wait until each is ready. If one fails, end the others and raise its error."""
         try:
             self._start()
         except BaseException:
@@ -108,7 +108,7 @@ class Session:
         return Hosts(self.folder, (LocalHostAgent(self.folder), *others), tuple(address for _, address in found), placed)
 
     def step(self, last: int) -> Sequence[messages.Report]:
-        """Wait for what the workers report of the next step; those after it, up to `last`, are at work by then.
+        """Wait for the reports of the next step; the workers already work on the steps after it, up to `last`.
 
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
         """
@@ -132,18 +132,18 @@ class Session:
             self._group.tell(messages.Go(self.ticked))
             self.ticked += 1
         reports = self._group.reports(step)
-        if step > self.first:  # every worker has gone on to this step, so Ray has what they returned for the one before
+        if step > self.first:  # every worker works on this step, so Ray already holds what they returned for the step before
             self._dispatch.report(step - 1)
         self.reported = step + 1
         return reports
 
     def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
-        """What the workers have said of checkpoints since it was asked last."""
+        """Take what the workers have said of checkpoints since the last call."""
         news, self._group.saved = self._group.saved, []
         return news
 
     def save(self, step: int) -> None:
-        """Have every worker complete the checkpoint after `step` steps, all of which are done; its news tell when it has."""
+        """Ask every worker to complete the checkpoint after `step` steps, all of which are done; `news` tells when it has."""
         self._group.tell(messages.Save(step))
 
     def listen(self) -> None:
@@ -151,7 +151,7 @@ class Session:
         self._guarded(self._group.listen)
 
     def abandon(self) -> None:
-        """End the workers of a session that failed: soon, and without asking long."""
+        """End the workers of a session that failed, with little time for a graceful end."""
         if not self.ended:
             self.did = self._group.did()
         self.failed = True

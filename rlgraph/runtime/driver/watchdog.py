@@ -25,10 +25,10 @@ LOOK_S = 0.25  # of silence between two looks; a look reads one small file a wor
 SLOW = 5.0  # a firing of so many medians is slow
 SLOW_LEAST_S = 2.0
 REMEMBERED = 50  # firings that a median is taken of
-FIRST_S = 0.75  # a wait of a worker ends by itself so much after the deadline: by then the node that it waits for has been named
+FIRST_S = 0.75  # a worker's own wait ends this long after the deadline, so that the node it waits for is named first
 LATE_S = 2.0  # where it does not, it is the driver that ends it
 
-Work: TypeAlias = tuple[str, str, str]  # the kind, node and edge of an event: of all parts of a batch together
+Work: TypeAlias = tuple[str, str, str]  # the kind, node and edge of an event: all chunks of a batch count as one
 
 
 @dataclass

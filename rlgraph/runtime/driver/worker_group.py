@@ -25,7 +25,7 @@ CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, Channel
 IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, where a peer may have gone away
 START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
 SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
-HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
+HANDSHAKE_S = 10.0  # after this long a process that connects and stays silent is dropped, so that the others can connect
 
 
 class WorkerGroup:
@@ -78,11 +78,11 @@ class WorkerGroup:
     def tell(self, message: messages.Message) -> None:
         """Send a message to every worker that is still there."""
         for connection in self.connections.values():
-            with contextlib.suppress(OSError):  # it is dead, which the next `_listen` finds out and says
+            with contextlib.suppress(OSError):  # the worker is dead: the next `_listen` reports it
                 messages.send(connection, message)
 
     def until_open(self, on_wait: Callable[[list[str]], None]) -> dict[str, str]:
-        """Wait until every worker listens, and return where; `on_wait` is told again and again who is missing.
+        """Wait until every worker listens, and collect the addresses; `on_wait` gets the missing workers again and again.
 
         Raises what `on_wait` does, else what went wrong with the first that could not.
         """
@@ -93,7 +93,7 @@ class WorkerGroup:
         return {planned: address for addresses in self._opened.values() for planned, address in addresses.items()}
 
     def until_ready(self, on_wait: Callable[[list[str]], None]) -> None:
-        """Wait until every worker has loaded its engine; `on_wait` is told again and again who is missing.
+        """Wait until every worker has loaded its engine; `on_wait` gets the missing workers again and again.
 
         Raises what went wrong with the first that could not.
         """
@@ -121,14 +121,14 @@ class WorkerGroup:
                 raise ChannelTimeout(f"no worker has said anything for {silent_s:.1f} s{self.watchdog.account([])}")
 
     def until_gone(self, timeout_s: float) -> bool:
-        """Wait until every worker has closed its end; return whether they did in time."""
+        """Wait until every worker has closed its end; False if the time ran out."""
         end = time.monotonic() + timeout_s
         while self.connections and (left := end - time.monotonic()) > 0:
             self._hear(left)
         return not self.connections
 
     def kill(self, patience_s: float) -> None:
-        """End the workers' processes of this host that Ray has not ended in time: one that is stopped does not hear it."""
+        """Kill the workers' processes of this host that Ray has not ended in time: a stopped process does not react to Ray."""
         end = time.monotonic() + patience_s
         for process in self._processes:
             if not select.select([process], [], [], max(end - time.monotonic(), 0.0))[0]:
@@ -136,7 +136,7 @@ class WorkerGroup:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
 
     def until_ended(self, timeout_s: float) -> None:
-        """Wait until every worker's process of this host has ended, at most `timeout_s` for each, and let go of all of them."""
+        """Wait until every worker's process of this host has ended, at most `timeout_s` for each, and release their handles."""
         for process in self._processes:
             select.select([process], [], [], timeout_s)
             os.close(process)
@@ -147,7 +147,7 @@ class WorkerGroup:
         self._selector.close()
 
     def _listen(self, missing: Collection[str], since_s: float, deadline_s: float) -> bool:
-        """Hear the next word, or look at who is missing; return whether there was one."""
+        """Take the next message, or look at who is missing; True if there was a message."""
         heard = self._hear(LOOK_S)
         if not heard:
             self.watchdog.look(missing, since_s, deadline_s)
@@ -156,7 +156,7 @@ class WorkerGroup:
         return heard
 
     def _hear(self, timeout_s: float) -> bool:
-        """Take in what the workers say; return whether any spoke within the time."""
+        """Read the workers' messages; True if any came within the time."""
         speaking = self._selector.select(timeout_s)
         for key, _ in speaking:
             name = key.data
@@ -186,13 +186,13 @@ class WorkerGroup:
                 raise OSError(f"a message that no worker sends: {shown(message)}")
 
     def did(self) -> Heartbeat | None:
-        """What the worker that failed or died did at that moment, where that is known."""
+        """Find what the failed or dead worker did at that moment, if that is known."""
         failed, perhaps = ([failure.worker for failure in self._failed(of_peers=peers)] for peers in (False, True))
         states = self.states() if failed or perhaps or self._dead else {}
         return next((states.get(name) for name in (*failed, *self._died(), *perhaps)), None)
 
     def explanation(self) -> RlgraphError | None:
-        """The error of the node that failed, else of the worker that died, listening a moment for either.
+        """Find the cause of trouble: a node that failed, else a worker that died. Listens a moment longer for either.
 
         A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
         """
@@ -203,13 +203,13 @@ class WorkerGroup:
         return self._cause() or next(map(self._node_error, self._failed(of_peers=True)), None)
 
     def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
-        """The failures that nobody else has caused; or those of ranks in a collective, which the end of a peer may have."""
+        """List the failures that no peer has caused; or those of ranks in a collective, which a peer's death may have caused."""
         several = {worker.name for worker in self.plan.workers if worker.world > 1}
         own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
         return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
 
     def _died(self) -> list[str]:
-        """The workers that are gone and had not failed before."""
+        """List the workers that are gone without having failed before."""
         failed = {failure.worker for failure in self._failures}
         return [name for name in self._dead if name not in failed]
 

@@ -1,4 +1,4 @@
-"""What a worker does at a moment, as a value; words for it are made where a person reads them, and nothing reads them back."""
+"""What a worker does at a moment, as a value. Words are made where a person reads them; nothing parses them back."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -89,7 +89,7 @@ def described(activity: Activity, plan: Plan | None = None) -> str:
 
 
 def event_name(activity: Activity, plan: Plan) -> str:
-    """The name under which work is counted and warned about: its node, whichever part of a batch it fires for, else its event."""
+    """Name work for counts and warnings: by its node, whichever chunk of a batch it fires for, else by its event."""
     match activity.kind:
         case "publish":
             return publish_event(activity.edge)
@@ -105,6 +105,6 @@ def event_name(activity: Activity, plan: Plan) -> str:
 
 
 def edge_of(plan: Plan, activity: Activity) -> PlannedChannel | PlannedLoop | None:
-    """The channel or the feedback edge that an activity is about; None where it is about none, or the plan does not have it."""
+    """Find the channel or the feedback edge of an activity; None if it has none, or the plan does not know it."""
     ends = plan.channels if activity.kind in ("take", "put") else plan.loops
     return next((end for end in ends if end.name == activity.edge), None)

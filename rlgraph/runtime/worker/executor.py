@@ -51,8 +51,8 @@ class Worker:
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
     parts: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
-    streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in parts
-    kept: dict[str, list[Columns]] = field(default_factory=dict)  # parts of a batch that a checkpoint may need, by node
+    streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in chunks
+    kept: dict[str, list[Columns]] = field(default_factory=dict)  # chunks of a batch that a checkpoint may need, by node
     doing: str = "starting"
     time_slice: TimeSlice | None = None  # the one it is in, where models time-share the devices
     awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
@@ -67,7 +67,7 @@ class Worker:
         self.stages = {task.name: checked_stage(task.name, task.operation.start(self.context)) for task in self.setup.tasks}
 
     def step(self, step: int) -> None:
-        """Fire every node, once or for each part of the batch."""
+        """Fire every node, once or for each chunk of the batch."""
         for name, part in self.setup.firings:
             self.fire(self.setup.task(name), step, part)
 
@@ -75,14 +75,14 @@ class Worker:
         """Fire one node: wait in the pool, then weights, inputs, the node's own work, outputs, and last the weights it publishes."""
         self.recorder.begin(step)
         self.time_slice = self.setup.time_slice(task.name, part)
-        self._take(task, step, part, "order")  # before an engine wakes: the one before it has given the memory back by then
+        self._take(task, step, part, "order")  # before an engine wakes, so that the engine before it has given its memory back
         for loop in self.loops:
             if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
                 self._load_weights(loop, task.name, step)
         columns = self._take(task, step, part, "batch")
         writing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
         publishing = [loop for loop in writing if loop.due is None]
-        if publishing:  # the deepest edge is the rollout's: others lead to nodes that look at the batch on its way
+        if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
             self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
         self.doing = task.name
         idle = task.due is not None and not task.due(step)
@@ -123,11 +123,11 @@ class Worker:
             writer.publish(version, self.context.engine.weight_shards(), self.setup.deadline_s)
 
     def _first_user(self, loop: Loop) -> str | None:
-        """Return the node before which this worker loads weights: all of its nodes use one version in a step."""
+        """Find the node before which this worker loads weights: the first that uses them, as all nodes of a step use one version."""
         return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
 
     def _run(self, task: Task, step: int, part: int, columns: Columns) -> Fired:
-        """Run the node's own work; one that gives its batch in parts goes on until the next of them is there."""
+        """Run the node's own work; a node that gives its batch in chunks runs until its next chunk is ready."""
         if task.chunks == 1 or task.follows is not None:
             return self.stages[task.name](step, columns)
         if part == 0:
@@ -135,7 +135,7 @@ class Worker:
         return next(self.streams[task.name])
 
     def _wake(self, step: int) -> None:
-        """Let an engine that time-shares its devices take their memory, unless it has it."""
+        """Wake an engine that time-shares its devices, unless it is awake."""
         if self.time_slice is None or self.awake:
             return
         self.recorder.carry(self.doing, step)
@@ -145,7 +145,7 @@ class Worker:
         self.awake = True
 
     def _sleep(self, time_slice: TimeSlice, step: int) -> None:
-        """Let an engine give the memory of its devices back, if it has it: where nothing was due, it has not."""
+        """Put an engine that time-shares its devices to sleep, if it is awake: it is not where nothing was due."""
         if not self.awake:
             return
         self.on_enter(step, Activity("sleep", time_slice.firings[-1][0]))
@@ -154,7 +154,7 @@ class Worker:
         self.awake = False
 
     def _probe(self, task: Task, step: int, columns: Columns) -> None:
-        """Fire a node, one that has killed its worker at this step, for one prompt after another, and forget what comes of it."""
+        """Fire a node that has killed its worker at this step for one prompt after another, and drop the results."""
         stage: Any = self.stages[task.name]
         before = stage.state() if isinstance(stage, Stateful) else None
         rank, world, count = self.context.rank, self.context.world, self.setup.prompts
@@ -191,14 +191,14 @@ class Worker:
         return columns
 
     def _drop(self, box: Inbox) -> None:
-        """Drop what this worker had read before the checkpoint that it goes on from, but another reader of the channel had not."""
+        """Drop the messages that this worker had read before the checkpoint, and another reader of the channel had not."""
         parts, begin = box.channel.chunks, [self.setup.begin[reader] for reader in box.channel.readers]
         for message in range(min(begin) * parts, self.setup.first * parts) if box.channel.kind == "batch" else ():
             box.take((message,), self.setup.deadline_s)
             box.done(box.users[-1], (message,))
 
     def reopen(self, step: int, opened: Mapping[int, Mapping[str, Sequence[Columns]]]) -> None:
-        """Go on from a checkpoint after `step` steps: put what lies open into the channels again, and publish its weights."""
+        """Resume from a checkpoint after `step` steps: put its open batches into the channels again, and publish its weights."""
         for at in sorted(opened):
             for task in self.setup.tasks:
                 for part, columns in enumerate(opened[at].get(task.name, ())):
@@ -211,14 +211,14 @@ class Worker:
         self.kept = {}
 
     def _put(self, task: Task, message: int, columns: Columns, *, again: bool = False) -> None:
-        """Put a batch into the channels of its node, and tell the next of the pool to fire; what is put `again` tells nobody."""
+        """Put a batch into the channels of its node, and tell the pool's next node to fire, unless it is put `again`."""
         if self.setup.saving is not None and task.name in self.setup.saving.open:
             self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
         step = message // task.chunks
         for box in self.mailbox.written_by(task.name):
             read_at = (message + box.channel.credits) // box.channel.chunks
             if read_at < min(self.setup.begin[reader] for reader in box.channel.readers):
-                continue  # read before the checkpoint that this run goes on from, or no message
+                continue  # read before the checkpoint from which this run resumed, or no message
             if again and box.channel.kind == "order":
                 continue
             self.on_enter(step, Activity("put", task.name, box.channel.name))
@@ -238,7 +238,7 @@ class Worker:
             self.load_published(loop, node, step)
 
     def _newest(self, step: int) -> float:
-        """Return the newest version that a rollout may take: one that lies open at a checkpoint has nothing that came after it."""
+        """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
         saving = self.setup.saving
         if saving is None:
             return float("inf")
@@ -258,7 +258,7 @@ class Worker:
         self._swap(loop, node, step, version, weights)
 
     def load_published(self, loop: Loop, node: str, step: int) -> None:
-        """Load every version that is there, without waiting for one."""
+        """Load every version that has arrived, without waiting for more."""
         assert loop.reader is not None
         while self.context.version < self._newest(step):
             try:
@@ -281,17 +281,17 @@ class Worker:
         self.context.version = version
 
     def report(self) -> tuple[dict[str, float], list[Span]]:
-        """Return metrics and spans since the last report."""
+        """Take the metrics and spans since the last report."""
         metrics, self.metrics = self.metrics, {}
         return metrics, self.recorder.taken()
 
     def taken_sampled(self) -> list[Sampled]:
-        """How much was sampled since the last report."""
+        """Take the counts of sampled tokens since the last report."""
         found, self.sampled = self.sampled, []
         return found
 
     def published_bytes(self) -> int:
-        """Return the bytes of one version, as far as this worker publishes it."""
+        """Count the bytes of a weight version that this worker publishes: those of its own shards."""
         ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]
         return sum(end.bytes // max(end.messages, 1) for end in ends)
 
@@ -328,7 +328,7 @@ class Arriving:
 
 
 def checked_stage(node: str, stage: Any) -> Stage:
-    """What an operation's `start` gave. Raises GraphError for what cannot be called, or whose state could be saved and not loaded."""
+    """Check what an operation's `start` gave. Raises GraphError if it cannot be called, or has only one half of `Stateful`."""
     if not callable(stage):
         raise GraphError(
             f"node '{node}': start(context) gave {shown(stage)}; it gives a function of (step, columns), which is called at each firing"
@@ -340,7 +340,7 @@ def checked_stage(node: str, stage: Any) -> Stage:
 
 
 def owned(written: Columns, read: Columns) -> Columns:
-    """Return the columns with a copy of each that is a view of one read, whose slot is given back when the firing ends."""
+    """Copy the written columns that are views of columns read: the slot of those is given back when the firing ends."""
     slots = {column.untyped_storage().data_ptr() for column in read.values() if isinstance(column, torch.Tensor)}
     return {
         name: column.clone() if isinstance(column, torch.Tensor) and column.untyped_storage().data_ptr() in slots else column
@@ -349,7 +349,7 @@ def owned(written: Columns, read: Columns) -> Columns:
 
 
 def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
-    """Return the tokens of what a node has sampled; nothing where it writes no masks."""
+    """Count the tokens that a node has sampled; none if it writes no masks."""
     responses, prompts = columns.get("response_mask"), columns.get("prompt_mask")
     lengths = responses.sum(-1).tolist() if isinstance(responses, torch.Tensor) and len(responses) else []
     prompt_tokens = int(prompts.sum()) if isinstance(prompts, torch.Tensor) else 0
@@ -357,7 +357,7 @@ def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
 
 
 def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
-    """How many versions the batch is behind, by token. Raises StalenessError where the oldest exceeds the bound."""
+    """Measure by how many versions the tokens of a batch are behind. Raises StalenessError if the oldest exceeds the bound."""
     mask, versions = columns["response_mask"], columns["weight_version"]
     assert isinstance(mask, torch.Tensor)
     assert isinstance(versions, torch.Tensor)

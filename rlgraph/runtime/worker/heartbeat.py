@@ -1,4 +1,4 @@
-"""What each worker does at this moment, in a few bytes of a file that both sides map: writing costs no message.
+"""What each worker does at this moment, in a few bytes of a file that worker and driver map: writing takes no message.
 
 The driver reads it only when nothing was heard for a while, to say who keeps whom waiting.
 """
@@ -30,13 +30,13 @@ class Heartbeat:
     done: int = 0
     total: int = 0
     unit: str = ""
-    stopped: bool = False  # whether its process gets no time at all: `kill -STOP`, Ctrl-Z or a debugger
+    stopped: bool = False  # whether the process is stopped: by `kill -STOP`, Ctrl-Z or a debugger
 
     def __str__(self) -> str:
         return self.told()
 
     def told(self, plan: Plan | None = None) -> str:
-        """Say all of it in words; with a plan, who is at the other end of what it waits for as well."""
+        """Describe it in words; with a plan, also who is at the other end of the edge on which it waits."""
         counts = f" ({self.done} of {self.total} {self.unit})" if self.total else ""
         at = f", step {self.step}" if self.step >= 0 else ""
         stopped = " (its process is stopped)" if self.stopped else ""

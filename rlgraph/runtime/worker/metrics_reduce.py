@@ -1,11 +1,11 @@
-"""The metrics of a batch whose node fired for each of its parts."""
+"""Metrics of a batch whose node fired for each of its chunks."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a batch from those of its parts, which are of equal size: means, but of `…/max` and `…/min` the extremes."""
+    """Combine the metrics of equally large chunks into those of the batch: by the mean, `…/max` and `…/min` by the extreme."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _reduced(name, [part[name] for part in parts if name in part]) for name in names}
 

@@ -18,7 +18,7 @@ class Inbox:
     held: dict[int, Mapping[str, Column]] = field(default_factory=dict)
 
     def take(self, messages: Iterable[int], timeout_s: float) -> Mapping[str, Column]:
-        """Take these messages as one batch, the rows of all writing ranks below one another."""
+        """Take these messages as one batch: the rows of all writing ranks, in the order of the ranks."""
         for message in messages:
             if message not in self.held:
                 self.held[message] = concat_rows([reader.take(message, timeout_s) for reader in self.readers])

@@ -30,7 +30,7 @@ from rlgraph.runtime.worker.stacks import offer_stacks
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Keep Python's garbage collector out of imports and loading, a fifth of which it would take; what is there then, it leaves aside."""
+    """Pause Python's garbage collector while an engine loads, which it would slow by a fifth; later it skips what was loaded."""
     gc.disable()
     try:
         yield
@@ -59,7 +59,7 @@ class Process:
         self.stopped = self.failed = False
 
     def prepare(self) -> None:
-        """Listen where this worker writes, and tell the driver where; once it knows of all, connect, load the engine, and tell."""
+        """Listen where this worker writes and tell the driver the addresses; after its answer connect, load the engine, and report."""
         try:
             self._open()
             messages.send(self.control, messages.Opened(self.name, self.addresses))
@@ -81,7 +81,7 @@ class Process:
         if self.setup.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
             listener = listen(f"ranks of {worker.model}", f"{self.setup.listen_at}:0", worker.world)
             self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(listener)}"
-            self.meeting = listener.detach()  # the engine's to close: from here on nobody else can take the port
+            self.meeting = listener.detach()  # the engine closes it: from here on nobody else can take the port
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> Writer:
@@ -141,7 +141,7 @@ class Process:
         """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
         if self.stopped or self.progress is None or step < 0:
             return step
-        if not self.failed:  # else its state stays that in which it failed, for the driver to see
+        if not self.failed:  # on a failure the last activity stays, for the driver to see
             self._fire(step, self.progress)
         self._sleep(step)
         return step
@@ -173,7 +173,7 @@ class Process:
             messages.send(self.control, message)
 
     def _fail(self, step: int, node: str, error: Exception) -> None:
-        """Tell the peers first, so that none waits for what will not come, then the driver."""
+        """Report a failure: to the peers first, so that none waits for what will not come, then to the driver."""
         self.failed = True
         reason = f"stopped, since node '{node}' of worker '{self.name}' failed with {type(error).__name__}"
         told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
@@ -181,7 +181,7 @@ class Process:
             self.mailbox.fail(reason)
         name, trace = type(error).__name__, traceback.format_exc()
         channel, peer = (error.channel, error.peer) if isinstance(error, ChannelError) else ("", 0)
-        with contextlib.suppress(OSError):  # the driver is gone, which the wait for its next word finds out
+        with contextlib.suppress(OSError):  # the driver is gone: the wait for its next message finds out
             self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer))
 
     def _sleep(self, step: int) -> None:

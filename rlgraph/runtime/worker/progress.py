@@ -1,4 +1,4 @@
-"""How far a worker has fired: ahead of the ticks where a checkpoint needs it, and from a checkpoint's cut after a resume."""
+"""Track how far a worker has fired: ahead of the ticks if a checkpoint needs it, and from the checkpoint's cut after a resume."""
 
 from collections.abc import Mapping
 
@@ -23,11 +23,11 @@ class Progress:
 
     @property
     def lookahead(self) -> int:
-        """How many firings this worker is ahead of the trained weights at a checkpoint."""
+        """The number of firings by which this worker is ahead of the trained weights at a checkpoint."""
         return self.saving.lookahead if self.saving else 0
 
     def load(self) -> None:
-        """Load the worker, and where it resumes, put it where it was."""
+        """Load the worker, and restore its state if it resumes from a checkpoint."""
         self.worker.load()
         resume = self.worker.setup.resume
         if resume is not None:
@@ -37,7 +37,7 @@ class Progress:
             self.worker.reopen(resume.step, {step: fired.columns for step, fired in self.recent.items()})
 
     def step(self, step: int) -> Reported:
-        """Fire the nodes for `step` unless they have, and those ahead that others wait for; return what there is to report of it."""
+        """Fire the nodes for `step` unless they have fired, and those ahead that others wait for; make the report of the step."""
         self._fire_until(step + 1 + self.worker.setup.ahead)
         return self.reports.pop(step)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from rlgraph.compiler.schedule import Span, SpanKind
 
-ABSORBED_S = 20e-6  # a shorter gap belongs to the span after it: a span of its own would cost about as much
+ABSORBED_S = 20e-6  # a shorter gap joins the span after it, because recording it would take about as long
 
 
 class SpanRecorder:
@@ -33,7 +33,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, kind: SpanKind, step: int, version: int | None = None) -> Iterator[list[int]]:
-        """Time a block; one that raises is kept as well. What it adds to the list that it is given are bytes that it moved."""
+        """Time a block, also one that raises. The block appends the bytes that it moved to the list that it is given."""
         start_s, moved = self._enter(), list[int]()
         try:
             yield moved
@@ -51,7 +51,7 @@ class SpanRecorder:
         step: int,
         version: int | None = None,
     ) -> Iterator[None]:
-        """Time a block that waits on channel `name`, as long as `blocked_s` grows, and moves data, which is `then`."""
+        """Time a block that waits on channel `name` and moves data: what `blocked_s` grows by is the wait, the rest is `then`."""
         start_s, before_s = self._enter(), blocked_s()
         try:
             yield
@@ -63,7 +63,7 @@ class SpanRecorder:
             self._add(*then, step, moved_s, now, version)
 
     def _enter(self) -> float:
-        """Return when a span that begins now starts: where the one before it ended, or now if it lies within another."""
+        """Open a span and give its start: the end of the span before it, or now if it lies within another."""
         self._open += 1
         return self._until_s if self._open == 1 else time.monotonic()
 
@@ -84,6 +84,6 @@ class SpanRecorder:
             self._until_s = end_s
 
     def taken(self) -> list[Span]:
-        """Return the spans since the last call."""
+        """Take the spans since the last call."""
         spans, self._spans = self._spans, []
         return spans

@@ -1,4 +1,4 @@
-"""What a worker needs to know: its part of the plan, as values that can be sent to another process."""
+"""What a worker needs to know of the plan, as values that can be sent to another process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ from rlgraph.nodes.prompts import Prompts
 class Task:
     """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often.
 
-    `chunks` is how many parts of a batch it fires for in a step. It gives them itself, or `follows` those of the rollout of that
-    name; then it takes of a whole batch the rows that belong to its part.
+    It fires `chunks` times in a step, once for each chunk of the batch. It makes these chunks itself, or `follows` those of the
+    rollout of that name; then it takes from a whole batch the rows that belong to its chunk.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Task:
         return self.operation.traits
 
     def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
-        """Return the numbers of the messages of a channel that a firing takes: one part, or all of a step."""
+        """Number the messages of a channel that a firing takes: one chunk, or all of a step."""
         first = step * channel.chunks - channel.credits
         if self.follows is not None and self.follows == channel.stream:
             return range(first + part, first + part + 1)
         return range(first, first + channel.chunks)
 
     def rows(self, column: Column, channel: PlannedChannel, part: int) -> Column:
-        """Return the rows of a column that belong to a part: all of them, unless a whole batch was taken."""
+        """Select the rows of a column that belong to a chunk: all of them, unless a whole batch was taken."""
         if self.follows is None or self.follows == channel.stream:
             return column
         size = len(column) // self.chunks
@@ -62,10 +62,10 @@ class Post:
     readers: int
     writer: str
     read_by: tuple[str, ...]
-    transport: Transport  # itself, as the worker need not know its name
+    transport: Transport  # the value itself, so that the worker need not know its name
 
     def site(self, address: str, here: dict[str, Any], *, authkey: bytes = b"", host: str = "", timeout_s: float = 0.0) -> Site:
-        """Where this worker makes its end: `address` is the post's own, or where its writer was found to listen."""
+        """Say where this worker makes its end: `address` is the post's own, or the one at which its writer listens."""
         return Site(self.name, self.slots, self.readers, address, authkey, host, timeout_s, here)
 
 
@@ -110,7 +110,7 @@ class WorkerSetup:
 
     worker: PlannedWorker
     tasks: tuple[Task, ...]
-    firings: tuple[tuple[str, int], ...]  # (task, part) of one step, in order
+    firings: tuple[tuple[str, int], ...]  # (task, chunk) of one step, in order
     model: Model | None
     channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
     loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
@@ -127,7 +127,7 @@ class WorkerSetup:
     set_aside: tuple[int, ...] = ()
     probe: tuple[str, int] | None = None
     prompts: int = 0  # of a step
-    ahead: int = 0  # steps that it fires beyond the one it is to finish: others wait for them to finish theirs
+    ahead: int = 0  # steps that it fires beyond the one it is to finish, because others need them to finish theirs
     sequences: int = 0  # responses that its engine decodes at once, at most
 
     @property
@@ -151,7 +151,7 @@ class WorkerSetup:
 def setups(
     graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None, addresses: Sequence[str] = ()
 ) -> tuple[WorkerSetup, ...]:
-    """Return what each worker of the plan is started with; `addresses` are those of its hosts, where there are several."""
+    """Make the setup with which each worker of the plan starts; `addresses` are those of its hosts if there are several."""
     start = start or Start()
     lookahead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
@@ -192,16 +192,16 @@ def setups(
 
 
 def _sequences(node: Node, world: int) -> int:
-    """Return how many responses of a rollout one of `world` engines decodes at once, at most."""
+    """Bound the responses of a rollout that one of `world` engines decodes at once."""
     if node.traits.work != "generate":
         return 0
     group = node.traits.group_size or 1
-    prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each part is dealt to the engines
+    prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each chunk is dealt to the engines
     return prompts * group * (1 + node.traits.ahead)
 
 
 def _copies(loop: PlannedLoop) -> int:
-    """Return how many versions a reader of the loop has room for: in its buffers, and where NCCL brings them."""
+    """Count the versions for which a reader of the loop has room: its buffers, and the slots on its GPU into which NCCL writes."""
     return loop.buffers + (loop.slots if transport_of(loop.transport).reader_keeps == "gpu" else 0)
 
 
@@ -211,7 +211,7 @@ def _saving(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: Plan
 
 
 def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
-    """Return the worker's model with the dtype that the plan has chosen for it, where it has one."""
+    """Take the worker's model, if it has one, with the dtype that the plan chose for it."""
     model, dtype = graph.node(worker.nodes[0]).model, plan.dtype(worker.model)
     return model if model is None or dtype is None or dtype == model.traits.dtype else model.with_dtype(dtype)
 
@@ -240,7 +240,7 @@ def _task(graph: Graph, name: str) -> Task:
 def _posts(
     plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: str, *, shards: bool = False
 ) -> tuple[Post, ...]:
-    """Return the writing ends. Of weights (`shards`), each rank holds its own part."""
+    """Describe the writing ends of a channel; of weights (`shards`), each rank writes its own shard."""
     listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
     ranks = plan.node(writer).workers if shards else writers_of(plan, writer)
     found = transport_of(transport)
@@ -250,6 +250,6 @@ def _posts(
 
 
 def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
-    """The workers that write a node's batch: ranks of a generator their own rows each, of a trained model rank 0 all of them."""
+    """Name the workers that write a node's batch: each rank of a generator its own rows, rank 0 of any other model all rows."""
     found = plan.node(node)
     return found.workers if found.work == "generate" else found.workers[:1]

@@ -34,7 +34,7 @@ def offer_stacks(folder: str, worker: str) -> None:
 
 
 def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
-    """Return the stacks of all threads of each worker of this host, or in words why there are none; all are asked at once."""
+    """Ask all workers of this host at once for the stacks of their threads; without an answer the reason stands in their place."""
     found: dict[str, bytes] = {}
     handles: dict[int, str] = {}
     silent = dict.fromkeys(pids, "(it has not begun)")
@@ -43,7 +43,7 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
             with contextlib.suppress(FileNotFoundError):
                 handle = os.open(_pipe(folder, worker), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 handles[handle] = worker
-                _drain(handle)  # what an earlier question may have left
+                _drain(handle)  # an earlier call may have left bytes in the pipe
                 silent[worker] = "(no answer: its process does not run, or the machine is overloaded)"
                 if stopped(pid):  # it would never answer
                     silent[worker] = "(its process is stopped)"
@@ -83,7 +83,7 @@ def _drain(handle: int) -> bytes:
 
 
 def of_interest(stacks: str) -> str:
-    """Return the threads that run code of a node or of rlgraph: the others are Ray's, and wait for it."""
+    """Keep the threads that run code of a node or of rlgraph; the others are Ray's, and only wait."""
     threads = stacks.split("\n\n")
     ours = [thread for thread in threads if "/rlgraph/" in thread]
     return "\n\n".join(ours or threads)
