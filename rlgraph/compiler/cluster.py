@@ -61,14 +61,14 @@ class Cluster:
             raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; give the cores of all hosts")
 
     def host_of_gpu(self, gpu: int) -> int:
-        """Return the host of a GPU."""
+        """Find the host of a GPU."""
         return gpu // self.gpus_per_node
 
     def host_of_core(self, core: int) -> int:
-        """Return the host of a core; cores beyond the last count as cores of the last host."""
+        """Find the host of a core; cores beyond the last count as cores of the last host."""
         return min(core // max(self.cpus // self.hosts, 1), self.hosts - 1)
 
     @property
     def device(self) -> str:
-        """Return "gpu" or "cpu": where models run."""
+        """The kind of device on which models run: "gpu" or "cpu"."""
         return "gpu" if self.gpus else "cpu"

@@ -50,7 +50,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
     `shapes` are those of the models whose configuration is known. Memory is estimated from them and, without costs, time too.
 
-    Raises PlanError where the graph does not fit the cluster or its memory, or the costs do not fit the graph.
+    Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     priced = priced_for(graph, cluster, costs, shapes)
     counts, warnings = _best_split(graph, cluster, priced)

@@ -2,7 +2,7 @@
 
 A step takes no longer when each of its nodes has more devices. So the period with the most devices that each pool has in a box of
 divisions bounds the period of every division in the box. Boxes are halved best first, and divisions come out in the order of their
-periods (branch and bound; Land and Doig, 1960). Where costs say that more devices take longer, a division may come out a little late.
+periods (branch and bound; Land and Doig, 1960). If costs say that more devices take longer, a division may come out too late.
 """
 
 import heapq

@@ -197,7 +197,7 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
             load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
             load = Event(load_event(edge, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge)
             found.append(load)
-            if feedback.buffers == 2:  # received beside decoding, so on no pool's time
+            if feedback.buffers == 2:  # received while the pool decodes, so it takes none of the pool's time
                 received = receive_event(edge, node.name)
                 found.append(replace(load, name=received, kind="receive", pool=None, seconds=costs.receive_s))
         for node in evaluations(graph, feedback):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
 
-DEADLINE_S = 600.0  # of each wait of one worker for another, unless a launch says otherwise
+DEADLINE_S = 600.0  # default deadline of each wait of one worker for another
 
 CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline", "estimated"]
 
@@ -61,9 +61,9 @@ class PlannedNode:
     seconds: float
     cost: CostSource
     chunks: int = 1  # of a batch that it fires for, one after another
-    due: Due | None = None  # the steps at which it does something, where that is not each
+    due: Due | None = None  # the steps at which it does something, if not at each
     passes: Passes | None = None  # that a batch is cut into, where that is known
-    any_devices: bool = False  # the seconds are a plain number, taken for whatever devices
+    any_devices: bool = False  # the seconds are a plain number, used for any devices
     joins: PlannedJoin | None = None  # batches that decode beside the one that is due
 
 
@@ -98,7 +98,7 @@ class PlannedChannel:
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order"] = "batch"
-    credits: int = 0  # messages that are there before the first step; below 0, so many of the first are never sent
+    credits: int = 0  # messages that are there before the first step; with -n the first n messages are never sent
     chunks: int = 1  # messages a step
     stream: str | None = None  # the rollout whose chunks they are
 
@@ -129,7 +129,7 @@ class PlannedLoop:
     hidden: bool  # whether publishing costs the period nothing
     bucket_bytes: int = BUCKET_BYTES
     checksum: bool = False
-    due: Due | None = None  # the steps whose weights it carries, where that is not each; they are then for the same step
+    due: Due | None = None  # the steps whose weights it carries, if not each; the weights are then for the same step
 
     def carries(self, step: int) -> bool:
         """Whether the weights that `step` publishes go this way."""
@@ -192,10 +192,10 @@ class PlannedWait:
 class Prediction:
     """The predicted steady state: seconds a step, the cycle that sets it, and advice in words.
 
-    `period_s` is the critical cycle's, from mean seconds until a firing's last engine is done. `simulated_s` plays the schedule
-    with the lengths and spreads that the costs hold: it counts what a long response keeps waiting, and that an engine which is
-    done goes on while another decodes. `step_s` is the one to expect. `first_step_s` is from the first tick to the end of the
-    first step, start-up not counted.
+    `period_s` is that of the critical cycle, with the mean seconds until the last engine of a firing is done. `simulated_s` is
+    found by playing the schedule with the lengths and spreads of the costs: it counts the waits for long responses, and an engine
+    that is done goes on while another decodes. `step_s` is the number to expect. `first_step_s` is from the first tick to the
+    end of the first step, without start-up.
     """
 
     period_s: float
@@ -207,9 +207,9 @@ class Prediction:
     step_s: float
     first_step_s: float
     waits: tuple[PlannedWait, ...]
-    warnings: tuple[str, ...] = ()  # what the choice of this plan rests on and nobody has measured
-    left_out: tuple[str, ...] = ()  # what the run does that the seconds do not count
-    assumed: tuple[str, ...] = ()  # what the seconds rest on that no run has measured, and how far they may be off
+    warnings: tuple[str, ...] = ()  # unmeasured numbers on which the choice of this plan rests
+    left_out: tuple[str, ...] = ()  # work of the run that the seconds do not count
+    assumed: tuple[str, ...] = ()  # unmeasured numbers on which the seconds rest, and how far they may be off
 
 
 @dataclass(frozen=True)
@@ -259,14 +259,14 @@ class Plan:
     loops: tuple[PlannedLoop, ...]
     schedule: Schedule
     window: int  # steps that may be in flight
-    hosts: int  # machines that the GPU pools take
+    hosts: int  # hosts that the GPU pools take
     prediction: Prediction
     certificate: Certificate
     memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
     sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
     models: tuple[PlannedModel, ...] = ()  # those that have a dtype
-    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # none where it was read from JSON
-    facade: ClassVar[Facade]  # set by the package: planning imports nothing that draws or launches
+    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # None if it was read from JSON
+    facade: ClassVar[Facade]  # set by the package, because planning imports nothing that draws or launches
 
     @property
     def values(self) -> "Plan":
@@ -391,5 +391,5 @@ class Plan:
 def _version() -> str:
     try:
         return version("rlgraph-dataflow")
-    except PackageNotFoundError:  # run from its source alone
+    except PackageNotFoundError:  # not installed: rlgraph runs from its source tree
         return "of the present source"

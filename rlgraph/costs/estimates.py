@@ -15,7 +15,7 @@ from rlgraph.graph.operation import Work
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
 ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
 SEQUENCES = 256  # that an engine decodes at once, at most
-# What well-kept engines reach of a device's peaks; assumptions, which a profile replaces.
+# The shares of a device's peaks that well-tuned engines reach; assumptions, which a profile replaces.
 PREFILL, DECODING = 0.5, 0.6
 
 
@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one model on one device: what stays, and what is there while its own nodes run. `least` of that cannot be given up."""
+    """Bytes of one model on one device: what stays, and what is there only while its own nodes run. It needs at least `least`."""
 
     stays: Mapping[str, int]
     runs: Mapping[str, int]

@@ -13,8 +13,8 @@ CLOSE = 0.05  # bounds that differ by less need no words
 
 
 def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
-    """Say for each generator whose fit has a single number, and that runs with other rows an engine than measured, how far its seconds
-    may be off: the number may stand for any other."""
+    """Say how far the seconds of a generator may be off if its fit has a single number and it runs with other rows an engine than
+    were measured: the number may stand for decode steps, for sequences or for the firing."""
     rows = max(node.rows for node in graph.nodes)
     for node in graph.nodes:
         cost, setting = costs.cost_of(node.name), settings[node.name]

@@ -12,7 +12,7 @@ Ends = dict[tuple[str, int], dict[str, float]]  # by event and step: when each w
 
 
 def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
-    """Find the loads of weights, and the waits for them, within each firing that they interrupted."""
+    """Find, for each firing, the loads of weights that interrupted it, and the waits for them."""
     everything = list(spans)
     firings: dict[tuple[str, int], list[Span]] = {}
     for span in everything:

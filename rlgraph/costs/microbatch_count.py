@@ -24,7 +24,7 @@ class Passes:
     def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
 
-        Ranks meet in every pass, so a pass counts what the rank with the most tokens in it computes.
+        Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most.
         """
         sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
         longest_first = [-np.sort(-batch, axis=1) for batch in np.array_split(sequences, self.mini_batches, axis=1)]

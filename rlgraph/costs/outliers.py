@@ -10,7 +10,7 @@ RARE = 0.05  # of all firings: more frequent ones are no outliers
 
 
 def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
-    """Mark, as booleans, the firings to keep: all but rare ones that took far longer than the fit says.
+    """Mark, as booleans, the firings to keep: all but the rare ones that took far longer than the fit.
 
     The unit of distance is the median of all distances (median absolute deviation), which stalls do not change.
     """

@@ -26,7 +26,7 @@ DEVICES: Mapping[str, Device] = {
     "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5),
 }
 TRAINING = 0.4  # share of these peaks that well-tuned trainers reach; an assumption, which a profile replaces
-LINK = 25e9  # bytes a second of one version's way to a generator
+LINK = 25e9  # bytes a second at which a version reaches a generator
 # Assumed lengths: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
 PROMPT_TOKENS = 256.0  # where the data set's prompts are not text

@@ -76,7 +76,7 @@ def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain:
 
 
 def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Array], dict[str, float]]:
-    """Fit the least tokens that a pass counts as, because the host takes as long to launch it, together with the function.
+    """Fit the function together with a floor: the fewest tokens that a pass counts as, since the host needs that long to launch it.
 
     A floor is judged by absolute errors (the information criterion of a Laplace distribution), which stalls do not dominate. If a
     constant part of the whole firing explains no more, the floor is preferred: passes are known to have one, firings are not.

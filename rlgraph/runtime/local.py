@@ -48,7 +48,7 @@ class LocalJob:
 
     @property
     def finished(self) -> int:
-        """How many steps of the run are done."""
+        """The number of steps that are done."""
         return self._finished
 
     def __enter__(self) -> "LocalJob":

@@ -1,4 +1,4 @@
-"""What a run tells about its steps: named timings."""
+"""The steps of a run and their metrics: named timings."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def bits(plan: Plan) -> dict[str, float]:
-    """`dtype/<model>_bits` of each model: 16 where it computes in bfloat16, 32 in float32. The plan says why."""
+    """Make `dtype/<model>_bits` for each model: 16 if it computes in bfloat16, 32 in float32. The plan says why."""
     return {f"dtype/{model.name}_bits": 32.0 if model.dtype == "float32" else 16.0 for model in plan.models}
 
 

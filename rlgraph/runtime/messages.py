@@ -17,7 +17,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """A worker listens where it writes: the address of each end, by the one it was planned at."""
+    """A worker listens where it writes: the actual address of each end, by its planned one."""
 
     worker: str
     addresses: dict[str, str]
@@ -36,7 +36,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """How many slots of a channel one end holds in use, and the most that it ever did."""
+    """The slots of a channel that one end holds now, and the most that it ever held."""
 
     end: ChannelEnd
     used: int
@@ -78,7 +78,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class CheckpointShard(msgspec.Struct, frozen=True):
-    """What one worker puts into a checkpoint: `file` holds its nodes, the others the model it trains."""
+    """The files that one worker puts into a checkpoint: `file` holds its nodes, the others the model it trains."""
 
     worker: str
     nodes: tuple[str, ...]

@@ -53,7 +53,7 @@ class Engines:
         return self._waited(0, self.causes[step], seconds)
 
     def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
-        """Find when each engine has all that a put waits for, at `at` or later, and the number of what came last after `at`."""
+        """Find when each engine has all that a put waits for, at `at` or later, and the number of the wait that ended last after `at`."""
         cause = np.full(self.count, NOTHING)
         for number, (_, done, credits) in enumerate(self.waits.get(put, ())):
             if step >= credits and (later := done[step - credits] > at).any():

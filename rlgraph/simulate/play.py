@@ -207,7 +207,7 @@ def play(
 
 @dataclass(frozen=True)
 class _Put:
-    """What the start (`number` 0) or a put of an event waits for, and when each put was done."""
+    """What a put of an event (or its start, as `number` 0) waits for, and when each put was done."""
 
     number: int
     waits: list[Wait] = field(default_factory=list)

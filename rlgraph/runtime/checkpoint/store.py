@@ -32,7 +32,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a launch says of checkpoints: where, every how many steps, how many are kept, how often a job may start again."""
+    """The checkpoint settings of a launch: the folder, the steps between two, how many are kept, how often a job may restart."""
 
     folder: Path
     every: int
@@ -61,7 +61,7 @@ class Checkpoints:
     _lock: int = -1
 
     def open(self) -> None:
-        """Take the folder: lock it, sweep what a killed job left half done, and find the newest checkpoint."""
+        """Take the folder: lock it, remove what a killed job left half written, and find the newest checkpoint."""
         lookaheads(self.plan)  # refused here rather than in the middle of a run
         try:
             self._take_folder()
@@ -87,7 +87,7 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint folder '{folder}' cannot be written ({error}); give one that can") from None
 
     def close(self) -> None:
-        """Give the folder free."""
+        """Release the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -103,7 +103,7 @@ class Checkpoints:
         return Start(resume, str(self.recovery.folder.absolute()), self.id, self.recovery.every, self.set_aside, probe)
 
     def hear(self, news: Saved | NotSaved) -> None:
-        """Take note that a worker's shard of a checkpoint is on the disk, or could not be written."""
+        """Record that a worker's shard of a checkpoint is on the disk, or could not be written."""
         if isinstance(news, Saved):
             self.shards.setdefault(news.step, {})[news.shard.worker] = news.shard
         else:
@@ -180,7 +180,7 @@ class Checkpoints:
         self.set_aside = tuple(manifest["set_aside"])
 
     def _cursors(self, step: int) -> dict[str, Mapping[str, Any]]:
-        """Where each source of data stands after `step` steps."""
+        """Collect the position of each source of data after `step` steps."""
         found = {node.name: node.operation.cursor(step) for node in self.graph.nodes}
         return {name: cursor for name, cursor in found.items() if cursor is not None}
 

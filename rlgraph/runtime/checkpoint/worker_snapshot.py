@@ -36,14 +36,14 @@ OnSaved = Callable[[Saved | NotSaved], None]
 
 @dataclass
 class Fired:
-    """What a checkpoint may need of a step whose nodes have fired: its metrics, and the columns that lie open."""
+    """What a checkpoint may need of a step whose nodes have fired: its metrics, and the columns of open batches."""
 
     metrics: Mapping[str, float]
     columns: Mapping[str, Sequence[Columns]]  # by node, the chunks of its batch
 
 
 class WorkerSnapshots:
-    """Takes the snapshots of one worker; `told` hears of each when it is on the disk, or why it is not."""
+    """Takes the snapshots of one worker, and calls `told` when each is on the disk, or with the reason why it is not."""
 
     def __init__(self, worker: "Worker", saving: Saving, told: OnSaved) -> None:
         self.worker, self.saving, self.told = worker, saving, told
@@ -133,7 +133,7 @@ def _digest(folder: Path, file: Path) -> Written:
 
 
 def restore(progress: "Progress", resume: Resume) -> None:
-    """Put a loaded worker where it was at the checkpoint, whatever ranks its nodes had then.
+    """Restore a loaded worker from a checkpoint, whatever ranks its nodes had then.
 
     Raises CheckpointError for a checkpoint that does not hold its nodes, or a state that cannot be shared out anew.
     """
@@ -161,7 +161,7 @@ def restore(progress: "Progress", resume: Resume) -> None:
 
 
 def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]]]) -> dict[str, list[Columns]]:
-    """Take this rank's rows of open batches that another number of ranks wrote; of a model that does not generate rank 0 wrote all."""
+    """Take this rank's rows of open batches that another number of ranks wrote. Rank 0 wrote all rows of a node that does not generate."""
     rank, world = worker.setup.worker.rank, worker.setup.worker.world
     found: dict[str, list[Columns]] = {}
     for node in ranks[0]:
@@ -184,7 +184,7 @@ def read_shards(folder: Path) -> list[CheckpointShard]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the process's random generators: Python's, numpy's, torch's."""
+    """Collect the states of the process's random generators: Python's, numpy's, torch's."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     numpy_state = (str(name), torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss))
     found = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
@@ -192,7 +192,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on with the random generators from `random_states`."""
+    """Restore the random generators to the states that `random_states` collected."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -15,7 +15,7 @@ from rlgraph.runtime.worker.heartbeat import Heartbeat
 
 @dataclass(frozen=True)
 class Wait:
-    """What a worker waits for: a message of a channel or a version of weights from `of`, or room that `of` are to make."""
+    """What a worker waits for: a message of a channel or a version of weights from the workers `of`, or room that they must make."""
 
     end: PlannedChannel | PlannedLoop
     of: tuple[str, ...]
@@ -38,7 +38,7 @@ def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
 def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
     """Tell whether a reader has finished with a message and still holds its slot, for which the writer waits."""
     if isinstance(wait.end, PlannedChannel):
-        wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier one, where a batch has chunks
+        wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier message, if a batch has chunks
         return (reader.step + reader.activity.idle) * wait.end.chunks - wait.end.credits > wanted
     if wait.end.due is not None or wait.end.latest:
         return False
@@ -49,7 +49,7 @@ def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
 
 @dataclass(frozen=True)
 class Culprit:
-    """The worker that keeps another waiting, and the channel whose slots it does not give back, if that is how."""
+    """The worker that keeps another waiting, and the channel whose slots it holds, if that is the reason."""
 
     worker: str
     keeps: str | None = None
@@ -95,7 +95,7 @@ class Cut:
 
 
 def cut(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
-    """Find the worker that has lost its channels, from what it and its peers say of them; two where one connection is all that ended."""
+    """Find the worker that lost its channels, from its own and its peers' reports; two workers if only one connection ended."""
     names = {pid: name for name, pid in pids.items()}
     lost = [(failure.worker, names.get(failure.peer), failure.channel) for failure in failures if failure.peer]
     ends: list[Collection[str]] = [{worker, peer} for worker, peer, _ in lost if peer is not None]

@@ -1,4 +1,4 @@
-"""What a job remembers of its steps: numbers in arrays and each name once, so that a long run holds little and no more later on."""
+"""What a job remembers of its steps: numbers in arrays and each name once, so that the memory of a long run is small and bounded."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,7 +81,7 @@ class Metrics:
             yield {name: value for name, value in found.items() if value == value}  # NaN: that step did not tell it
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add a step, whose metrics are numbers: a node that tells NaN was refused before."""
+        """Add a step. NaN marks a metric that the step does not have, since a node that reports NaN is refused before."""
         for name in metrics.keys() - self._columns.keys():
             self._columns[name] = array("d", [np.nan]) * self._steps
         for name, column in self._columns.items():

@@ -1,4 +1,4 @@
-"""A job: a plan at work on Ray. Gives its steps as they finish, starts again from the last checkpoint, leaves nothing behind."""
+"""A job: a plan that runs on Ray. It gives steps as they finish, restarts from the last checkpoint, and leaves nothing behind."""
 
 import sys
 import time
@@ -42,7 +42,7 @@ HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be star
 class Job:
     """A running plan; a context manager that ends the workers when it is left, whatever the reason.
 
-    With a `recovery` it goes on from the newest checkpoint of the folder, writes further ones, and starts its workers again
+    With a `recovery` it resumes from the newest checkpoint of the folder, writes further ones, and starts its workers again
     when one of them fails.
     """
 
@@ -135,7 +135,7 @@ class Job:
         return self._asked if self._signals.asked is None else min(self._asked, self._session.ticked)
 
     def _next(self, last: int) -> Step:
-        """Wait for the first step that was not handed over yet; steps that a restart repeats are not handed over again."""
+        """Wait for the next step to give; steps that a restart repeats are not given again."""
         self._start_s = self._start_s or time.monotonic()
         self._last_s = self._last_s or self._start_s
         while True:
@@ -193,7 +193,7 @@ class Job:
 
     @property
     def set_aside(self) -> Sequence[int]:
-        """The places in the data order of prompts that are passed over, since each has killed its worker twice."""
+        """The places in the data order of prompts that are skipped, because each has killed its worker twice."""
         return self._checkpoints.set_aside if self._checkpoints else ()
 
     def _step(self, index: int, reports: Sequence[Report]) -> Step:
@@ -219,7 +219,7 @@ class Job:
             self._checkpoints.hear(news)  # type: ignore[union-attr]
 
     def _settle(self) -> None:
-        """Make whole the checkpoints whose steps have all been handed over, and say which could not be written."""
+        """Finish the checkpoints whose steps have all been given, and say which could not be written."""
         if self._checkpoints is None:
             return
         self._hear()
@@ -229,7 +229,7 @@ class Job:
         self._checkpoints.troubles.clear()
 
     def _save(self) -> None:
-        """Make a last checkpoint if the workers stand at the step handed over last."""
+        """Make a last checkpoint if no worker is beyond the step that was given last."""
         checkpoints, session = self._checkpoints, self._session
         if checkpoints is None or session.ended or session.ticked != self._finished or session.reported != self._finished:
             return
@@ -244,7 +244,7 @@ class Job:
             raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
 
     def spans(self) -> Sequence[Span]:
-        """What each worker did so far, in seconds from the first tick."""
+        """The spans of each worker so far, in seconds from the first tick."""
         return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
@@ -259,8 +259,8 @@ class Job:
     def run(self) -> Run:
         """The run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
 
-        While steps are still to be given, it ends where the first worker's last report ends. Of a run so long that its first
-        spans are no longer kept, it begins with the first whole step.
+        While steps are still to be given, it ends where the first worker's last report ends. It begins with the first whole
+        step if the run is so long that its first spans are no longer kept.
         """
         spans = self.spans()
         start_s = self._launch_s - self._start_s if self._start_s else 0.0
@@ -280,11 +280,11 @@ class Job:
         )
 
     def bubbles(self) -> Bubbles:
-        """What every device-second was spent on since the launch: rows that add up to 100 %, as data and as a table."""
+        """Attribute every device-second since the launch: rows that add up to 100 %, as data and as a table."""
         return self.run().bubbles
 
     def advice(self) -> tuple[str, ...]:
-        """What this run suggests to change, in words, most important first."""
+        """Advise what to change after this run, in words, most important first."""
         return findings(self.run())
 
     def report(self, path: str | Path) -> None:
@@ -292,14 +292,14 @@ class Job:
         self.plan.facade.report(self.run(), path)
 
     def costs(self) -> Costs:
-        """What each node has cost in this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
+        """Fit the costs of each node to this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
 
         The first step, which warms up, is left out; the lengths of the responses are those of all steps.
         """
         return costs_of([self.trace()])
 
     def close(self) -> None:
-        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind.
+        """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind.
 
         Raises CheckpointError where the steps since the newest checkpoint could not be saved.
         """

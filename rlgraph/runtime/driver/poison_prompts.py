@@ -10,7 +10,7 @@ from rlgraph.runtime.worker.heartbeat import Heartbeat
 
 @dataclass
 class PoisonPrompts:
-    """What the deaths so far say. `probe` is the (node, step) that the next session tries prompt by prompt, before the whole batch."""
+    """What the deaths so far have shown. `probe` is the (node, step) that the next session tries prompt by prompt."""
 
     graph: Graph
     plan: Plan

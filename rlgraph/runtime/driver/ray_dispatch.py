@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def said_by_ray() -> Iterator[None]:
-    """Raise DispatchError for what Ray raises: nobody else needs to know its classes."""
+    """Turn the errors of Ray into DispatchError, so that no other file needs to know Ray's classes."""
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -221,7 +221,7 @@ def ray_hosts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
-    """Find what `ray_hosts` does, once each of them answers: Ray calls a lost host alive for a while."""
+    """Find the hosts of a plan, waiting until each of them answers: Ray lists a lost host as alive for a while."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -229,11 +229,11 @@ def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
         except PlanError as error:
             if time.monotonic() > end:
                 raise PlanError(f"{error}; waited {patience_s:g} s") from None
-        time.sleep(1.0)  # Ray has no word for a host that joins
+        time.sleep(1.0)  # Ray has no event for a host that joins
 
 
 def _answering_hosts(plan: Plan) -> list[tuple[str, str]]:
-    """Find what `ray_hosts` does. Raises PlanError where one of them does not answer, too."""
+    """Find the hosts of a plan. Raises PlanError as `ray_hosts` does, and if one of them does not answer."""
     found = ray_hosts(plan)
     silent = [address for node, address in found[1:] if not _answers(node)]
     if silent:
@@ -242,7 +242,7 @@ def _answering_hosts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _answers(host: str) -> bool:
-    """Whether a host runs something new."""
+    """Tell whether a host runs a new task."""
     task = ray.remote(_sign_of_life).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(host))
     try:
         return bool(ray.get(task.remote(), timeout=ANSWER_S))
@@ -255,7 +255,7 @@ def _sign_of_life() -> bool:
 
 
 def _asking(actor: Any) -> Ask:
-    """Call a method of an actor by name; None where it fails, or does not answer in time."""
+    """Make a function that calls a method of an actor by name; None if the call fails, or does not answer in time."""
 
     def ask(method: str, timeout_s: float, *arguments: object) -> Any:
         try:
@@ -267,7 +267,7 @@ def _asking(actor: Any) -> Ask:
 
 
 def sendable(value: Any) -> bool:
-    """Whether a value can be sent to a worker."""
+    """Tell whether a value can be sent to a worker."""
     try:
         cloudpickle.dumps(value)
     except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
@@ -280,7 +280,7 @@ def _on(host: str) -> NodeAffinitySchedulingStrategy:
 
 
 def bounded(what: str, work: Callable[[], None], seconds: float) -> None:
-    """Do what Ray has no deadline for, and go on without it where it hangs: whoever is left is killed next."""
+    """Run a call of Ray that has no deadline, and go on without it if it hangs: the processes that are left are killed next."""
     thread = threading.Thread(target=work, name=what, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -289,7 +289,7 @@ def bounded(what: str, work: Callable[[], None], seconds: float) -> None:
 
 
 def within(otherwise: str, work: Callable[[], T]) -> T:
-    """Do what Ray has no deadline for and the job cannot go on without. Raises what it raises, ChannelTimeout where it hangs."""
+    """Run a call of Ray that has no deadline and that the job needs. Raises what the call raises, ChannelTimeout if it hangs."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -349,8 +349,8 @@ def _daemons_apart() -> Iterator[None]:
     """Let Ray start its daemons in process groups of their own, so that a signal to the program's group is the program's to handle.
 
     A SIGTERM of `timeout` or of a job scheduler goes to the whole group. It would end Ray under the steps in flight, and the
-    end of the job would then wait for a Ray that is gone. The daemons still die with the driver: the kernel sees to that,
-    and where it cannot, Ray needs them in the driver's group.
+    end of the job would then wait for a Ray that is gone. The daemons still die with the driver, because the kernel ends them;
+    where it cannot, Ray needs them in the driver's group, and they stay there.
     """
     services = ray._private.services
     if not ray._private.utils.detect_fate_sharing_support_linux():
@@ -365,7 +365,7 @@ def _daemons_apart() -> Iterator[None]:
 
 
 def session_folder() -> str:
-    """Where the Ray that `start_ray` started keeps its logs and sockets."""
+    """Find the folder in which the Ray that `start_ray` started keeps its logs and sockets."""
     folder: str = ray._private.worker._global_node.get_session_dir_path()
     return folder
 

@@ -59,7 +59,7 @@ class Session:
         return dict(self._group.pids)
 
     def under_way(self) -> str:
-        """What the nodes do now and how far they are, in words; nothing before the workers are ready and after they ended."""
+        """Describe what the nodes do now and how far they are; empty before the workers are ready and after they have ended."""
         return under_way(self._group.states(), self.plan) if self.ready and not self.ended else ""
 
     @property
@@ -147,7 +147,7 @@ class Session:
         self._group.tell(messages.Save(step))
 
     def listen(self) -> None:
-        """Wait until a worker says something. Raises as `step` does."""
+        """Wait for a worker's message. Raises as `step` does."""
         self._guarded(self._group.listen)
 
     def abandon(self) -> None:
@@ -158,7 +158,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the workers: those that are idle say goodbye, those that do not answer are killed. Nothing is left behind."""
+        """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind."""
         if not self.ended:
             self.ended = True
             with held("ending the workers"):

@@ -19,16 +19,16 @@ from rlgraph.runtime.worker.spec import WorkerSetup
 def start_workers(
     dispatch: Dispatch, group: WorkerGroup, setups: Sequence[WorkerSetup], actors: list[Any], hosts: Hosts, ids: Sequence[str]
 ) -> None:
-    """Start a worker for each setup and return when all are ready; `actors` gets them as they are made, on the hosts of `ids`.
+    """Start a worker for each setup and wait until all are ready; `actors` gets each as it is made, on the hosts of `ids`.
 
-    Raises WorkerDied or NodeError for one that cannot start, ChannelTimeout for one that does not within the deadline.
+    Raises WorkerDied or NodeError for a worker that cannot start, ChannelTimeout for one that has not started by the deadline.
     """
     wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + group.start_s
     listener = listen("driver", wanted, backlog=len(setups) + 8)
     address = bound(listener) if hosts.addresses else wanted
     try:
         console, began_s = Console(stderr=True, highlight=False, markup=False), time.monotonic()
-        if not console.is_terminal:  # where no spinner is seen
+        if not console.is_terminal:  # no spinner is shown there
             console.print(f"starting workers: {', '.join(setup.worker.name for setup in setups)}", soft_wrap=True)
         with Status("", console=console) as status:
 

@@ -16,9 +16,9 @@ _holding: list[str] = []  # what the signals are held back for
 
 @contextlib.contextmanager
 def held(doing: str) -> Iterator[None]:
-    """Hold both signals back while something is done that must be done whole; the first of them comes when it is.
+    """Hold both signals back during work that must not be interrupted; the first signal is raised again after it.
 
-    `doing` tells the user what the program does meanwhile. It must end by itself within seconds.
+    `doing` tells the user what the program does meanwhile. The work must end by itself within seconds.
     """
     if _holding or threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +43,7 @@ def held(doing: str) -> Iterator[None]:
 
 
 class Signals:
-    """Handles both signals while a job is open, where that is in the main thread; else they do what they did before."""
+    """Handles both signals while a job is open in the main thread; elsewhere they keep their handlers."""
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self.asked: int | None = None  # the signal that asked for an end
@@ -57,7 +57,7 @@ class Signals:
             self._before = self._before or before
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them before."""
+        """Restore the handlers that the signals had before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

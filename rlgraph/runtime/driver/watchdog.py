@@ -1,4 +1,4 @@
-"""Watches the workers while nothing is heard: warns about a slow node, finds the one that is stuck, writes down what all do."""
+"""Watch the workers while none sends a message: warn about a slow node, find a stuck one, and write down what all of them do."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ Work: TypeAlias = tuple[str, str, str]  # the kind, node and edge of an event: a
 
 @dataclass
 class Watchdog:
-    """What a job's driver knows of its workers' pace. `states` and `stacks` ask the hosts."""
+    """Watches the pace of a job's workers. `states` and `stacks` ask the hosts."""
 
     plan: Plan
     deadline_s: float
@@ -49,7 +49,7 @@ class Watchdog:
         self._work: dict[str, Work] = {event.name: (event.kind, event.node, event.edge) for event in self.plan.schedule.events}
 
     def note(self, report: Report) -> None:
-        """Take in how long the nodes of a worker took, and how full its channels are."""
+        """Record how long the nodes of a worker took, and how full its channels are."""
         for slots in report.slots:
             if slots.end.side == "put":
                 self.used[slots.end.name] = slots.used
@@ -110,9 +110,9 @@ class Watchdog:
             )
 
     def timeout(self, worker: str, states: Mapping[str, Heartbeat], told: str = "") -> ChannelTimeout:
-        """Make the error for a worker that waits or works for too long; it begins with whoever keeps it waiting.
+        """Make the error for a worker that waits or works for too long; it names first the worker that keeps it waiting.
 
-        `told` is what a worker has said of it.
+        `told` is a worker's own message about it.
         """
         found = culprit(self.plan, states, worker, self.held) or Culprit(worker)
         guilty = states[found.worker]
@@ -132,7 +132,7 @@ class Watchdog:
         return f"worker '{found.worker}' has been {doing}{': its next tick did not reach it' if guilty.activity.idle else ''}"
 
     def account(self, concerned: Collection[str]) -> str:
-        """Say what every worker does, how full the channels are and the stacks of those concerned; all of it is in a file too."""
+        """Describe what every worker does, how full the channels are, and the stacks of the workers concerned; write it to a file too."""
         table = self.table()
         everyone = self.stacks([worker.name for worker in self.plan.workers])
         parts = [f"\n  worker '{name}', Python stacks:\n{_indented(of_interest(everyone[name]))}" for name in concerned if name in everyone]
@@ -141,7 +141,7 @@ class Watchdog:
         return f"\n{table}{''.join(parts)}\n  the stacks of all workers are in {path}"
 
     def table(self) -> str:
-        """Write a line for each worker, that which does one thing for the longest first, and one for each channel."""
+        """Write a line for each worker, the one with the oldest activity first, and a line for each channel."""
         states = sorted(self.states().items(), key=lambda item: -item[1].for_s)
         lines = [f"  worker '{name}' has been {state.told(self.plan)}" for name, state in states]
         ends = {channel.name: (channel.slots, channel.writer, channel.readers) for channel in self.plan.channels}

@@ -29,7 +29,7 @@ HANDSHAKE_S = 10.0  # after this long a process that connects and stays silent i
 
 
 class WorkerGroup:
-    """All workers of a job, as the driver hears them. It sleeps while none speaks, and looks at them when none has for a while."""
+    """All workers of a job, as the driver sees them. It sleeps until a message comes, and looks at the workers if none comes for long."""
 
     def __init__(self, plan: Plan, deadline_s: float) -> None:
         self.plan, self.deadline_s = plan, deadline_s
@@ -46,10 +46,10 @@ class WorkerGroup:
         self._reports: dict[int, dict[str, messages.Report]] = {}
         self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
         self._failures: list[messages.Failure] = []
-        self._dead: dict[str, str] = {}  # why, where the connection tells
+        self._dead: dict[str, str] = {}  # with the reason, if the connection gave one
 
     def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts) -> threading.Thread:
-        """Take the workers' connections as they come, on a thread that ends with the last of them, or with the listener."""
+        """Accept the workers' connections on a thread, which ends after the last of them, or when the listener closes."""
         self._hosts = hosts
         thread = threading.Thread(target=self._accept, args=(listener, authkey), name="welcome workers", daemon=True)
         thread.start()
@@ -114,7 +114,7 @@ class WorkerGroup:
         return [found[worker.name] for worker in self.plan.workers]
 
     def listen(self) -> None:
-        """Wait until a worker says something. Raises as `reports` does."""
+        """Wait for a worker's message. Raises as `reports` does."""
         since_s = time.monotonic()
         while not self._listen(self._names, since_s, self.deadline_s):
             if (silent_s := time.monotonic() - since_s) > 2 * self.deadline_s:

@@ -39,7 +39,7 @@ class Activity:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for another worker and does nothing else."""
+        """Whether the worker waits for another one and does nothing else."""
         return self.kind in WAITS
 
     @property

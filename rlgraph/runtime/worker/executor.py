@@ -40,7 +40,7 @@ class Loop:
 
 @dataclass
 class Worker:
-    """The nodes of one worker, ready to fire. `on_enter(step, activity)` is told whatever begins, so that a stall has a name."""
+    """The nodes of one worker, ready to fire. It calls `on_enter(step, activity)` when an activity begins, so that a stall has a name."""
 
     setup: WorkerSetup
     mailbox: Mailbox
@@ -226,7 +226,7 @@ class Worker:
                 box.put(message, columns, self.setup.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
-        """Advance to exactly version `step - depth`, or with `latest` to the newest that has been published."""
+        """Load exactly version `step - depth`, or with `latest` every version up to the newest that has arrived."""
         assert loop.reader is not None
         self.doing = node
         if loop.plan.due is not None:  # an evaluation of what this step publishes
@@ -320,7 +320,7 @@ class Arriving:
 
     @contextmanager
     def _meanwhile(self) -> Iterator[None]:
-        """Say that the node runs again once new weights are there, so that what it does next is not counted as loading."""
+        """Report that the node runs again after new weights have been loaded, so that its next work is not counted as loading."""
         before = self.worker.context.version
         yield
         if self.worker.context.version > before:

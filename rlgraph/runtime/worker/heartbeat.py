@@ -22,7 +22,7 @@ COUNTS = struct.Struct("<ii32s")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a worker began last: at which step, what, how many seconds ago, and how far it is: `done` of `total` `unit`, as responses."""
+    """What a worker began last: the step, the activity, the seconds since then, and its progress: `done` of `total` `unit`."""
 
     step: int
     activity: Activity
@@ -44,7 +44,7 @@ class Heartbeat:
 
 
 class StatusWriter:
-    """A worker's side."""
+    """Writes the heartbeat of one worker."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(LAYOUT.size + COUNTS.size))
@@ -52,19 +52,19 @@ class StatusWriter:
             self._map = mmap.mmap(file.fileno(), LAYOUT.size + COUNTS.size)
 
     def enter(self, step: int, activity: Activity) -> None:
-        """Say what begins now."""
+        """Write the activity that begins now."""
         COUNTS.pack_into(self._map, LAYOUT.size, 0, 0, b"")
         names = activity.node.encode(), activity.edge.encode()
         numbers = activity.version, activity.prompt, NUMBERS[activity.kind]
         LAYOUT.pack_into(self._map, 0, time.monotonic(), step, os.getpid(), *numbers, *names)
 
     def count(self, done: int, total: int, unit: str) -> None:
-        """Say how far that is."""
+        """Write how far the activity is."""
         COUNTS.pack_into(self._map, LAYOUT.size, done, total, unit.encode())
 
 
 def status_path(folder: str, worker: str) -> Path:
-    """The file in which a worker says what it does."""
+    """Name the file of a worker's heartbeat."""
     return Path(folder) / f"{quote(worker, safe='[]')}.status"
 
 
@@ -85,7 +85,7 @@ def read_status(folder: str, worker: str) -> Heartbeat | None:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped, by a signal or by a debugger."""
+    """Tell whether a process of this host is stopped, by a signal or by a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
@@ -97,8 +97,8 @@ def _text(field: bytes) -> str:
 
 
 def under_way(states: Mapping[str, Heartbeat], plan: Plan) -> str:
-    """What workers are at and how far: `rollout 34 of 128 responses, update 2 of 6 micro-batches`. Ranks of one node are counted
-    together. Nodes that count nothing are named where none counts."""
+    """Describe the workers' progress: `rollout 34 of 128 responses, update 2 of 6 micro-batches`. Ranks of one node are added up.
+    Nodes without a count are named only if no node has one."""
     counts: dict[tuple[str, str], list[int]] = {}
     names: dict[str, None] = {}
     for state in states.values():

@@ -25,11 +25,11 @@ class Inbox:
         return concat_rows([self.held[message] for message in messages])
 
     def blocked_s(self) -> float:
-        """How long `take` has waited for messages so far."""
+        """Sum the seconds for which `take` has waited for messages so far."""
         return sum(reader.statistics().blocked_s for reader in self.readers)
 
     def done(self, node: str, messages: Iterable[int]) -> None:
-        """Give the slots of these messages back once the last of the worker's nodes is done with them."""
+        """Release the slots of these messages when the last of the worker's nodes has used them."""
         if node != self.users[-1]:
             return
         for message in messages:
@@ -49,7 +49,7 @@ class Outbox:
         self.writer.put(message, {name: columns[name] for name in self.channel.columns}, timeout_s)
 
     def blocked_s(self) -> float:
-        """How long `put` has waited for a free slot so far."""
+        """Read the seconds for which `put` has waited for a free slot so far."""
         return self.writer.statistics().blocked_s
 
 
@@ -67,7 +67,7 @@ class Mailbox:
         return [box for box in self.outboxes if box.channel.writer == node]
 
     def statistics(self) -> dict[ChannelEnd, Statistics]:
-        """What each end has seen."""
+        """Collect the counts of each end."""
         found = {ChannelEnd(box.channel.name, "put"): box.writer.statistics() for box in self.outboxes}
         for box in self.inboxes:
             for rank, reader in enumerate(box.readers):

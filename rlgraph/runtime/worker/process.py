@@ -1,4 +1,4 @@
-"""A worker in a process of its own: joins its channels, reports to the driver, and sleeps until there is a next step."""
+"""A worker in a process of its own: it joins its channels, reports to the driver, and sleeps until the next step."""
 
 import contextlib
 import gc
@@ -185,7 +185,7 @@ class Process:
             self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer))
 
     def _sleep(self, step: int) -> None:
-        """Wait for the driver's word that a further tick has been sent: polling for the tick itself would cost a core."""
+        """Wait for the driver's message that the next tick has been sent: polling for the tick itself would cost a core."""
         while not self.stopped:
             try:
                 message = messages.receive(self.control)

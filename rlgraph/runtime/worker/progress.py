@@ -10,7 +10,7 @@ Reported = tuple[Mapping[str, float], list[Span]]
 
 
 class Progress:
-    """A worker and the steps that it has fired. `told` hears of the checkpoints that it has written."""
+    """A worker and the steps that it has fired. It calls `told` for each checkpoint that it has written."""
 
     def __init__(self, worker: Worker, told: OnSaved) -> None:
         self.worker = worker
@@ -53,7 +53,7 @@ class Progress:
             self.finish(self.fired)
 
     def finish(self, step: int) -> None:
-        """Take note that all nodes have fired for `step`; take the snapshot that is due then."""
+        """Record that all nodes have fired for `step`, and take the snapshot if one is due."""
         self.fired = step + 1
         metrics, spans = self.worker.report()
         if self.saving is not None:

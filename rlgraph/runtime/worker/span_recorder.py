@@ -1,4 +1,4 @@
-"""What a worker's time goes into: one span after another, so that no moment of a step is without a name."""
+"""Record what a worker spends its time on: one span after another, so that every moment of a step has a name."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ ABSORBED_S = 20e-6  # a shorter gap joins the span after it, because recording i
 
 
 class SpanRecorder:
-    """A worker's spans. Time in `span` is what the caller says it is; what lies between two of them is rlgraph's own work.
+    """A worker's spans. The caller names the time in `span`; the time between two of them is rlgraph's own work.
 
-    A span inside of another, as when weights are loaded while a node decodes, lies within it.
+    Spans can nest, as when weights are loaded while a node decodes.
     """
 
     def __init__(self, worker: str) -> None:
@@ -23,12 +23,12 @@ class SpanRecorder:
         self._open = 0
 
     def begin(self, step: int) -> None:
-        """Account for the time since the last firing: the worker had nothing to do, at first because the job was starting."""
+        """Record the time since the last firing as idle; before the first firing the job was starting."""
         self._close("between steps" if self._started else "start-up", "idle" if self._started else "start", step)
         self._started = True
 
     def carry(self, node: str, step: int) -> None:
-        """Account for the time since the last span as work around a node: checks, copies, slots given back."""
+        """Record the time since the last span as work around a node: checks, copies, slots given back."""
         self._close(node, "carry", step)
 
     @contextmanager

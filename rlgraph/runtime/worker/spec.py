@@ -34,7 +34,7 @@ class Task:
 
     @property
     def traits(self) -> NodeTraits:
-        """What is known of its operation."""
+        """The traits of its operation."""
         return self.operation.traits
 
     def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
@@ -71,7 +71,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint from which a run resumes."""
 
     folder: str
     step: int
@@ -79,9 +79,10 @@ class Resume:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a worker does for checkpoints: it is `lookahead` firings ahead of the trained weights at each.
+    """A worker's duties at each checkpoint, at which it is `lookahead` firings ahead of the trained weights.
 
-    `id` names the checkpoints of this session. `trained` says that its model's state is saved, `open` whose batches lie open then.
+    `id` names the checkpoints of this session. `trained` says that its model's state is saved; `open` names the nodes whose open
+    batches are saved.
     """
 
     folder: str
@@ -94,7 +95,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a session starts, and which checkpoints it writes: every `every` steps into `folder`, under an id of its own."""
+    """The step from which a session starts, and the checkpoints it writes: every `every` steps into `folder`, under its own `id`."""
 
     resume: Resume | None = None
     folder: str = ""
