@@ -88,7 +88,7 @@ def wait_until(done: Callable[[], bool], timeout_s: float = 10.0) -> None:
     [
         ([("did 2", signal.SIGINT, 0.0), ("ending", signal.SIGINT, 0.1)], "SIGINT: ending the workers first"),
         ([("starting Ray", signal.SIGINT, 0.7)], "SIGINT: waiting until Ray has started"),
-        ([("starting Ray", signal.SIGTERM, 0.7)], ""),
+        ([("starting Ray", signal.SIGTERM, 0.7)], "SIGTERM: waiting until Ray has started"),
     ],
     ids=["twice", "while Ray starts", "SIGTERM while Ray starts"],
 )

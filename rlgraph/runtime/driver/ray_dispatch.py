@@ -330,7 +330,7 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     # they share the cores as the plan says.
     # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
-    with _daemons_apart():
+    with _daemons_apart(), _signals_left_alone():
         ray.init(
             "local",
             include_dashboard=False,
@@ -362,6 +362,18 @@ def _daemons_apart() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
+def _signals_left_alone() -> Iterator[None]:
+    """Keep Ray from taking SIGTERM while it starts: its handler exits in the middle of whatever runs, be it with a lock in hand."""
+    utils = ray._private.utils
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
 
 
 def session_folder() -> str:
