@@ -1,37 +1,9 @@
 """The rows of the tables in README.md and docs/benchmarks.md: what was measured, its file and field, and one peer of each."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from table import Each, Figure, Row, table
-
-
-def times(file: str, *path: Any, form: str = "{:.2f} times", reduce: str | None = None, of: Figure | None = None) -> Figure:
-    return Figure(file, path, form, reduce=reduce, of=of)
-
-
-def seconds(file: str, *path: Any, form: str = "{:.2f} s", reduce: str | None = None) -> Figure:
-    return Figure(file, path, form, reduce=reduce)
-
-
-def ms(file: str, *path: Any, form: str = "{:.1f} ms", reduce: str | None = None) -> Figure:
-    return Figure(file, path, form, 1e3, reduce)
-
-
-def gigabytes(file: str, *path: Any, form: str = "{:.1f} GB", reduce: str | None = None) -> Figure:
-    return Figure(file, path, form, 1e-9, reduce)
-
-
-def percent(file: str, *path: Any, form: str = "{:.1f} %", reduce: str | None = None) -> Figure:
-    return Figure(file, path, form, 100, reduce)
-
-
-def count(file: str, *path: Any, form: str = "{:,.0f}", reduce: str | None = None) -> Figure:
-    return Figure(file, path, form, reduce=reduce)
-
-
-def share(file: str, *path: Any, form: str = "{:.2f}", reduce: str | None = None) -> Figure:
-    return Figure(file, path, form, reduce=reduce)
+from figures import Each, Figure, count, gigabytes, ms, percent, seconds, share, times
+from table import Row, table
 
 
 def learned(what: str, file: str, script: str) -> list[Row]:

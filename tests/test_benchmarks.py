@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import rows  # noqa: E402 (scripts import one another by their bare names)
+import figures  # noqa: E402 (scripts import one another by their bare names)
+import rows  # noqa: E402
 import table  # noqa: E402
 
 DECLARED = [*rows.CHANNELS, *rows.LEARNING, *rows.STAGES, *rows.ACCURATE, *rows.RELIABLE, *rows.ON_GPUS, *rows.TEN]
@@ -40,18 +41,18 @@ def test_only_results_that_are_awaited_are_left_out() -> None:
 
 
 def test_every_figure_follows_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(table.RESULTS, tmp_path / "results")
+    shutil.copytree(figures.RESULTS, tmp_path / "results")
     for file in (tmp_path / "results").iterdir():
         lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
         file.write_text("\n".join(json.dumps(_changed(json.loads(line), file.name)) for line in lines))
     before = {row.what: row.cells() for row in DECLARED if not row.missing()}
-    monkeypatch.setattr(table, "RESULTS", tmp_path / "results")
-    table._loaded.cache_clear()
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    figures._loaded.cache_clear()
     try:
         after = {row.what: row.cells() for row in DECLARED if not row.missing()}
         texts = {name: figure.text() for name, figure in rows.FIGURES.items()}
     finally:
-        table._loaded.cache_clear()
+        figures._loaded.cache_clear()
     same = [
         row.what
         for row in DECLARED
@@ -71,7 +72,7 @@ def _changed(value: Any, file: str) -> Any:
     return value * 3 + 1 if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-@pytest.mark.parametrize("file", sorted(table.RESULTS.glob("*.json")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(figures.RESULTS.glob("*.json")), ids=lambda file: file.name)
 def test_results_hold_what_their_script_wrote_and_no_remarks(file: Path) -> None:
     found = json.loads(file.read_text(encoding="utf-8"))
     assert not {"note", "on_four_gpus", "engines"} & found.keys()
