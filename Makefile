@@ -36,6 +36,7 @@ check: $(READY)
 # The golden results that the tests of the algorithms compare with, written anew by verl itself, in an environment of its own.
 oracle: .venv-oracle/.ready
 	.venv-oracle/bin/python -W ignore tests/oracle/generate.py
+	.venv-oracle/bin/python -W ignore tests/oracle/validation.py
 
 .venv-oracle/.ready: tests/oracle/requirements.txt
 	$(PYTHON) -m venv .venv-oracle

@@ -1,15 +1,12 @@
 """Evaluations as they are declared and planned, and what they say of rewards."""
 
 from collections.abc import Callable
-from itertools import combinations
 
 import pytest
-import torch
 
 import rlgraph as rg
 from rlgraph.errors import DataError, GraphError
 from rlgraph.graph.nodes import Due
-from rlgraph.nodes.rollout.pass_at import pass_at, summary
 
 ITEMS = [{"prompt": "?", "answer": "!"}] * 4
 
@@ -99,6 +96,23 @@ REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
         "the data set is empty",
     ),
     "a pool of others": (lambda: shared(), GraphError, r"in pool 'train', where \['update'\] would wait for it"),
+    "greedy samples": (
+        lambda: rg.evaluate(
+            Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=right, every=1, samples=4, sampling=rg.Sampling(temperature=0)
+        ),
+        GraphError,
+        r"samples=4 of a greedy sampling, which are all alike: leave samples out",
+    ),
+    "a source that is not there": (
+        lambda: rg.evaluate(Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=right, every=1, source="subject"),
+        GraphError,
+        r"has source='subject', which the items lack; they have \['answer'\]",
+    ),
+    "two of one name": (
+        lambda: (lambda p: p.graph(*(rg.evaluate(p.generator, ITEMS, p.weights, reward=right, every=2) for _ in range(2))))(Parts()),
+        GraphError,
+        "'evaluate'",
+    ),
     "a reward of a column that is not there": (
         lambda: rg.evaluate(Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=lambda response, level: 1.0, every=1),
         GraphError,
@@ -119,15 +133,8 @@ def test_what_cannot_be_evaluated_is_refused_with_the_reason(name: str) -> None:
         declare()
 
 
-@pytest.mark.parametrize("right_ones", range(6))
-@pytest.mark.parametrize("k", [1, 2, 4, 5])
-def test_pass_at_k_is_the_share_of_draws_of_k_samples_that_hold_a_right_one(right_ones: int, k: int) -> None:
-    draws = list(combinations([True] * right_ones + [False] * (5 - right_ones), k))
-    assert pass_at(k, 5, right_ones) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-def test_a_summary_has_powers_of_two_and_all_samples_by_source() -> None:
-    found = summary(torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.5]]), ["a", "b", "a"], passes=1.0)
-    assert found["reward/mean@3"] == pytest.approx(3.5 / 9)
-    assert {name for name in found if name.startswith("a/")} == {"a/reward/mean@3", "a/pass@1", "a/pass@2", "a/pass@3"}
-    assert (found["pass@1"], found["a/pass@3"], found["b/pass@3"]) == (pytest.approx(1 / 3), 1.0, 0.0)
+def test_several_evaluations_of_one_graph_have_metrics_of_their_own() -> None:
+    parts = Parts()
+    evaluations = [rg.evaluate(parts.generator, ITEMS, parts.weights, reward=right, every=2, **named) for named in ({}, {"name": "aime"})]
+    assert [one.node.operation.prefix for one in evaluations] == ["val", "val/aime"]  # type: ignore[attr-defined]
+    assert plan(parts.graph(*evaluations)).certificate.deadlock_free

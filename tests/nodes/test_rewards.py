@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -237,7 +238,35 @@ def test_math_verify_finds_equal_answers_and_ends_those_that_take_too_long() -> 
     equal = rg.scorers.math_verify()
     assert equal("so it is $\\frac{1}{2}$", "0.5") == 1.0
     assert equal("so it is $\\frac{1}{3}$", "0.5") == 0.0
+    assert equal("so it is $\\frac{1}{2}$", "0.5").pred == equal("it is 0.5, no doubt", "1/2").pred
+    assert equal("so it is $0.25$", "7").pred == equal("so it is $\\frac{1}{4}$", "7").pred == "1/4"
+    assert (equal("I do not know", "7"), equal("I do not know", "7").pred) == (0.0, "")
     assert rg.scorers.math_verify(limit_s=0.5)("$9^{9^{9^{9^{9}}}}$", "$9^{9^{9^{9^{8}}}}$") == 0.0
+
+
+def test_a_scorer_may_tell_the_answer_as_a_mapping_as_verls_do_or_as_a_score() -> None:
+    def told(response: str) -> dict[str, Any]:
+        return {"score": len(response), "acc": True, "pred": response, "format": 1}
+
+    assert rewards(told) == rewards(lambda response: rg.scorers.Score(len(response), response)) == [1.0, 2.0, 3.0, 4.0]
+    graded = operation(told).scoring.graded(Context(), COLUMNS)
+    assert [(score.pred, score.acc) for score in graded] == [(text, 1.0) for text in COLUMNS["responses"]]
+    copied = pickle.loads(pickle.dumps(graded[2]))
+    assert (copied, copied.pred, copied.acc) == (3.0, "ccc", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"reward": 1.0}, r"{WHICH}: a mapping has its number under 'score'"),
+        ({"score": "good"}, r"{WHICH}: Score\('good', acc=None\): a score and its acc are numbers"),
+        ({"score": float("nan")}, "returned nan {WHICH}"),
+        ({"score": 1.0, "acc": float("inf")}, "returned inf {WHICH}"),
+    ],
+)
+def test_a_mapping_that_is_no_score_names_the_response_and_its_prompt(value: object, words: str) -> None:
+    with pytest.raises(RlgraphError, match=words.replace("{WHICH}", WHICH)):
+        rewards(lambda response: value if response == "ccc" else 1.0)
 
 
 @pytest.mark.parametrize(("function", "points"), [(of_verl, 1.0), (of_trl, 1.0), (worth, 1.0), (functools.partial(worth, points=0.5), 0.5)])

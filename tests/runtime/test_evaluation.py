@@ -121,7 +121,31 @@ def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model:
 def test_metrics_are_those_of_each_source_and_of_all(model: str) -> None:
     step = digests.here(graph(model, "in turns", every=1), 1)[0]
     assert {name for name in step if "pass@" in name} == {f"val/{source}pass@{k}" for source in ("", "even/", "odd/") for k in (1, 2, 4)}
+    assert step["val/acc/mean@4"] == step["val/pass@1"] == step["val/reward/mean@4"]
+    assert step["val/acc/worst@4/mean"] <= step["val/acc/mean@4"] <= step["val/acc/best@4/mean"] <= step["val/pass@4"]
     assert step["val/reward/mean@4"] == pytest.approx((3 * step["val/even/reward/mean@4"] + 2 * step["val/odd/reward/mean@4"]) / 5)
+
+
+def graded(response: str, answer: str) -> dict[str, Any]:
+    return {"score": odd_length(response, answer, "0"), "pred": response[:1]}
+
+
+def test_two_evaluations_report_apart_and_a_scorer_as_verls_has_a_majority(model: str) -> None:
+    def both() -> rg.Graph:
+        generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=6), dtype="float32")
+        policy = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+        weights = rg.feedback("weights", depth=1)
+        rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
+        first = rg.evaluate(generator, DATA, weights, reward=odd_length, every=1, samples=2)
+        second = rg.evaluate(generator, DATA, weights, reward=graded, every=2, samples=2, name="again")
+        step = policy.update(rollout, rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+        weights.close(step.weights)
+        return rg.Graph("evaluated", step.metrics, first, second)
+
+    steps = digests.here(both(), 2)
+    assert "val/again/acc/mean@2" not in steps[0]
+    assert {"val/acc/mean@2", "val/again/acc/mean@2", "val/again/even/acc/maj@2/mean"} <= steps[1].keys()
+    assert not any("maj" in name and "again" not in name for name in steps[1])
 
 
 def test_an_evaluation_apart_that_takes_several_steps_holds_none_of_them_up(model: str, tmp_path: Path) -> None:

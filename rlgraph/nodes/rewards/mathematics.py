@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlgraph.errors import DataError, RlgraphError
+from rlgraph.nodes.rewards.score import Score
 
 START_S = 60.0  # for a process to load the package: a busy machine takes long
 
@@ -21,10 +22,11 @@ class MathVerify:
 
     limit_s: float
 
-    def __call__(self, response: str, answer: str) -> float:
-        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit."""
+    def __call__(self, response: str, answer: str) -> Score:
+        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit. `pred` is the answer found."""
         children = _children.setdefault(self.limit_s, Children(self.limit_s))
-        return float(children.equal(response, answer))
+        equal, found = children.compared(response, answer)
+        return Score(float(equal), pred=found)
 
     @property
     def __name__(self) -> str:
@@ -34,8 +36,9 @@ class MathVerify:
 def math_verify(*, limit_s: float = 10.0) -> MathVerify:
     """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 
-    Comparisons run in `concurrency` processes. A policy can write an expression that takes forever to compare, so a comparison is
-    killed after `limit_s` and scores 0.
+    The score tells the answer it found (`Score.pred`), so that `rg.evaluate` has `maj@k`; right answers count as one answer,
+    however they are written. Comparisons run in `concurrency` processes. A policy can write an expression that takes forever to
+    compare, so a comparison is killed after `limit_s` and scores 0.
     Raises DataError if the package `math-verify` is missing.
     """
     if importlib.util.find_spec("math_verify") is None:
@@ -60,8 +63,11 @@ class Children:
             child.kill()
             child.communicate()
 
-    def equal(self, response: str, answer: str) -> bool:
-        """Compare in an idle process, or a new one. A process that exceeds the limit is killed and its comparison counts as unequal."""
+    def compared(self, response: str, answer: str) -> tuple[bool, str]:
+        """Compare in an idle process, or a new one; return the answer found too.
+
+        A process that exceeds the limit is killed: its comparison counts as unequal, with no answer found.
+        """
         try:
             child = self.idle.get_nowait()
         except queue.Empty:
@@ -69,12 +75,12 @@ class Children:
         if not _said(child, (response, answer), self.limit_s):
             child.kill()
             child.communicate()
-            return False
+            return False, ""
         assert child.stdout is not None
-        equal = bool(json.loads(child.stdout.readline() or "false"))
+        equal, found = json.loads(child.stdout.readline() or '[false, ""]')
         if child.poll() is None:
             self.idle.put(child)
-        return equal
+        return bool(equal), str(found)
 
 
 _children: dict[float, Children] = {}  # of this process, by time limit
@@ -84,7 +90,7 @@ def _started() -> "subprocess.Popen[str]":
     command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
-    if not (_said(child, ("1", "1"), START_S) and child.stdout.readline().strip() == "true"):
+    if not (_said(child, ("1", "1"), START_S) and child.stdout.readline().startswith("[true")):
         child.kill()
         child.communicate()
         raise RlgraphError(f"math_verify: a process that compares 1 with 1 did not say that they are equal within {START_S:g} s")

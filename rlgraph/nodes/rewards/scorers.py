@@ -9,8 +9,9 @@ from typing import Any
 
 from rlgraph.errors import DataError, shown
 from rlgraph.nodes.rewards.mathematics import math_verify
+from rlgraph.nodes.rewards.score import Score
 
-__all__ = ["answer_in", "math_verify", "reasoning_gym"]
+__all__ = ["Score", "answer_in", "math_verify", "reasoning_gym"]
 
 BOXED_OR_TAGGED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}", re.DOTALL)
 

@@ -4,18 +4,19 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import GraphError, RlgraphError, shown
+from rlgraph.errors import DataError, GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import plural
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
+from rlgraph.nodes.rewards.score import Score, score_of
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
 LARGEST = torch.finfo(torch.float32).max
@@ -59,7 +60,11 @@ class Scoring:
             context.tokenizer(self.tokenizer)
 
     def scores(self, context: Context, columns: Columns) -> torch.Tensor:
-        """Score the responses: one finite number each, [B] float32.
+        """Score the responses: one finite number each, [B] float32. Raises RlgraphError as `graded` does."""
+        return torch.tensor(self.graded(context, columns), dtype=torch.float32)
+
+    def graded(self, context: Context, columns: Columns) -> list[Score]:
+        """Score the responses: a finite number each, with the answer and its `acc` where the function tells them.
 
         Raises RlgraphError naming the response for which the function raises, misses the deadline, or returns no finite number.
         """
@@ -202,30 +207,36 @@ def excerpt(text: str) -> str:
 
 def checked_rewards(
     function: Callable[..., object], rewards: object, rows: int, sample: Callable[[int], str] = lambda row: f"for response {row}"
-) -> torch.Tensor:
-    """Convert rewards to [B] float32. Raises RlgraphError naming the first row whose reward is no finite number of that type."""
+) -> list[Score]:
+    """Convert rewards to scores. Raises RlgraphError naming the first row whose reward is no finite number of float32."""
     where = title(function)
-    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+    if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
         raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number a response, as a list or tensor")
     given = list(rewards)
     if len(given) != rows:
         raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
-    values = []
-    for row, reward in enumerate(given):
-        if isinstance(reward, str | bytes):
-            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response, no text")
-        try:
-            value = float(reward)
-        except (TypeError, ValueError) as error:
-            raise RlgraphError(f"{where} returned {shown(reward)} {sample(row)}; it returns one number a response") from error
-        if not math.isfinite(value):
-            raise RlgraphError(f"{where} returned {value} {sample(row)}; a reward is a finite number")
-        if abs(value) > LARGEST:
+    return [_checked(where, reward, lambda row=row: sample(row)) for row, reward in enumerate(given)]  # type: ignore[misc]
+
+
+def _checked(where: str, reward: object, sample: Callable[[], str]) -> Score:
+    if isinstance(reward, str | bytes):
+        raise RlgraphError(f"{where} returned {shown(reward)} {sample()}; it returns one number a response, no text")
+    try:
+        graded = score_of(reward)
+        value = float(graded)  # type: ignore[arg-type]
+    except DataError as error:
+        raise RlgraphError(f"{where} returned {shown(reward)} {sample()}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise RlgraphError(f"{where} returned {shown(reward)} {sample()}; it returns one number a response") from error
+    score = graded if isinstance(graded, Score) else Score(value)
+    for number in (value, *([] if score.acc is None else [score.acc])):
+        if not math.isfinite(number):
+            raise RlgraphError(f"{where} returned {number} {sample()}; a reward is a finite number")
+        if abs(number) > LARGEST:
             raise RlgraphError(
-                f"{where} returned {value:g} {sample(row)}; a reward is a number of float32, at most {LARGEST:.3g} in size: scale it down"
+                f"{where} returned {number:g} {sample()}; a reward is a number of float32, at most {LARGEST:.3g} in size: scale it down"
             )
-        values.append(value)
-    return torch.tensor(values, dtype=torch.float32)
+    return score
 
 
 def title(function: Callable[..., object]) -> str:

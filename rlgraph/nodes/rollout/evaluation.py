@@ -10,18 +10,19 @@ from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import prompt_tokens
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
 from rlgraph.nodes.rewards.reward import CONCURRENCY, DEADLINE_S, Concurrency, RewardFunction
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
-from rlgraph.nodes.rollout.pass_at import summary
 from rlgraph.nodes.rollout.responses import columns_of, truncated
 from rlgraph.nodes.rollout.rollout import Generator, check_prompts
+from rlgraph.nodes.rollout.val_metrics import summary
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
 
+NAME, SOURCE = "evaluate", "data_source"
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
 
 
@@ -40,10 +41,10 @@ def evaluate(
     at_start: bool = False,
     passes: Finite = 1.0,
     prompt: Name = "prompt",
-    source: Name = "data_source",
+    source: Name = SOURCE,
     concurrency: Concurrency = CONCURRENCY,
     deadline_s: Seconds = DEADLINE_S,
-    name: str = "evaluate",
+    name: Name = NAME,
 ) -> Output:
     """Declare an evaluation at every `every`-th step: `samples` responses to each item of `data`, scored by `reward` as in `rg.reward`.
 
@@ -58,13 +59,17 @@ def evaluate(
     run's number of `steps` to evaluate the last one too. `at_start` adds step 0; a generator of its own then uses its initial weights.
     A step's metrics wait for its evaluation, and those of later steps follow it.
 
-    Metrics: `val/version` of the weights, `val/reward/mean@n` of n samples, `val/pass@k` (Chen et al., 2021, equation 1). A response
-    passes with a reward of at least `passes`. If items have the field `source`, each source has its own, as `val/gsm8k/pass@4`.
+    Metrics (docs/evaluation.md): `val/version` of the weights; `val/acc/mean@n` of n samples; verl's
+    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward tells answers, as `rg.scorers.math_verify` does; the unbiased
+    `val/pass@k`; `val/reward/mean@n`. An answer is right if its reward is at least `passes`. If items have the field `source`, each
+    source has its own, as `val/gsm8k/acc/mean@4`. An evaluation with a `name` of its own has it in front: `val/NAME/acc/mean@4`.
 
-    Raises GraphError for a bad count or an evaluation that would delay other nodes, and DataError as `rg.prompts` does.
+    Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
+    delay other nodes, and DataError as `rg.prompts` does.
     """
     questions = prompts(data, len(data) if hasattr(data, "__len__") and len(data) else 1, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)
+    _check(name, questions, samples, sampling or generator.sampling, source)
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
     rows = len(data) * samples
@@ -74,8 +79,19 @@ def evaluate(
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
-    grade = Grade(scored, questions, samples, passes, source)
+    grade = Grade(scored, questions, samples, passes, source, "val" if name == NAME else f"val/{name}")
     return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=(), due=due), "metrics")
+
+
+def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, source: str) -> None:
+    """Raise GraphError for settings without effect: several samples of a greedy sampling, or a source that no item names."""
+    if samples > 1 and sampling.temperature == 0:
+        raise GraphError(
+            f"node '{name}' has samples={samples} of a greedy sampling, which are all alike: leave samples out, or give a temperature, as "
+            "sampling=rg.Sampling(temperature=1.0, top_p=0.7)"
+        )
+    if source != SOURCE and source not in questions.fields:
+        raise GraphError(f"node '{name}' has source='{source}', which the items lack; they have {shown(list(questions.fields))}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +139,7 @@ class Grade(Operation):
     samples: int
     passes: float
     source: str
+    prefix: str  # of its metrics
 
     @property
     def traits(self) -> NodeTraits:
@@ -138,16 +155,16 @@ class Grade(Operation):
         if not len(groups):
             return {}, {}
         fields = {name: [column[i] for i in groups.tolist()] for name, column in self.items.items()}
-        rewards = self.scoring.scores(context, {**columns, **fields})
-        sources = fields.get(plural(self.source), [""] * len(rewards))
-        found = summary(rewards.view(-1, self.samples), [str(s) for s in sources[:: self.samples]], self.passes)
+        scores = self.scoring.graded(context, {**columns, **fields})
+        sources = [str(s) for s in fields.get(plural(self.source), [""] * len(scores))[:: self.samples]]
+        found = summary([scores[i : i + self.samples] for i in range(0, len(scores), self.samples)], sources, self.passes)
         mask, versions = columns["response_mask"], columns["weight_version"]
         assert isinstance(mask, torch.Tensor)
         assert isinstance(versions, torch.Tensor)
         found["response_length/mean"] = mask.sum(-1).float().mean().item()
         found["response/truncated"] = truncated(columns).float().mean().item()
         found["version"] = float(versions.max())
-        return {}, {f"val/{name}": value for name, value in found.items()}
+        return {}, {f"{self.prefix}/{name}": value for name, value in found.items()}
 
     @cached_property
     def items(self) -> dict[str, list[Any]]:
