@@ -42,6 +42,7 @@ from rlgraph.nodes.environments import tools
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import prompts
 from rlgraph.nodes.rewards import scorers
+from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import reward
 from rlgraph.nodes.rewards.reward_model import RewardModel
 from rlgraph.nodes.rewards.shaping import kl_shaped_rewards, shaped_rewards
@@ -102,6 +103,7 @@ __all__ = [
     "Precision",
     "Reference",
     "Refill",
+    "Retry",
     "RewardModel",
     "RlgraphError",
     "Sampling",

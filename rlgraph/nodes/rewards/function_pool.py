@@ -1,16 +1,22 @@
-"""Concurrent calls of a user's function, each within a deadline. An error names the failed call by its place."""
+"""Concurrent calls of a user's function, each within a deadline and repeated if it fails. An error names the failed call by its place."""
 
 import asyncio
 import functools
+import heapq
 import inspect
 import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from rlgraph.errors import RlgraphError
+from rlgraph.nodes.rewards.retry import ONCE, Busy, Retry
+
 Arguments = Mapping[str, object]
+Attempt = tuple[int, int]  # the place of a call, and how often it was called before
 
 
 class CallFailed(Exception):
@@ -23,11 +29,19 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Returned:
-    """The result of one call: a value, or the exception that it raised."""
+    """The result of one attempt: a value, or the exception that it raised."""
 
-    place: int
+    attempt: Attempt
     value: object = None
     error: BaseException | None = None
+
+
+class _Late(Exception):
+    """An attempt missed its deadline."""
+
+
+class _Unusable(Exception):
+    """An attempt returned a value that the caller cannot use."""
 
 
 @dataclass
@@ -35,82 +49,153 @@ class FunctionPool:
     """Call a user's function for each of `arguments`, at most `concurrency` calls at a time. Used once.
 
     A plain function runs on threads; an `async def` one in an event loop, where a waiting call holds no thread. The threads are
-    daemons, so that one that hangs keeps no process alive.
+    daemons, so that one that hangs keeps no process alive. A call that fails is repeated as `retry` says; `usable` tells which values
+    are results, and any other value is a failure. After `run`, `retries` counts repeated calls, `defaults` holds the places of calls
+    that all failed, whose result is None, and `failure` is the last of their errors.
     """
 
     function: Callable[..., object]
     arguments: Sequence[Arguments]
     concurrency: int
     deadline_s: float
-    begun: dict[int, float] = field(default_factory=dict)
+    retry: Retry = ONCE
+    usable: Callable[[object], bool] = lambda value: True
+    retries: int = 0
+    defaults: list[int] = field(default_factory=list)
+    failure: str = ""
+    begun: dict[Attempt, float] = field(default_factory=dict)
+    pausing: list[tuple[float, Attempt]] = field(default_factory=list)  # by the time of the next attempt
     returned: "queue.SimpleQueue[Returned]" = field(default_factory=queue.SimpleQueue)
+    waiting: "queue.SimpleQueue[Attempt | None]" = field(default_factory=queue.SimpleQueue)
+    tasks: "dict[Attempt, Future[None]]" = field(default_factory=dict)
     stopped: threading.Event = field(default_factory=threading.Event)
+    threads: int = 0
+    abandoned: set[Attempt] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.limit = asyncio.Semaphore(self.concurrency) if inspect.iscoroutinefunction(_called(self.function)) else None
 
     def run(self) -> list[object]:
-        """Make all calls; the results are in the order of `arguments`. Raises CallFailed for the first call that fails."""
-        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Make all calls; the results are in the order of `arguments`. Raises CallFailed for the first call that fails for good."""
         for place in range(len(self.arguments)):
-            waiting.put(place)
-        if inspect.iscoroutinefunction(self.function):
-            asyncio.run_coroutine_threadsafe(self._all(), event_loop())
-        else:
+            self._start((place, 0))
+        if self.limit is None:
             for _ in range(min(self.concurrency, len(self.arguments))):
-                threading.Thread(target=self._thread, args=(waiting,), name="calls", daemon=True).start()
+                self._add_thread()
         try:
             return self._collected()
         finally:
             self.stopped.set()
+            for _ in range(self.threads):
+                self.waiting.put(None)
+
+    def _start(self, attempt: Attempt) -> None:
+        if self.limit is None:
+            self.waiting.put(attempt)
+        else:
+            self.tasks[attempt] = asyncio.run_coroutine_threadsafe(self._task(attempt), event_loop())
 
     def _collected(self) -> list[object]:
         found: dict[int, object] = {}
         while len(found) < len(self.arguments):
-            one = self._next(found)
-            if one.error is not None:
-                raise CallFailed(one.place, f"raised {type(one.error).__name__}: {one.error}") from one.error
-            found[one.place] = one.value
+            one = self._next()
+            place = one.attempt[0]
+            if self.begun.pop(one.attempt, None) is None:
+                continue  # it returned after its deadline
+            self.tasks.pop(one.attempt, None)
+            error = one.error
+            if error is None and self.retry != ONCE and not self.usable(one.value):
+                error = _Unusable(f"returned {type(one.value).__name__}, which is no score")
+            if error is None or (isinstance(error, _Unusable) and not self._has_more(one.attempt) and self.retry.default is None):
+                found[place] = one.value
+            elif not self._again(one.attempt, error):
+                found[place] = None
         return [found[place] for place in range(len(self.arguments))]
 
-    def _next(self, found: Mapping[int, object]) -> Returned:
-        """Wait for the next result. Raises CallFailed for the call that has run longest, once it exceeds the deadline."""
+    def _has_more(self, attempt: Attempt) -> bool:
+        return attempt[1] < self.retry.times
+
+    def _again(self, attempt: Attempt, error: BaseException) -> bool:
+        """Plan the next attempt after a failure; False if the default takes its place. Raises CallFailed if neither is left."""
+        place, before = attempt
+        what = str(error) if isinstance(error, _Late | _Unusable) else f"raised {type(error).__name__}: {error}"
+        final = isinstance(error, RlgraphError) or not isinstance(error, Exception)
+        if not final and self._has_more(attempt):
+            pause = self.retry.delay(place, before, error.after_s if isinstance(error, Busy) else 0.0)
+            heapq.heappush(self.pausing, (time.monotonic() + pause, (place, before + 1)))
+            self.retries += 1
+            return True
+        if not final and self.retry.default is not None:
+            self.defaults.append(place)
+            self.failure = what
+            return False
+        times = f" ({before + 1} calls failed)" if before else ""
+        raise CallFailed(place, f"{what}{times}") from (None if isinstance(error, _Late | _Unusable) else error)
+
+    def _next(self) -> Returned:
+        """Wait for the next result, and start attempts whose pause is over. A call that exceeds its deadline fails, the oldest first."""
         while True:
-            running = {place: at for place, at in list(self.begun.items()) if place not in found}
-            place, since = min(running.items(), key=lambda item: item[1], default=(-1, time.monotonic()))
+            now = time.monotonic()
+            while self.pausing and self.pausing[0][0] <= now:
+                self._start(heapq.heappop(self.pausing)[1])
+            oldest, since = min(list(self.begun.items()), key=lambda item: item[1], default=(None, now))
+            wake = min([since + self.deadline_s, *(due for due, _ in self.pausing[:1])])
             try:
-                return self.returned.get(timeout=max(since + self.deadline_s - time.monotonic(), 0.0))
+                return self.returned.get(timeout=max(wake - now, 0.0))
             except queue.Empty:
-                if place >= 0 and time.monotonic() - since >= self.deadline_s:
-                    raise CallFailed(place, f"has not returned within {self.deadline_s:g} s") from None
+                if oldest is not None and time.monotonic() - since >= self.deadline_s:
+                    self._abandon(oldest)
+                    return Returned(oldest, error=_Late(f"has not returned within {self.deadline_s:g} s"))
 
-    def _thread(self, waiting: "queue.SimpleQueue[int]") -> None:
-        while not self.stopped.is_set():
+    def _abandon(self, attempt: Attempt) -> None:
+        """Free the place of a call that hangs: cancel its task, or put another thread beside its own."""
+        self.abandoned.add(attempt)
+        if self.limit is None:
+            self._add_thread()
+        elif attempt in self.tasks:
+            self.tasks[attempt].cancel()
+
+    def _add_thread(self) -> None:
+        self.threads += 1
+        threading.Thread(target=self._thread, name="calls", daemon=True).start()
+
+    def _thread(self) -> None:
+        while (attempt := self.waiting.get()) is not None and not self.stopped.is_set():
+            self.begun[attempt] = time.monotonic()
             try:
-                place = waiting.get_nowait()
-            except queue.Empty:
-                return
-            self.begun[place] = time.monotonic()
-            try:
-                self.returned.put(Returned(place, self.function(**self.arguments[place])))
+                value = self.function(**self.arguments[attempt[0]])
             except BaseException as error:  # noqa: BLE001 (the outer edge of a thread; `run` raises it again)
-                self.stopped.set()
-                self.returned.put(Returned(place, error=error))
+                self._failed(attempt, error)
+            else:
+                self.returned.put(Returned(attempt, value))
+            if attempt in self.abandoned:
+                return  # it returned after its deadline, and another thread has its place
 
-    async def _all(self) -> None:
-        limit = asyncio.Semaphore(self.concurrency)
-        calls = [asyncio.create_task(self._one(place, limit)) for place in range(len(self.arguments))]
-        await asyncio.gather(*calls)
-
-    async def _one(self, place: int, limit: asyncio.Semaphore) -> None:
-        async with limit:
+    async def _task(self, attempt: Attempt) -> None:
+        assert self.limit is not None
+        async with self.limit:
             if self.stopped.is_set():
                 return
-            self.begun[place] = time.monotonic()
+            self.begun[attempt] = time.monotonic()
             try:
-                value = await cast(Awaitable[Any], self.function(**self.arguments[place]))
+                value = await cast(Awaitable[Any], self.function(**self.arguments[attempt[0]]))
             except BaseException as error:  # noqa: BLE001 (the outer edge of a task; `run` raises it again)
-                self.stopped.set()
-                self.returned.put(Returned(place, error=error))
+                self._failed(attempt, error)
             else:
-                self.returned.put(Returned(place, value))
+                self.returned.put(Returned(attempt, value))
+
+    def _failed(self, attempt: Attempt, error: BaseException) -> None:
+        if self.retry == ONCE:
+            self.stopped.set()  # before the next call begins
+        self.returned.put(Returned(attempt, error=error))
+
+
+def _called(function: Callable[..., object]) -> Any:
+    """The function itself, or the method by which an object is called."""
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return inner if inspect.isroutine(inner) else type(inner).__call__
 
 
 @functools.cache

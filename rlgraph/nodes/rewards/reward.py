@@ -13,12 +13,13 @@ from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.rewards.calls import Calls
+from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
 from rlgraph.nodes.training.guards import Outliers
 from rlgraph.settings import Name, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
-CONCURRENCY = 16
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
 RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number a response")]
@@ -46,8 +47,10 @@ class Reward(Operation):
         return lambda step, columns: self.fire(context, outliers, columns)
 
     def fire(self, context: Context, outliers: Outliers | None, columns: Columns) -> Fired:
-        scores = self.scoring.scores(context, columns)
+        graded = self.scoring.graded(context, columns)
+        scores = graded.tensor
         metrics = spread(self.writes, scores)
+        metrics |= {f"critic/{self.writes}/{name}": value for name, value in graded.metrics(self.scoring.retry).items()}
         if outliers is not None:
             metrics["guards/reward_outliers"] = float(outliers.look(scores))
         return {self.writes: scores}, metrics
@@ -65,8 +68,9 @@ def reward(
     function: RewardFunction,
     *inputs: Output,
     writes: RewardColumn = "rewards",
-    concurrency: Concurrency = CONCURRENCY,
+    concurrency: Concurrency | None = None,
     deadline_s: Seconds = DEADLINE_S,
+    retries: Retry | None = None,
     by_group: bool = True,
     outliers: Annotated[float, Range(above=0, rule=OUTLIERS_RULE)] | None = OUTLIERS,
     name: Name = "reward",
@@ -80,7 +84,8 @@ def reward(
 
     `def right(responses, answers)` is called once with the columns of all responses and returns one number for each;
     `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
-    Calls for single responses run `concurrency` at a time, on threads or, if async, in one event loop.
+    Calls for single responses run `concurrency` at a time (16, or as the scorer says), on threads or, if async, in one event loop.
+    A function may tell the answer it found too, which `rg.evaluate` uses: see `rg.scorers.Score`.
 
     `responses` and `prompts` are texts, or token ids if the parameter is annotated `torch.Tensor`. `answers` is the field `answer` of
     the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for those of greedy
@@ -92,15 +97,17 @@ def reward(
     A reward farther than `outliers` standard deviations from the mean of the earlier ones gives a warning and counts in
     `guards/reward_outliers`. It is used as it is. None looks for no outliers.
 
+    `retries=rg.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls a response, and
+    `critic/rewards/defaults`, the share of responses that got the default. Without it, or if all calls fail and there is no default:
+
     A call that raises, takes longer than `deadline_s` or returns no finite number ends the run with an error that names the
     response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
     column of another kind.
     """
     check_column(name, writes)
     where = f"node '{name}'"
-    operation = Reward(
-        scoring(where, function, carried(inputs), tokenizer_of(inputs), concurrency, deadline_s), writes, by_group, outliers, name
-    )
+    scored = scoring(where, function, carried(inputs), tokenizer_of(inputs), Calls(concurrency, deadline_s, retries))
+    operation = Reward(scored, writes, by_group, outliers, name)
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 
 

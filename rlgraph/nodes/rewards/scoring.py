@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,9 @@ from rlgraph.errors import DataError, GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import plural
+from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
+from rlgraph.nodes.rewards.retry import ONCE, Retry
 from rlgraph.nodes.rewards.score import Score, score_of
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
@@ -30,6 +33,27 @@ ALIASES = {
     "ground_truths": "answers",
 }
 EXCERPT = 60  # characters of a prompt in an error
+FAILURE = 300  # characters of a failure in a warning
+log = logging.getLogger("rlgraph.rewards")
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The scores of responses, how many calls were repeated, and how many responses got the default."""
+
+    scores: list[Score]
+    retries: int
+    defaults: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The scores, [B] float32."""
+        return torch.tensor(self.scores, dtype=torch.float32)
+
+    def metrics(self, retry: Retry | None) -> dict[str, float]:
+        """Compute, for each response, the mean of repeated calls, and the share that got the default; nothing without retries."""
+        rows = max(len(self.scores), 1)
+        return {} if retry is None else {"retries": self.retries / rows, "defaults": self.defaults / rows}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +72,7 @@ class Scoring:
     named_by: tuple[str, ...]
     concurrency: int
     deadline_s: float
+    retry: Retry | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -59,11 +84,7 @@ class Scoring:
         if self.tokenizer is not None and self.decoded:
             context.tokenizer(self.tokenizer)
 
-    def scores(self, context: Context, columns: Columns) -> torch.Tensor:
-        """Score the responses: one finite number each, [B] float32. Raises RlgraphError as `graded` does."""
-        return torch.tensor(self.graded(context, columns), dtype=torch.float32)
-
-    def graded(self, context: Context, columns: Columns) -> list[Score]:
+    def graded(self, context: Context, columns: Columns) -> Graded:
         """Score the responses: a finite number each, with the answer and its `acc` where the function tells them.
 
         Raises RlgraphError naming the response for which the function raises, misses the deadline, or returns no finite number.
@@ -71,13 +92,29 @@ class Scoring:
         rows = len(columns[self.columns[0][1]])
         given = {parameter: self._argument(context, column, columns) for parameter, column in self.columns}
         calls = [{p: _at(values, row) for p, values in given.items()} for row in range(rows)] if self.single else [given]
+        retry = self.retry or ONCE
+        pool = FunctionPool(self.function, calls, self.concurrency, self.deadline_s, retry, lambda value: self._usable(value, rows))
         try:
-            returned = FunctionPool(self.function, calls, self.concurrency, self.deadline_s).run()
+            returned = pool.run()
         except CallFailed as failure:
             which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, failure)
             raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
+        for place in pool.defaults:
+            returned[place] = retry.default if self.single else [retry.default] * rows
         rewards = returned if self.single else returned[0]
-        return checked_rewards(self.function, rewards, rows, lambda row: self._sample(context, columns, row))
+        scores = checked_rewards(self.function, rewards, rows, lambda row: self._sample(context, columns, row))
+        defaults = len(pool.defaults) if self.single else rows * len(pool.defaults)
+        if defaults:
+            words = title(self.function), defaults, rows, retry.default, pool.failure[:FAILURE]
+            log.warning("%s: %d of %d responses got the default %s; the last failure: %s", *words)
+        return Graded(scores, pool.retries, defaults)
+
+    def _usable(self, value: object, rows: int) -> bool:
+        try:
+            checked_rewards(self.function, [value] if self.single else value, 1 if self.single else rows)
+        except RlgraphError:
+            return False
+        return True
 
     def _argument(self, context: Context, name: str, columns: Columns) -> Column:
         return texts_of(context, self.tokenizer, name, columns) if name in self.decoded and self.tokenizer else columns[name]
@@ -105,8 +142,7 @@ def scoring(
     function: Callable[..., Any],
     carried: Sequence[str],
     tokenizer: str | None,
-    concurrency: int,
-    deadline_s: float,
+    calls: Calls,
     texts: Sequence[str] = (),
 ) -> Scoring:
     """Match the parameters of `function` with the columns `carried` by the inputs. Columns in `texts` are text already.
@@ -127,7 +163,7 @@ def scoring(
     as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
     tokens = [column for p, column in columns if column in TOKEN_COLUMNS and column not in texts and p not in as_tokens]
     decoded = tuple(tokens) if tokenizer else ()
-    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), concurrency, deadline_s)
+    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), *calls.of(where, function))
 
 
 def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:

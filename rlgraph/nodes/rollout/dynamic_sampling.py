@@ -21,7 +21,9 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
-from rlgraph.nodes.rewards.reward import CONCURRENCY, DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
+from rlgraph.nodes.rewards.calls import Calls
+from rlgraph.nodes.rewards.retry import Retry
+from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.rollout.rollout import Rollout
@@ -50,8 +52,9 @@ class Refill:
     reward: RewardFunction
     writes: RewardColumn = "rewards"
     rounds: Annotated[int, Range(least=2, rule="how many times its prompts a step draws at most, a whole number of at least 2")] = 10
-    concurrency: Concurrency = CONCURRENCY
+    concurrency: Concurrency | None = None
     deadline_s: Seconds = DEADLINE_S
+    retries: Retry | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -68,7 +71,7 @@ class Refill:
         self._check(where, name, rollout)
         own = tuple(column for column in prompts.columns if column != "prompt_ids")
         carried = (*WRITES, *own)
-        scored = scoring(where, self.reward, carried, rollout.generator.path, self.concurrency, self.deadline_s)
+        scored = scoring(where, self.reward, carried, rollout.generator.path, Calls(self.concurrency, self.deadline_s, self.retries))
         missing = [column for column in scored.reads if column not in carried]
         if missing:
             raise GraphError(f"{where}: the reward reads column '{missing[0]}', which neither responses nor prompts have: {list(carried)}")
@@ -202,7 +205,7 @@ class DynamicSampler:
 
     def _score(self, groups: Sequence[Group]) -> None:
         if groups:
-            rewards = self.operation.scoring.scores(self.context, self._columns(groups))
+            rewards = self.operation.scoring.graded(self.context, self._columns(groups)).tensor
             for group, own in zip(groups, rewards.view(len(groups), -1), strict=True):
                 group.rewards = own
 

@@ -15,7 +15,9 @@ from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
-from rlgraph.nodes.rewards.reward import CONCURRENCY, DEADLINE_S, Concurrency, RewardFunction
+from rlgraph.nodes.rewards.calls import Calls
+from rlgraph.nodes.rewards.retry import Retry
+from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
 from rlgraph.nodes.rollout.responses import columns_of, truncated
 from rlgraph.nodes.rollout.rollout import Generator, check_prompts
@@ -42,8 +44,9 @@ def evaluate(
     passes: Finite = 1.0,
     prompt: Name = "prompt",
     source: Name = SOURCE,
-    concurrency: Concurrency = CONCURRENCY,
+    concurrency: Concurrency | None = None,
     deadline_s: Seconds = DEADLINE_S,
+    retries: Retry | None = None,
     name: Name = NAME,
 ) -> Output:
     """Declare an evaluation at every `every`-th step: `samples` responses to each item of `data`, scored by `reward` as in `rg.reward`.
@@ -75,7 +78,7 @@ def evaluate(
     rows = len(data) * samples
     answers = Output(declare(name, answer, (), reads=(), writes=ANSWERS, rows=rows, model=generator, feedback=weights, due=due))
     texts = ("prompts", "prompt_texts", *(plural(f) for f in questions.fields))
-    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, concurrency, deadline_s, texts)
+    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries), texts)
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
@@ -155,9 +158,11 @@ class Grade(Operation):
         if not len(groups):
             return {}, {}
         fields = {name: [column[i] for i in groups.tolist()] for name, column in self.items.items()}
-        scores = self.scoring.graded(context, {**columns, **fields})
+        graded = self.scoring.graded(context, {**columns, **fields})
+        scores = graded.scores
         sources = [str(s) for s in fields.get(plural(self.source), [""] * len(scores))[:: self.samples]]
         found = summary([scores[i : i + self.samples] for i in range(0, len(scores), self.samples)], sources, self.passes)
+        found |= {f"reward/{name}": value for name, value in graded.metrics(self.scoring.retry).items()}
         mask, versions = columns["response_mask"], columns["weight_version"]
         assert isinstance(mask, torch.Tensor)
         assert isinstance(versions, torch.Tensor)

@@ -1,0 +1,39 @@
+"""How a reward function is called: how many calls at a time, within which deadline, and what becomes of one that fails."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlgraph.errors import GraphError, shown
+from rlgraph.nodes.rewards.retry import Retry
+
+CONCURRENCY = 16
+
+
+class Scorer(ABC):
+    """A reward function that brings settings of its calls: how many run at a time, and what becomes of one that fails."""
+
+    concurrency: int
+    retries: Retry
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Score a response."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How a reward function is called. None for a scorer's own setting, or else for 16 at a time and no retries."""
+
+    concurrency: int | None
+    deadline_s: float
+    retries: Retry | None
+
+    def of(self, where: str, function: Callable[..., Any]) -> tuple[int, float, Retry | None]:
+        """Look up the settings for a function. Raises GraphError if both node and scorer give the same one."""
+        if not isinstance(function, Scorer):
+            return self.concurrency or CONCURRENCY, self.deadline_s, self.retries
+        if self.retries is not None:
+            raise GraphError(f"{where} has retries={shown(self.retries)}, but {shown(function)} brings its own; set them there")
+        return self.concurrency or function.concurrency, self.deadline_s, function.retries
