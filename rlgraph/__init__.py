@@ -38,6 +38,7 @@ from rlgraph.errors import (
 from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, node
+from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.environments import tools
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import prompts
@@ -70,6 +71,7 @@ __all__ = [
     "ChannelClosed",
     "ChannelError",
     "ChannelTimeout",
+    "Chat",
     "CheckpointError",
     "ClippedLoss",
     "Cluster",

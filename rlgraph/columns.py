@@ -34,6 +34,7 @@ FINISH_REASONS = ("stop", "length", "turns", "abort")
 
 COLUMNS: dict[str, ColumnSpec] = {
     "prompt_texts": ColumnSpec(str, ("N",), "prompts", "prompts as text"),
+    "prompt_messages": ColumnSpec(str, ("N",), "prompts", "conversations as JSON: `messages`, `tools`, `template_kwargs`"),
     "prompt_ids": ColumnSpec(torch.int64, ("N",), "prompts", "position of each prompt in the order of the data, counted over epochs"),
     "prompts": ColumnSpec(torch.int64, ("B", "P"), "rollout", "prompt token ids"),
     "prompt_mask": ColumnSpec(torch.bool, ("B", "P"), "rollout", "true on prompt tokens, false on padding"),

@@ -278,7 +278,6 @@ DATA = {
     "a generator": declared("give list(...) of it", DataError, data=(item for item in ITEMS)),
     "texts": declared("[{'prompt': text} for text in data]", DataError, data=["1 + 1 ="]),
     "another field": declared("name its field with prompt=", DataError, data=[{"question": "1 + 1 ="}]),
-    "messages": declared("apply_chat_template", DataError, data=[{"prompt": [{"role": "user", "content": "1 + 1 ="}]}]),
     "bytes": declared("decode it", DataError, data=[{"prompt": b"1 + 1 ="}]),
     "None as a prompt": declared("item 0 of the data set has prompt=None", DataError, data=row(0, prompt=None)),
     "a field of lists": declared("json.dumps(value)", DataError, data=[{"prompt": "a", "answer": [1]}]),

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from mistakes import MISTAKES, SECONDS
+from mistakes import MISTAKES as PLAIN
+from mistakes import SECONDS
+from mistakes_in_chats import MISTAKES as IN_CHATS
 from tiny import tiny
 
+MISTAKES = PLAIN | IN_CHATS
 MOST_CHARACTERS = 1500  # of the first line of an error: no value is printed whole
 
 

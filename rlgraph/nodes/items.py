@@ -7,9 +7,9 @@ import torch
 
 from rlgraph.columns import Column
 from rlgraph.errors import DataError, shown
+from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, is_conversation
 
-TEMPLATE = "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
-OWN = ("prompt_texts", "prompt_ids")  # columns of every source of prompts
+OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
 
 
 def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
@@ -30,10 +30,10 @@ def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
     first = read(data, 0)
     if not isinstance(first, Mapping):
         fix = f"give [{{'{prompt}': text}} for text in data]" if isinstance(first, str) else "give a list of dicts"
-        raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping with text under '{prompt}': {fix}")
+        raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping with the prompt under '{prompt}': {fix}")
     if prompt not in first:
         raise DataError(
-            f"{name}: the first item has {shown(sorted(map(str, first)))}; each item is a mapping with text under '{prompt}': "
+            f"{name}: the first item has {shown(sorted(map(str, first)))}; each item is a mapping with the prompt under '{prompt}': "
             "name its field with prompt="
         )
     return first
@@ -48,19 +48,29 @@ def read(data: Any, index: int) -> Any:
         raise DataError(f"item {index} of the data set cannot be read: {type(error).__name__}: {error}{fix}") from error
 
 
-def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any]) -> None:
-    """Raise DataError unless an item has text under `prompt` and the same other fields as the first item, with values of the same kinds."""
+def fields_of(first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[str, ...]:
+    """Name the fields of an item that become columns: all but the prompt and what a conversation takes."""
+    return tuple(field for field in first if field != prompt and (chat is None or field not in (TOOLS, TEMPLATE_KWARGS)))
+
+
+def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any], chat: Chat | None = None) -> None:
+    """Raise DataError unless an item has a prompt and the same other fields as the first item, with values of the same kinds.
+
+    The prompt is text, or a conversation if there is a `chat`.
+    """
     where = f"item {index} of the data set"
     if not isinstance(item, Mapping):
-        raise DataError(f"{where} is {shown(item)}; each item is a mapping with text under '{prompt}'")
-    for field, pattern in first.items():
+        raise DataError(f"{where} is {shown(item)}; each item is a mapping with the prompt under '{prompt}'")
+    fields = fields_of(first, prompt, chat)
+    for field in (prompt, *fields):
         if field not in item:
             raise DataError(f"{where} lacks the field '{field}', which the first item has; each item has the same fields: {shown(item)}")
-        value = item[field]
-        if field == prompt:
-            if not isinstance(value, str):
-                raise DataError(f"{where} has {prompt}={shown(value)}; a prompt is text{_as_text(value)}")
-            continue
+    if chat is not None:
+        chat.conversation(where, item, prompt)
+    elif not isinstance(item[prompt], str):
+        raise DataError(f"{where} has {prompt}={shown(item[prompt])}; a prompt is text{_as_text(item[prompt])}")
+    for field in fields:
+        value, pattern = item[field], first[field]
         kind, wanted = kind_of(value), kind_of(pattern)
         if kind is None:
             raise DataError(f"{where} has {field}={shown(value)}; a field is text or a number: {_field_fix(value)}")
@@ -107,10 +117,12 @@ def _plain(value: Any) -> Any:
 def _as_text(value: Any) -> str:
     if isinstance(value, bytes):
         return ": decode it, as item['prompt'].decode()"
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        return f", and these are messages: give {TEMPLATE}"
+    if is_conversation(value):
+        return ", and these are messages, where the first item has text: give chat=rg.Chat(), which makes messages of all"
     return ": leave the item out" if value is None else ""
 
 
 def _field_fix(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "turn it into text, as json.dumps(value), or take a field of it by its path, as rg.data.parquet(file, answer='extra.answer')"
     return "leave the item out, or write ''" if value is None else "turn it into text, as json.dumps(value)"

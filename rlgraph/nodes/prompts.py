@@ -14,7 +14,8 @@ from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.nodes.items import check_data, check_item, check_names, column_of, read
+from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
+from rlgraph.nodes.items import check_data, check_item, check_names, column_of, fields_of, read
 from rlgraph.settings import Name, Natural, checked
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
@@ -37,6 +38,7 @@ class Prompts(Operation):
     seed: int
     prompt_field: str
     fields: tuple[str, ...]  # of an item, beside the prompt
+    chat: Chat | None = None  # of prompts that are conversations
 
     @property
     def traits(self) -> NodeTraits:
@@ -44,16 +46,27 @@ class Prompts(Operation):
 
     @property
     def prompt_characters(self) -> float | None:
-        """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is no text."""
-        first = [self.data[index].get(self.prompt_field) for index in range(min(len(self.data), 8))]
-        texts = [text for text in first if isinstance(text, str)]
-        return sum(map(len, texts)) / len(texts) if texts and len(texts) == len(first) else None
+        """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is no prompt."""
+        first = [self.data[index] for index in range(min(len(self.data), 8))]
+        try:
+            return sum(len(text) for item in first for text in self._texts(item)) / len(first)
+        except (DataError, KeyError):
+            return None
+
+    def _texts(self, item: Mapping[str, Any]) -> list[str]:
+        """Collect the texts of a prompt, of each of its messages."""
+        if self.chat is None:
+            return [item[self.prompt_field]]
+        return [str(message.get("content") or "") for message in self.chat.conversation("", item, self.prompt_field).messages]
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.batch(step, context.set_aside)
 
     def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
-        """Draw the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field."""
+        """Draw the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field.
+
+        Conversations add `prompt_messages` [N].
+        """
         positions = self.positions(step, set_aside)
         ids = torch.tensor(positions, dtype=torch.int64)
         return {"prompt_ids": ids, **self.columns([self.item(position) for position in positions])}
@@ -61,7 +74,12 @@ class Prompts(Operation):
     def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
         """Build `prompt_texts` and one column for each further field, one row an item."""
         first = self.data[0]
-        columns: dict[str, Column] = {"prompt_texts": [item[self.prompt_field] for item in items]}
+        columns: dict[str, Column] = {}
+        if self.chat is None:
+            columns["prompt_texts"] = [item[self.prompt_field] for item in items]
+        else:
+            columns["prompt_texts"] = [self.chat.text("an item", item, self.prompt_field) for item in items]
+            columns["prompt_messages"] = [self.chat.conversation("an item", item, self.prompt_field).to_json() for item in items]
         return columns | {plural(name): column_of([item[name] for item in items], first[name]) for name in self.fields}
 
     def positions(self, step: int, set_aside: Sequence[int] = ()) -> list[int]:
@@ -98,14 +116,20 @@ class Prompts(Operation):
         """Read and check the item at a place of the endless order: one seeded permutation of the data set after another."""
         index = self._index(position)
         item: Mapping[str, Any] = read(self.data, index)
-        check_item(index, item, self.prompt_field, self.data[0])
+        check_item(index, item, self.prompt_field, self.data[0], self.chat)
         return item
 
     def check(self, node: Node) -> None:
         """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
-        first = self.data[0]
+        first, started = self.data[0], 0
         for index in range(len(self.data)):
-            check_item(index, read(self.data, index), self.prompt_field, first)
+            item = read(self.data, index)
+            check_item(index, item, self.prompt_field, first, self.chat)
+            started += self.chat is not None and self.chat.system is not None and starts_with_system(item[self.prompt_field])
+        if started == len(self.data):
+            raise DataError(
+                f"node '{node.name}': every item has a system message of its own, so rg.Chat(system=…) has no effect: leave it out"
+            )
 
 
 @lru_cache(maxsize=4)  # a batch spans one epoch or two
@@ -115,23 +139,35 @@ def _order(seed: int, epoch: int, size: int) -> list[int]:
 
 
 @checked(DataError)
-def prompts(data: Dataset, count: PerStep, *, seed: Natural = 0, prompt: Name = "prompt", name: Name = "prompts") -> Output:
+def prompts(
+    data: Dataset, count: PerStep, *, chat: Chat | None = None, seed: Natural = 0, prompt: Name = "prompt", name: Name = "prompts"
+) -> Output:
     """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
 
-    Each item is a mapping with the prompt as text under `prompt`; every other field becomes a column named in the plural,
-    so that a reward reads `answer` as `answers`. The model reads a prompt exactly as given, so render the template of a chat model
-    first: `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`. Special tokens that the text begins
-    with are not added again. A step may span epochs; one of a data set smaller than `count` draws items more than once.
+    >>> import rlgraph as rg
+    >>> question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
+    >>> rg.prompts([{"prompt": question, "answer": "2"}], count=1).columns
+    ('prompt_texts', 'prompt_messages', 'prompt_ids', 'answers')
+
+    Each item is a mapping with the prompt under `prompt`; every other field becomes a column named in the plural, so that a reward
+    reads `answer` as `answers`. A step may span epochs; one of a data set smaller than `count` draws items more than once.
+
+    A prompt is text or a list of messages. The model reads text exactly as given; special tokens that it begins with are not added
+    again. Messages are rendered by the chat template of the rollout's model, with the item's own `tools` and `chat_template_kwargs`
+    if it has these fields. `chat=rg.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of the
+    user. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
 
     The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
     or without a field that the first one has, or fields that are neither text nor numbers.
     """
     first = check_data(name, data, prompt)
-    fields = tuple(f for f in first if f != prompt)
+    chat = chat or (Chat() if is_conversation(first[prompt]) else None)
+    fields = fields_of(first, prompt, chat)
     check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})
-    check_item(0, first, prompt, first)
-    writes = ("prompt_texts", "prompt_ids", *(plural(f) for f in fields))
-    return Output(declare(name, Prompts(data, count, seed, prompt, fields), (), reads=(), writes=writes, rows=count))
+    check_item(0, first, prompt, first, chat)
+    own = ("prompt_texts", "prompt_ids") if chat is None else ("prompt_texts", "prompt_messages", "prompt_ids")
+    writes = (*own, *(plural(f) for f in fields))
+    return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat), (), reads=(), writes=writes, rows=count))
 
 
 def plural(field: str) -> str:

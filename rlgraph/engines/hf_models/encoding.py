@@ -3,6 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rlgraph.columns import Columns
+from rlgraph.engines.hf_models.chat_template import chat_tokens
+
+
+def encoded_prompts(tokenizer: Any, columns: Columns) -> list[list[int]]:
+    """Encode the prompts of a batch: by the model's chat template where they are conversations, in `prompt_messages`; else as text."""
+    if "prompt_messages" in columns:
+        return chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
+    return prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
+
 
 def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Encode prompts. A text that already begins with the special tokens that the tokenizer adds in front does not get them twice.

@@ -14,7 +14,7 @@ from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Request, Response
-from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -183,7 +183,7 @@ class DynamicSampler:
         position = self.drawn * self.context.world + self.context.rank
         self.drawn += 1
         item = source.item(position)
-        prompt = prompt_tokens(self.context.tokenizer(rollout.generator.path), [item[source.prompt_field]])[0]
+        prompt = encoded_prompts(self.context.tokenizer(rollout.generator.path), source.columns([item]))[0]
         seeds = [seed_of(rollout.generator.seed, position, member) for member in range(rollout.group_size)]
         requests = [Request(f"{rollout.prefix}{position}.{m}", prompt, rollout.sampling, seed) for m, seed in enumerate(seeds)]
         for request in requests:

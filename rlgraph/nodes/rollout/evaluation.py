@@ -9,11 +9,12 @@ import torch
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
-from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
 from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
@@ -41,6 +42,7 @@ def evaluate(
     sampling: Sampling | None = None,
     steps: Count | None = None,
     at_start: bool = False,
+    chat: Chat | None = None,
     passes: Finite = 1.0,
     prompt: Name = "prompt",
     source: Name = SOURCE,
@@ -66,18 +68,21 @@ def evaluate(
     bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward tells answers, as `rg.scorers.math_verify` does; the unbiased
     `val/pass@k`; `val/reward/mean@n`. An answer is right if its reward is at least `passes`. If items have the field `source`, each
     source has its own, as `val/gsm8k/acc/mean@4`. An evaluation with a `name` of its own has it in front: `val/NAME/acc/mean@4`.
+    `chat` is that of `rg.prompts`.
 
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
     delay other nodes, and DataError as `rg.prompts` does.
     """
-    questions = prompts(data, len(data) if hasattr(data, "__len__") and len(data) else 1, prompt=prompt, name=name).node.operation
+    size = len(data) if hasattr(data, "__len__") and len(data) else 1
+    questions = prompts(data, size, chat=chat, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)
     _check(name, questions, samples, sampling or generator.sampling, source)
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
     rows = len(data) * samples
     answers = Output(declare(name, answer, (), reads=(), writes=ANSWERS, rows=rows, model=generator, feedback=weights, due=due))
-    texts = ("prompts", "prompt_texts", *(plural(f) for f in questions.fields))
+    messages = () if questions.chat is None else ("prompt_messages",)
+    texts = ("prompts", "prompt_texts", *messages, *(plural(f) for f in questions.fields))
     scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries), texts)
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
@@ -118,8 +123,8 @@ class Answer(Operation):
     def fire(self, context: Context, step: int) -> dict[str, Column]:
         count = self.questions.count if self.due(step) else 0
         mine = rows_of_rank(count, context.rank, context.world)
-        texts = [self.questions.data[i][self.questions.prompt_field] for i in mine]
-        encoded = prompt_tokens(context.tokenizer(self.generator.path), texts) if texts else []
+        asking = self.questions.columns([self.questions.data[i] for i in mine])
+        encoded = encoded_prompts(context.tokenizer(self.generator.path), asking) if mine else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
         # The seeds are the same at each evaluation, so that two evaluations differ by their weights alone, and are not those of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
@@ -175,6 +180,7 @@ class Grade(Operation):
     def items(self) -> dict[str, list[Any]]:
         """The columns of the whole data set, in its order."""
         data = [self.questions.data[i] for i in range(self.questions.count)]
-        prompt = self.questions.prompt_field
-        named = {"prompts": prompt, "prompt_texts": prompt, **{plural(f): f for f in self.questions.fields}}
-        return {column: [item[field] for item in data] for column, field in named.items()}
+        columns = self.questions.columns(data)
+        texts: dict[str, list[Any]] = {name: list(columns[name]) for name in ("prompt_texts", "prompt_messages") if name in columns}
+        fields = {plural(field): [item[field] for item in data] for field in self.questions.fields}
+        return {"prompts": texts["prompt_texts"], **texts, **fields}

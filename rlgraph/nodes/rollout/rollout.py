@@ -11,7 +11,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.engines.api import Request, Running, Sampling
-from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.encoding import encoded_prompts, prompt_tokens
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
@@ -211,7 +211,8 @@ class Rollout(Operation):
 
     def declare(self, name: str, prompts: Output, weights: Feedback | None) -> Output:
         """Declare the node that samples responses to the prompts of another node."""
-        reads = tuple(dict.fromkeys(("prompt_texts", "prompt_ids", *(self.tools.reads if self.tools is not None else ()))))
+        messages = tuple(column for column in prompts.columns if column == "prompt_messages")
+        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *(self.tools.reads if self.tools is not None else ()))))
         rows = prompts.node.rows * self.group_size
         node = declare(
             name, self, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
@@ -283,9 +284,9 @@ class Rollout(Operation):
 
         A response depends on the weights, the generator's seed, its prompt's place in the data order and its own place in the group.
         """
-        texts, ids = columns["prompt_texts"], columns["prompt_ids"]
+        ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        encoded, places = prompt_tokens(context.tokenizer(self.generator.path), list(texts)), ids.tolist()
+        encoded, places = encoded_prompts(context.tokenizer(self.generator.path), columns), ids.tolist()
         return [
             [
                 Request(
@@ -318,6 +319,7 @@ def declared_context(path: str) -> int | None:
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
     """Check model and prompts. Raises DataError for a folder that is no model, or a prompt that leaves no room for a response."""
+    from rlgraph.engines.hf_models.chat_template import check_conversations
     from rlgraph.engines.hf_models.model_files import check_tokenizer
     from rlgraph.engines.hf_models.pretrained import check_model
 
@@ -335,8 +337,12 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
         raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
     if not isinstance(source, Prompts):
         return
-    texts = [source.data[i][source.prompt_field] for i in range(len(source.data))]
-    for index, tokens in enumerate(prompt_tokens(tokenizer, texts)):
+    columns = source.columns([source.data[i] for i in range(len(source.data))])
+    if source.chat is not None:
+        encoded = check_conversations(generator.path, tokenizer, [str(text) for text in columns["prompt_messages"]])
+    else:
+        encoded = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
+    for index, tokens in enumerate(encoded):
         if not 0 < len(tokens) <= room:
             raise DataError(
                 f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "

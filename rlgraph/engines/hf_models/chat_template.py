@@ -1,0 +1,96 @@
+"""Render conversations by a model's own chat template, and encode them with the special tokens that the template writes."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlgraph.errors import DataError, shown
+
+BLOCK = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The messages of a prompt, and what else its template reads. It travels in the column `prompt_messages` as JSON.
+
+    >>> ChatPrompt.from_json(ChatPrompt([{"role": "user", "content": "Hi"}]).to_json()).messages
+    [{'role': 'user', 'content': 'Hi'}]
+
+    `continue_final`: the model continues the last message, instead of answering it.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] | None = None
+    continue_final: bool = False
+
+    def to_json(self) -> str:
+        """Write it as JSON; keys keep their order, which templates print."""
+        return json.dumps(vars(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ChatPrompt":
+        return cls(**json.loads(text))
+
+    def render(self, tokenizer: Any) -> str:
+        """Render the text that the model reads, up to where its answer begins. Raises what the template raises."""
+        text: str = tokenizer.apply_chat_template(
+            list(self.messages),
+            tools=list(self.tools) or None,
+            add_generation_prompt=not self.continue_final,
+            continue_final_message=self.continue_final,
+            tokenize=False,
+            **(self.template_kwargs or {}),
+        )
+        return text
+
+
+def chat_tokens(tokenizer: Any, conversations: Sequence[str]) -> list[list[int]]:
+    """Encode conversations, given as JSON: token by token as `apply_chat_template(tokenize=True)`, which adds no special tokens."""
+    if not conversations:
+        return []
+    texts = [ChatPrompt.from_json(text).render(tokenizer) for text in conversations]
+    tokens: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequence[str]) -> list[list[int]]:
+    """Encode the conversations of a whole data set, in its order.
+
+    Raises DataError naming the item for a model without a chat template, for a template that does not read what a conversation gives
+    it, and for a conversation that the template refuses.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"item 0 of the data set is a conversation, but the tokenizer of '{path}' has no chat template: take the instruct model, copy "
+            "its chat_template.jinja into the folder, or give prompts as text without chat="
+        )
+    read = _words_read(tokenizer.chat_template)
+    texts = []
+    for index, text in enumerate(conversations):
+        conversation = ChatPrompt.from_json(text)
+        given = {**(conversation.template_kwargs or {}), **({"tools": ""} if conversation.tools else {})}
+        unread = [name for name in given if name not in read]
+        if unread:
+            raise DataError(
+                f"item {index} of the data set gives '{unread[0]}' to the chat template of '{path}', which does not read it: leave it out"
+            )
+        try:
+            texts.append(conversation.render(tokenizer))
+        except Exception as error:
+            roles = [message.get("role") for message in conversation.messages]
+            raise DataError(
+                f"item {index} of the data set: the chat template of '{path}' refuses it ({type(error).__name__}: {error!s:.200}); its "
+                f"messages are of {shown(roles)}: change them to roles and an order that the template takes, or leave the item out"
+            ) from error
+    tokens: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return tokens
+
+
+def _words_read(template: str | Mapping[str, str]) -> set[str]:
+    """Collect the words inside the statements and expressions of a template, or of all templates of a model that has several."""
+    texts = [template] if isinstance(template, str) else list(template.values())
+    return {word for text in texts for block in BLOCK.findall(text) for word in re.findall(r"\w+", block)}

@@ -1,0 +1,165 @@
+"""Conversations as prompts: the settings of a chat, and the checks of a row's messages."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlgraph import settings
+from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.errors import DataError, shown
+from rlgraph.settings import Name
+
+TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # fields of a row that its conversation takes, as TRL names them
+SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """How prompts become conversations, for `rg.prompts(data, count, chat=rg.Chat(…))`. The model's own chat template renders them.
+
+    >>> import rlgraph as rg
+    >>> chat = rg.Chat(system="Reason step by step.", enable_thinking=False)
+    >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1, chat=chat)
+    the batch of 'prompts'
+
+    * `system`: the first message of every conversation that has no system message of its own.
+    * `enable_thinking`: passed to the template, as Qwen 3's reads it. None: as the template decides.
+    * `template_kwargs`: what else the template reads, as `{"date_string": "1 Jan 2025"}`. A row's `chat_template_kwargs` replace them.
+    * `tools`: JSON schemas of the tools that the template describes to the model. A row's `tools` replace them.
+    * `continue_final`: a conversation that ends with an assistant's message has the model continue that message.
+
+    Raises DataError for a tool or an argument that is not JSON. The launch raises it for an argument that the template does not read.
+    """
+
+    system: Name | None = None
+    enable_thinking: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    continue_final: bool = False
+
+    def __post_init__(self) -> None:
+        settings.check(self, DataError)
+        if self.enable_thinking is not None and "enable_thinking" in self.template_kwargs:
+            raise DataError("Chat: enable_thinking is given twice, by name and in template_kwargs; leave out one of them")
+        for name, value in (("template_kwargs", self.template_kwargs), ("tools", self.tools)):
+            _checked_json(f"Chat({name}={shown(value)}): {name}", value)
+
+    def conversation(self, where: str, item: Mapping[str, Any], prompt: str) -> ChatPrompt:
+        """Make the conversation of a row. Raises DataError, which begins with `where`, for messages that are none."""
+        messages = checked_messages(where, prompt, item[prompt])
+        if self.system is not None and messages[0]["role"] not in SYSTEM:
+            messages.insert(0, {"role": "system", "content": self.system})
+        answers = messages[-1]["role"] == "assistant"
+        if answers and not self.continue_final:
+            raise DataError(
+                f"{where} has a conversation that ends with the assistant's message {shown(messages[-1]['content'])}; the model writes "
+                "what follows: leave that message out, or give chat=rg.Chat(continue_final=True) to have it continued"
+            )
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        tools = _listed(where, TOOLS, item.get(TOOLS)) or list(self.tools)
+        given = {**thinking, **self.template_kwargs, **_mapped(where, TEMPLATE_KWARGS, item.get(TEMPLATE_KWARGS))}
+        return ChatPrompt(messages, tools, given, answers)
+
+    def text(self, where: str, item: Mapping[str, Any], prompt: str) -> str:
+        """Take the text of a row's prompt: of a conversation, the last message of the user."""
+        value = item[prompt]
+        if isinstance(value, str):
+            return value
+        messages = checked_messages(where, prompt, value)
+        return next((m["content"] or "" for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"] or "")
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a prompt is a list of messages. An array of them, as pandas reads from parquet, is one."""
+    value = _plain_list(value)
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
+
+
+def starts_with_system(value: Any) -> bool:
+    """Whether a prompt is a conversation with a system message of its own."""
+    return is_conversation(value) and _plain_list(value)[0].get("role") in SYSTEM
+
+
+def _plain_list(value: Any) -> Any:
+    """Convert an array to a list; pass other values through."""
+    return value.tolist() if getattr(value, "ndim", 0) == 1 else value
+
+
+def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]]:
+    """Copy the messages of a prompt as templates read them; text is one message of the user.
+
+    Arguments of tool calls become dicts, parts of text one text, and keys that are None are left out, except `content`.
+    Raises DataError, which begins with `where`, for a message that is none.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not is_conversation(value):
+        raise DataError(f"{where} has {prompt}={shown(value)}; a prompt is text, or a list of messages {{'role': …, 'content': …}}")
+    return [_message(f"{where}, message {number}", message) for number, message in enumerate(_plain_list(value))]
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise DataError(f"{where} is {shown(dict(message))}; a message names its role, as 'user'")
+    if "content" not in message and not message.get("tool_calls"):
+        raise DataError(f"{where} is {shown(dict(message))}; a message has its text under 'content'")
+    made = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "content" in message:
+        made["content"] = _content(where, message["content"], bool(message.get("tool_calls")))
+    if "tool_calls" in made:
+        made["tool_calls"] = [_tool_call(where, call) for call in _listed(where, "tool_calls", made["tool_calls"])]
+    _checked_json(where, made)
+    return made
+
+
+def _content(where: str, content: Any, calls: bool) -> str | None:
+    if isinstance(content, str) or (content is None and calls):
+        return content
+    content = _plain_list(content)
+    parts = content if isinstance(content, list | tuple) else [content]
+    found = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type", "text") == "text"]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(parts) or not texts:
+        raise DataError(f"{where} has content={shown(content)}; content is text, or a list of parts {{'type': 'text', 'text': …}}")
+    return "\n".join(texts)
+
+
+def _tool_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where} has the tool call {shown(call)}; a call is {{'function': {{'name': …, 'arguments': …}}}}")
+    arguments = _mapped(where, "arguments", function.get("arguments"))
+    kept = {key: value for key, value in call.items() if value is not None}
+    return {**kept, "function": {**function, "arguments": arguments}}
+
+
+def _mapped(where: str, name: str, value: Any) -> dict[str, Any]:
+    found = _parsed(where, name, value)
+    if not isinstance(found, Mapping | None):
+        raise DataError(f"{where} has {name}={shown(value)}; {name} are a mapping, or its JSON")
+    return dict(found or {})
+
+
+def _listed(where: str, name: str, value: Any) -> list[Any]:
+    found = _parsed(where, name, value)
+    if not isinstance(found, list | tuple | None):
+        raise DataError(f"{where} has {name}={shown(value)}; {name} are a list of mappings, or its JSON")
+    return list(found or ())
+
+
+def _parsed(where: str, name: str, value: Any) -> Any:
+    """Parse a value that may be given as JSON: an empty text is none."""
+    if not isinstance(value, str):
+        return _plain_list(value)
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise DataError(f"{where} has {name}={shown(value)}, which is not JSON ({error}): give a list or a mapping, or its JSON") from None
+
+
+def _checked_json(where: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} holds what JSON cannot ({error}); give text, numbers, lists and mappings of these") from None
