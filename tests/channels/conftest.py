@@ -9,7 +9,7 @@ import pytest
 from files_channel import FILES
 
 from rlgraph.channels import TRANSPORTS, HostReader, HostWriter, Reader, Site, Writer, open_reader, open_writer
-from rlgraph.channels.host.protocol import Kind
+from rlgraph.channels.host.protocol import CarrierName
 
 Ends: TypeAlias = tuple[Writer, list[Reader]]
 MakeShm: TypeAlias = Callable[..., tuple[HostWriter, list[HostReader]]]
@@ -24,7 +24,9 @@ WITHOUT_GPUS = [
 def make_shm(tmp_path: Path) -> Iterator[MakeShm]:
     numbers, made = itertools.count(), []
 
-    def make(slots: int = 2, readers: int = 1, address: str = "", carrier: Kind | None = None) -> tuple[HostWriter, list[HostReader]]:
+    def make(
+        slots: int = 2, readers: int = 1, address: str = "", carrier: CarrierName | None = None
+    ) -> tuple[HostWriter, list[HostReader]]:
         writer = HostWriter("edge", slots, readers, b"key", address or str(tmp_path / str(next(numbers))), carrier)
         made.append(writer)
         for _ in range(readers):

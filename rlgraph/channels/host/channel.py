@@ -21,9 +21,9 @@ from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import address as places
 from rlgraph.channels.host import protocol, serialization
 from rlgraph.channels.host.acceptor import Acceptor
-from rlgraph.channels.host.connection import Connection, Garbled
+from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.cuda_ipc import DeviceMemory, Handle, Mapped
-from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, Kind, Lost, More
+from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More
 from rlgraph.channels.host.shared_memory import map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
@@ -40,7 +40,39 @@ def open_reader(transport: Transport, site: Site) -> "HostReader":
     return HostReader(site.channel, site.authkey, site.address, site.timeout_s)
 
 
-class HostWriter:
+class _HostEnd:
+    """What both ends share: how an end closes, fails and counts. `close` and `fail` may come from another thread."""
+
+    def __init__(self, name: str, role: str, slots: int) -> None:
+        self._end = End(name, role)
+        self._meter = Meter(slots)
+        self._segments: dict[int, mmap.mmap] = {}
+        self._stop: Stop | None = None
+        self._open = True
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._end_with(Goodbye(), Stop("this end"))
+
+    def fail(self, reason: str) -> None:
+        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
+        with self._lock:
+            if self._open:
+                self._open, self._stop = False, stop
+                self._leave(last)
+                self._segments.clear()
+
+    def _leave(self, last: Goodbye | Failed) -> None:
+        """Send a last message to the peers, and let go of what the end holds beside the segments."""
+        raise NotImplementedError
+
+
+class HostWriter(_HostEnd):
     """The writer. It listens at `address` for `readers` readers that know `authkey`.
 
     The address is a path in a folder of the job, or `host:port` for readers on any host (port 0 takes a free one, and `address` says
@@ -51,23 +83,19 @@ class HostWriter:
     readers, or an impossible address.
     """
 
-    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str, carrier: Kind | None = None) -> None:
+    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str, carrier: CarrierName | None = None) -> None:
         check_channel(name, slots, readers)
         places.check_address(name, address, carrier)
-        self._end = End(name, "the writer")
-        self._meter = Meter(slots)
+        super().__init__(name, "the writer", slots)
         self._readers = readers
         self._free = list(range(slots))
         self._unread: dict[int, list[Connection]] = {}  # for each slot, the readers that have not released it
         self._layout: serialization.MessageLayout | None = None  # of the last message
         self._write_views: dict[int, serialization.WriteView] = {}  # for each slot, its memory laid out for the last message
-        self._segments: dict[int, mmap.mmap] = {}
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
         self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier)
         self._local = places.is_path(address)  # a relay passes on whole messages alone
         self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
-        self._stop: Stop | None = None
-        self._lock = threading.Lock()  # close() and fail() may come from another thread
         self._acceptor = Acceptor(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._buffers)
         self.address = self._acceptor.address
 
@@ -86,15 +114,6 @@ class HostWriter:
             self._free.pop()
             self._unread[slot] = list(self._acceptor.connections)
             self._meter.message(size, self._meter.slots - len(self._free))
-
-    def close(self) -> None:
-        self._end_with(Goodbye(), Stop("this end"))
-
-    def fail(self, reason: str) -> None:
-        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
-
-    def statistics(self) -> Statistics:
-        return self._meter.statistics()
 
     def _send(self, step: int, slot: int, wanted: serialization.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
         """Fill the slot and tell the readers, with `bucket_bytes` after each bucket; return the message's bytes."""
@@ -167,7 +186,7 @@ class HostWriter:
                     self._obey(protocol.receive(connection), connection)
         return heard
 
-    def _obey(self, message: ControlMessage | Lost, connection: Connection) -> None:
+    def _obey(self, message: ControlMessage | Disconnected, connection: Connection) -> None:
         if not isinstance(message, Free) or connection not in self._unread.get(message.slot, ()):
             self._stop = self._stop or protocol.stop(message, "a reader", connection)
             return
@@ -181,16 +200,13 @@ class HostWriter:
             return f"{len(self._acceptor.connections)} of {self._readers} readers have connected; the others were not made, or died before"
         return f"all {self._meter.slots} slots are taken: a reader has stopped, or is slower than this deadline"
 
-    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
-        with self._lock:
-            self._stop = stop
-            self._acceptor.shut(last)
-            self._write_views.clear()
-            self._segments.clear()
-            self._device.clear()
+    def _leave(self, last: Goodbye | Failed) -> None:
+        self._acceptor.shut(last)
+        self._write_views.clear()
+        self._device.clear()
 
 
-class HostReader:
+class HostReader(_HostEnd):
     """A reader of the writer that listens at `address`. The constructor waits up to `timeout_s` for the writer.
 
     Raises ChannelTimeout if no writer listens in time, ChannelError if it refuses the authkey.
@@ -198,21 +214,16 @@ class HostReader:
 
     def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float) -> None:
         places.check_address(name, address)
-        self._end = End(name, "a reader")
         connection, welcome = protocol.connect(name, address, authkey, timeout_s)
+        super().__init__(name, "a reader", welcome.slots)
         buffers = None if welcome.carrier is None else DeviceBuffers.here(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories
         self._connection = connection if connection.local else relayed(name, connection, outward=False, buffers=buffers)
-        self._meter = Meter(welcome.slots)
-        self._segments: dict[int, mmap.mmap] = {}
         self._mapped = Mapped()
         self._read_views: dict[int, tuple[serialization.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
         self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
         self._taken: deque[tuple[int, Taken]] = deque()
-        self._stop: Stop | None = None
-        self._open = True
-        self._lock = threading.Lock()  # close() and fail() may come from another thread
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
         return self._next(step, timeout_s, whole=True)
@@ -266,15 +277,6 @@ class HostReader:
             self._read_views.pop(slot, None)
         taken.check_unchanged(self._end)
 
-    def close(self) -> None:
-        self._end_with(Goodbye(), Stop("this end"))
-
-    def fail(self, reason: str) -> None:
-        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
-
-    def statistics(self) -> Statistics:
-        return self._meter.statistics()
-
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
         """Return the message's columns: the views of the slot's last message, if both have the same layout."""
         segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
@@ -312,7 +314,7 @@ class HostReader:
                     self._obey(protocol.receive(self._connection))
         return heard
 
-    def _obey(self, message: ControlMessage | Lost) -> None:
+    def _obey(self, message: ControlMessage | Disconnected) -> None:
         if isinstance(message, Full):
             why = self._accept(message)
             if why is None:
@@ -331,25 +333,20 @@ class HostReader:
                 return
         self._stop = protocol.stop(message, "the writer", self._connection)
 
-    def _accept(self, full: Full) -> Lost | None:
+    def _accept(self, full: Full) -> Disconnected | None:
         """Map the slot's new memory, if it has some; return what is wrong with the message, or that the writer died meanwhile."""
         try:
             if full.segment:
                 self._segments[full.slot] = map_segment(self._connection.receive_handle(), full.segment)  # views keep the old memory alive
             held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
             if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
-                raise Garbled(f"{full!r}, which fits no free slot")
+                raise ProtocolError(f"{full!r}, which fits no free slot")
         except (EOFError, OSError) as error:
-            return protocol.lost(error)
+            return protocol.disconnected(error)
         return None
 
-    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
-        with self._lock:
-            if not self._open:
-                return
-            self._open, self._stop = False, stop
-            protocol.send(self._connection, last)
-            self._connection.close()
-            self._full.clear()
-            self._read_views.clear()
-            self._segments.clear()
+    def _leave(self, last: Goodbye | Failed) -> None:
+        protocol.send(self._connection, last)
+        self._connection.close()
+        self._full.clear()
+        self._read_views.clear()

@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("!I")
 _CHALLENGE, _PROOF = 32, 32  # bytes
 
 
-class Garbled(OSError):
+class ProtocolError(OSError):
     """The peer broke the protocol."""
 
 
@@ -89,10 +89,10 @@ class Connection:
         poll.poll()
 
     def receive(self, most: int = MAX_FRAME) -> bytes:
-        """Receive the next frame. Raises EOFError at the end, Garbled for more than `most` bytes, OSError for half a frame."""
+        """Receive the next frame. Raises EOFError at the end, ProtocolError for more than `most` bytes, OSError for half a frame."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > most:
-            raise Garbled(f"a frame of {length} bytes, where one has at most {most}")
+            raise ProtocolError(f"a frame of {length} bytes, where one has at most {most}")
         return self._read(length)
 
     def send_bytes(self, data: memoryview) -> None:
@@ -111,12 +111,12 @@ class Connection:
         socket.send_fds(self._socket, [b"\0"], [handle])
 
     def receive_handle(self) -> int:
-        """Receive the file descriptor that follows a frame. Raises EOFError at the end, Garbled if there is none."""
+        """Receive the file descriptor that follows a frame. Raises EOFError at the end, ProtocolError if there is none."""
         data, handles, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             raise EOFError
         if not handles:
-            raise Garbled("no handle, where the slot's new memory was announced")
+            raise ProtocolError("no handle, where the slot's new memory was announced")
         return handles[0]
 
     @contextlib.contextmanager

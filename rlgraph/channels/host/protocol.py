@@ -13,7 +13,7 @@ from rlgraph.errors import ChannelError, ChannelTimeout, shown
 
 MAX_REASON = 4000  # characters, so that the message still fits into one write
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Kind: TypeAlias = Literal["nccl", "gloo"]  # of what carries columns on a GPU between hosts
+CarrierName: TypeAlias = Literal["nccl", "gloo"]  # of what carries columns on a GPU between hosts
 Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
 
 
@@ -21,7 +21,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, forbid_unknown_fie
     """Writer to reader, first: the channel's number of slots, and the library that sends its columns on a GPU, if any."""
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
-    carrier: Kind | None = None
+    carrier: CarrierName | None = None
 
 
 class KeyValue(msgspec.Struct, tag="key_value", array_like=True, forbid_unknown_fields=True):
@@ -83,14 +83,14 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, forbid_unknown_field
 
 
 @dataclass(frozen=True)
-class Lost:
+class Disconnected:
     """Received instead of a message: the peer is gone without a goodbye."""
 
     why: str
 
 
 ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Posted | Arrived | Free | Goodbye | Failed
-DIED = Lost("died: its connection ended without a goodbye")
+DIED = Disconnected("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
@@ -108,23 +108,23 @@ def send(connection: Connection, message: ControlMessage, handle: int | None = N
         connection.end()  # half a message may have been sent, so nothing may follow it
 
 
-def receive(connection: Connection) -> ControlMessage | Lost:
-    """Receive the next message, or `Lost` with the reason why there is none."""
+def receive(connection: Connection) -> ControlMessage | Disconnected:
+    """Receive the next message, or `Disconnected` with the reason why there is none."""
     try:
         return _decoder.decode(connection.receive())
     except UNREADABLE as error:
-        return Lost(f"sent an unreadable control message ({error}); the channel is of no further use")
+        return Disconnected(f"sent an unreadable control message ({error}); the channel is of no further use")
     except (EOFError, OSError) as error:
-        return lost(error)
+        return disconnected(error)
 
 
-def lost(error: Exception) -> Lost:
+def disconnected(error: Exception) -> Disconnected:
     """Name the reason why a peer is lost."""
     if isinstance(error, EOFError | ConnectionError):
         return DIED
     if isinstance(error, BlockingIOError):
-        return Lost("stopped in the middle of a control message")
-    return Lost(f"broke the protocol of this job ({error}); the channel is of no further use")
+        return Disconnected("stopped in the middle of a control message")
+    return Disconnected(f"broke the protocol of this job ({error}); the channel is of no further use")
 
 
 def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tuple[Connection, Welcome]:
@@ -153,7 +153,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
         raise ChannelError(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})") from error
 
 
-def stop(message: ControlMessage | Lost, who: str, connection: Connection) -> Stop:
+def stop(message: ControlMessage | Disconnected, who: str, connection: Connection) -> Stop:
     """The reason why the peer sends no more: its last message, or what was received instead."""
     who = f"{who} ({connection.peer})"
     match message:
@@ -161,7 +161,7 @@ def stop(message: ControlMessage | Lost, who: str, connection: Connection) -> St
             return Stop(who, None, connection.pid)
         case Failed():
             return Stop(who, f"failed: {message.reason}", connection.pid)
-        case Lost():
+        case Disconnected():
             return Stop(who, message.why, connection.pid)
         case _:
             return Stop(who, f"sent {shown(message)} where no such message belongs; the channel is of no further use", connection.pid)

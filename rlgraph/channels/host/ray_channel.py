@@ -25,7 +25,7 @@ from rlgraph.channels.api import Taken
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import serialization
 from rlgraph.channels.host.channel import HostReader, HostWriter
-from rlgraph.channels.host.protocol import Full, Lost
+from rlgraph.channels.host.protocol import Disconnected, Full
 from rlgraph.channels.host.shared_memory import new_segment
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelBroken, ChannelError
@@ -106,7 +106,7 @@ class RayReader(HostReader):
         self._ray_buffers: RayBuffers = site.here.setdefault(f"Ray's buffers of {site.address}", RayBuffers(site))
         self._ray_buffers.readers += 1
 
-    def _accept(self, full: Full) -> Lost | None:
+    def _accept(self, full: Full) -> Disconnected | None:
         why = super()._accept(full)
         if why is None and full.segment:
             self._ray_buffers.connect(full.slot, self._segments[full.slot][: full.size])

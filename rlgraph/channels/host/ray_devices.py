@@ -26,7 +26,7 @@ from rlgraph.channels.api import Stop
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import serialization
 from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.protocol import ControlMessage, Failed, Full, Goodbye, KeyValue, Kind, Lost, send
+from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Full, Goodbye, KeyValue, send
 from rlgraph.channels.host.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, node_id, self_actor
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
@@ -38,17 +38,17 @@ META_BYTES = 4096  # of Ray's metadata: shape and dtype of one flat tensor
 
 
 def open_writer(transport: Transport, site: Site) -> "RayDeviceWriter":
-    return RayDeviceWriter(site, cast(Kind, transport.carrier))
+    return RayDeviceWriter(site, cast(CarrierName, transport.carrier))
 
 
 def open_reader(transport: Transport, site: Site) -> "RayDeviceReader":
-    return RayDeviceReader(site, cast(Kind, transport.carrier))
+    return RayDeviceReader(site, cast(CarrierName, transport.carrier))
 
 
 class RayDeviceWriter(RayWriter):
     """The writer. Raises ChannelError where this process is none of Ray's, or has no GPU."""
 
-    def __init__(self, site: Site, kind: Kind) -> None:
+    def __init__(self, site: Site, kind: CarrierName) -> None:
         self._kind, self._staged = kind, DeviceBuffers.here(site.channel, kind)
         self._senders: dict[Connection, _Sender] = {}
         super().__init__(site)
@@ -61,7 +61,7 @@ class RayDeviceWriter(RayWriter):
             if not self._hear(deadline):
                 raise self._end.timeout(step, timeout_s, "a reader has connected and has not sent the name of its store")
 
-    def _obey(self, message: ControlMessage | Lost, connection: Connection) -> None:
+    def _obey(self, message: ControlMessage | Disconnected, connection: Connection) -> None:
         if isinstance(message, KeyValue) and connection not in self._senders:
             self._senders[connection] = _Sender(self, message.key, self._kind, self._staged.device, self._site)
         else:
@@ -95,7 +95,7 @@ class RayDeviceWriter(RayWriter):
 class RayDeviceReader(RayReader):
     """A reader. Raises ChannelError where this process is none of Ray's, or has no GPU."""
 
-    def __init__(self, site: Site, kind: Kind) -> None:
+    def __init__(self, site: Site, kind: CarrierName) -> None:
         self._kind, self._device = kind, DeviceBuffers.here(site.channel, kind).device
         super().__init__(site)
         self._store = f"{site.address}.{secrets.token_hex(4)}"
@@ -136,7 +136,7 @@ class RayDeviceReader(RayReader):
 class _Sender:
     """Sends the staged columns to one reader, on its own thread."""
 
-    def __init__(self, writer: RayDeviceWriter, store: str, kind: Kind, device: torch.device, site: Site) -> None:
+    def __init__(self, writer: RayDeviceWriter, store: str, kind: CarrierName, device: torch.device, site: Site) -> None:
         self.store, self._kind, self._device, self._site, self._writer = store, kind, device, site, writer
         self._told = Channel(self_actor(), [(any_actor(site), node_id())], SharedMemoryType(buffer_size_bytes=META_BYTES))
         self.name: bytes = self._told._writer_ref.binary()
@@ -164,7 +164,7 @@ class _Sender:
 class Pair(Communicator):  # type: ignore[misc]
     """The communicator that Ray's channel uses: the writer is rank 0, one reader is rank 1."""
 
-    def __init__(self, store: str, rank: int, kind: Kind, device: torch.device) -> None:
+    def __init__(self, store: str, rank: int, kind: CarrierName, device: torch.device) -> None:
         file_store = FileStore(store, 2)
         file_store.set_timeout(timedelta(seconds=RAY_S))
         self._rank, self._device = rank, device

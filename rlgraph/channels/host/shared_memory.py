@@ -4,7 +4,7 @@ import fcntl
 import mmap
 import os
 
-from rlgraph.channels.host.connection import Garbled
+from rlgraph.channels.host.connection import ProtocolError
 
 
 def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
@@ -28,13 +28,13 @@ def segment_of(channel: str, segment: mmap.mmap | None, size: int) -> tuple[int 
 def map_segment(handle: int, size: int) -> mmap.mmap:
     """Map memory that a peer sent, and close its handle.
 
-    Raises Garbled for memory that is smaller than announced or can shrink: touching it would kill this process.
+    Raises ProtocolError for memory that is smaller than announced or can shrink: touching it would kill this process.
     """
     try:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(handle).st_size < size:
-            raise Garbled(f"memory that does not hold the {size} bytes announced")
+            raise ProtocolError(f"memory that does not hold the {size} bytes announced")
         return mmap.mmap(handle, size)
     except (ValueError, OverflowError) as error:
-        raise Garbled(f"memory that cannot be mapped: {error}") from error
+        raise ProtocolError(f"memory that cannot be mapped: {error}") from error
     finally:
         os.close(handle)

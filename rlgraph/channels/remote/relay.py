@@ -16,8 +16,8 @@ import torch
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import ready
-from rlgraph.channels.host.connection import Connection, Garbled
-from rlgraph.channels.host.protocol import Arrived, ControlMessage, Failed, Full, Lost, Posted, Welcome
+from rlgraph.channels.host.connection import Connection, ProtocolError
+from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, Posted, Welcome
 from rlgraph.channels.host.shared_memory import map_segment, segment_of
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
@@ -108,7 +108,7 @@ class _Relay:
             if source.fileno() not in handles:
                 continue
             message = protocol.receive(source)
-            if not isinstance(message, Lost):
+            if not isinstance(message, Disconnected):
                 self.carry(message, source)
             elif not self.left(source):
                 return False
@@ -117,7 +117,7 @@ class _Relay:
     def _last_words(self) -> None:
         """Pass on the last messages of a side that ended: that it closed, or failed."""
         for source, target in ((self.near, self.remote), (self.remote, self.near)):
-            while ready([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Lost | Full):
+            while ready([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Disconnected | Full):
                 protocol.send(target, message)
 
     def _part(self) -> None:
@@ -176,7 +176,7 @@ class _Outward(_Relay):
     def _send_apart(self, message: Posted | Arrived) -> None:
         """Send the slot's device bytes. They arrive even if the writer has ended by now."""
         if message.slot not in self.leaving or self.comm is None:
-            raise Garbled(f"{message!r}, but no bytes are under way in that slot")
+            raise ProtocolError(f"{message!r}, but no bytes are under way in that slot")
         if isinstance(message, Posted):
             self.unrequested = None
             watched(self.comm.send(self.leaving[message.slot]), [self.remote], STALL_S, self.comm.check)
@@ -212,7 +212,7 @@ class _Inward(_Relay):
 
     def _receive_apart(self, full: Full) -> None:
         if self.buffers is None or self.comm is None:
-            raise Garbled(f"{full!r}, but the ends agreed on no carrier")
+            raise ProtocolError(f"{full!r}, but the ends agreed on no carrier")
         if not _receives.acquire(timeout=STALL_S):
             raise RuntimeError(f"other transfers to this process took {STALL_S:g} s")
         try:

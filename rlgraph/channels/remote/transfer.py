@@ -19,14 +19,14 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from rlgraph.channels.host import protocol
-from rlgraph.channels.host.connection import Connection, Garbled
-from rlgraph.channels.host.protocol import Failed, KeyValue, Kind
+from rlgraph.channels.host.connection import Connection, ProtocolError
+from rlgraph.channels.host.protocol import CarrierName, Failed, KeyValue
 from rlgraph.errors import ChannelError
 
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
 
-DEVICES: Final[dict[Kind, str]] = {"nccl": "cuda", "gloo": "cpu"}  # the type of device whose memory each carries
+DEVICES: Final[dict[CarrierName, str]] = {"nccl": "cuda", "gloo": "cpu"}  # the type of device whose memory each carries
 LOOK_S = 1.0  # how often to ask the library whether its network failed
 HANG_UP_S = 0.5  # a peer that ends closes all its connections, though not at the same moment
 
@@ -62,12 +62,12 @@ class PairComm(Protocol):
 class DeviceBuffers:
     """The memory of each slot on this end's device, which the relays send and receive."""
 
-    kind: Kind
+    kind: CarrierName
     device: torch.device
     memories: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, channel: str, kind: Kind) -> "DeviceBuffers":
+    def here(cls, channel: str, kind: CarrierName) -> "DeviceBuffers":
         """Make empty buffers on this process's current device. Raises ChannelError where "nccl" finds no GPU."""
         if kind == "nccl" and not torch.cuda.is_available():
             raise ChannelError(
@@ -109,7 +109,7 @@ class LinkStore(Store):
             if isinstance(message, Failed):
                 raise PeerFailed(message.reason)
             if not isinstance(message, KeyValue):
-                raise Garbled(f"{message!r}, while the two ends set up their communicator")
+                raise ProtocolError(f"{message!r}, while the two ends set up their communicator")
             self._known[message.key] = message.value
 
     def end(self) -> None:
