@@ -260,7 +260,7 @@ def training(spec: str, what: str) -> Row:
 
 
 def overlap(file: str, what: str) -> list[Row]:
-    """A step one step off, over its bound and beside its turns."""
+    """A step one step off, over its bound, and beside the same plan time-shared."""
     found = [Row(f"{what}, lengths with p99 6.6 medians, one step off: a step over max(generate, train)",
                  share(file, "step_over_bound"), "benchmarks/overlap.py", "a step", seconds(file, "one_step_off", "step_s"))]  # fmt: skip
     if what.startswith("0.6B on 1"):
@@ -347,7 +347,7 @@ FIGURES: Mapping[str, Figure] = {
     "a-priori-median": times("a_priori_h200.json", "median_factor_held_out"),
     "a-priori-worst": times("a_priori_h200.json", "worst_factor_held_out"),
     "overlap-predicted": seconds("overlap_h200.json", "predicted_colocated_s"),
-    "overlap-turns": seconds("overlap_h200.json", "colocated", "step_s"),
+    "overlap-time-shared": seconds("overlap_h200.json", "colocated", "step_s"),
     "overlap-ahead": seconds("overlap_h200.json", "one_step_off", "step_s"),
     "prediction-median": percent(PREDICTED, "median_error"),
     "prediction-worst": percent(PREDICTED, "worst_error"),

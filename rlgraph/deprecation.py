@@ -1,4 +1,4 @@
-"""Old spellings of parameters: they work for one version, with a warning that says the new spelling."""
+"""Old spellings of parameters and attributes: they work for one version, with a warning that says the new spelling."""
 
 import functools
 import warnings
@@ -40,3 +40,29 @@ def renamed(**names: str) -> Callable[[C], C]:
         return target
 
     return wrap
+
+
+def old_attribute(old: str, new: str) -> Any:
+    """Keep an attribute of a class under its old name, for reading and writing; both warn at the caller's line.
+
+    >>> class Place:
+    ...     listen_fd = 3
+    ...     meeting = old_attribute("meeting", "listen_fd")
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     Place().meeting
+    3
+    """
+
+    def warn(owner: Any) -> None:
+        name = type(owner).__name__
+        warnings.warn(f"{name}.{old} is now {name}.{new}", DeprecationWarning, stacklevel=3)
+
+    def read(owner: Any) -> Any:
+        warn(owner)
+        return getattr(owner, new)
+
+    def write(owner: Any, value: Any) -> None:
+        warn(owner)
+        setattr(owner, new, value)
+
+    return property(read, write)

@@ -1,4 +1,4 @@
-"""Kinds of values: the rule of a setting in words, and the conversion of accepted values to its type."""
+"""Types of settings: the rule of each in words, and the conversion of accepted values to the type."""
 
 import dataclasses
 import difflib
@@ -55,7 +55,7 @@ class Wrong(Exception):
     """A field does not accept a value; the message says what to write instead, if that is known."""
 
 
-class Kind(Protocol):
+class SettingType(Protocol):
     """The values that a field accepts: `rule` says which, in words."""
 
     @property
@@ -164,7 +164,7 @@ class Choice:
 class Tuple:
     """A tuple; any other sequence except text is converted to one."""
 
-    items: tuple["Kind | None", ...]
+    items: tuple["SettingType | None", ...]
     endless: bool
     range: Range = Range()
 
@@ -195,8 +195,8 @@ class Tuple:
 class Table:
     """A mapping."""
 
-    key: "Kind | None"
-    value: "Kind | None"
+    key: "SettingType | None"
+    value: "SettingType | None"
 
     @property
     def rule(self) -> str:
@@ -259,9 +259,9 @@ class Instance:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """One of several kinds."""
+    """One of several types."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[SettingType, ...]
     none: bool
 
     @property

@@ -13,7 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from rlgraph.errors import GraphError, RlgraphError, shown
-from rlgraph.kinds import AnyOf, Choice, Flag, Function, Instance, Kind, Named, OneOf, Range, Real, Table, Text, Tuple, Whole, Wrong
+from rlgraph.setting_types import (
+    AnyOf,
+    Choice,
+    Flag,
+    Function,
+    Instance,
+    Named,
+    OneOf,
+    Range,
+    Real,
+    SettingType,
+    Table,
+    Text,
+    Tuple,
+    Whole,
+    Wrong,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +58,7 @@ def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
     Raises `error` with the class, the field, its value, the rule and the fix.
     """
     cls: Any = type(setting)
-    for name, kind in kinds_of(cls).items():
+    for name, kind in types_of(cls).items():
         value = getattr(setting, name)
         try:
             taken = value if kind is None else kind.take(name, value)
@@ -97,21 +113,21 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
 
 
 @functools.cache
-def kinds_of(cls: Any) -> Mapping[str, Kind | None]:
-    """Look up the kind of each field of a dataclass; None where its annotation has no rule."""
+def types_of(cls: Any) -> Mapping[str, SettingType | None]:
+    """Look up the setting type of each field of a dataclass; None where its annotation has no rule."""
     found: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
         for name, annotation in inspect.get_annotations(owner).items():
             found[name] = (annotation, owner.__module__)
-    return {f.name: _kind(_resolved(*found[f.name])) for f in dataclasses.fields(cls)}
+    return {f.name: _type(_resolved(*found[f.name])) for f in dataclasses.fields(cls)}
 
 
 @functools.cache
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, Kind | None]:
-    """Look up the kind of each parameter of a function, without `self` and `*inputs`; None where its annotation has no rule."""
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, SettingType | None]:
+    """Look up the setting type of each parameter of a function, without `self` and `*inputs`; None where its annotation has no rule."""
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     given = {p.name: p.annotation for p in inspect.signature(function).parameters.values() if p.kind not in skipped and p.name != "self"}
-    return {name: _kind(_resolved(annotation, function.__module__)) for name, annotation in given.items()}
+    return {name: _type(_resolved(annotation, function.__module__)) for name, annotation in given.items()}
 
 
 def _resolved(annotation: Any, module: str) -> Any:
@@ -123,7 +139,7 @@ def _resolved(annotation: Any, module: str) -> Any:
         return Any
 
 
-def _kind(annotation: Any, range: Range = ANY) -> Kind | None:
+def _type(annotation: Any, range: Range = ANY) -> SettingType | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         rules = [rule for rule in arguments[1:] if isinstance(rule, Range | OneOf | Named)]
@@ -131,9 +147,9 @@ def _kind(annotation: Any, range: Range = ANY) -> Kind | None:
             return rules[-1]
         if rules and isinstance(rules[-1], OneOf):
             return Choice(rules[-1].choices)
-        return _kind(arguments[0], rules[-1] if rules else Range())  # type: ignore[arg-type]
+        return _type(arguments[0], rules[-1] if rules else Range())  # type: ignore[arg-type]
     if origin in (Union, types.UnionType):
-        kinds = [_kind(argument, range) for argument in arguments if argument is not type(None)]
+        kinds = [_type(argument, range) for argument in arguments if argument is not type(None)]
         known = tuple(kind for kind in kinds if kind is not None)
         return AnyOf(known, type(None) in arguments) if len(known) == len(kinds) else None
     if origin is Literal:
@@ -142,16 +158,16 @@ def _kind(annotation: Any, range: Range = ANY) -> Kind | None:
         return None
     if origin in (tuple, list, set, frozenset, Sequence):
         endless = origin is not tuple or (len(arguments) == 2 and arguments[1] is Ellipsis)
-        return Tuple(tuple(_kind(argument) for argument in arguments[: 1 if endless else None]), endless, range)
+        return Tuple(tuple(_type(argument) for argument in arguments[: 1 if endless else None]), endless, range)
     if origin in (dict, Mapping):
-        return Table(*(_kind(argument) for argument in arguments))
+        return Table(*(_type(argument) for argument in arguments))
     if origin is Callable or annotation is Callable:
         return Function(range)
     return _plain(annotation, range)
 
 
-def _plain(annotation: Any, range: Range) -> Kind | None:
-    simple: dict[Any, Kind] = {int: Whole(range), float: Real(range), str: Text(range), bool: Flag()}
+def _plain(annotation: Any, range: Range) -> SettingType | None:
+    simple: dict[Any, SettingType] = {int: Whole(range), float: Real(range), str: Text(range), bool: Flag()}
     if annotation in simple:
         return simple[annotation]
     plain = isinstance(annotation, type) and annotation not in (object, Any) and not getattr(annotation, "_is_protocol", False)

@@ -51,16 +51,16 @@ def folder_of(name: str, parent: Path) -> Path:
     return folder
 
 
-def verdicts(folder: Path) -> dict[str, str]:
+def results(folder: Path) -> dict[str, str]:
     """Tell what rlgraph does with a model, by the columns of the table: "right", or that it is refused and why."""
-    from rlgraph.engines.forward.self_test import generator_verdict, trainer_verdicts
+    from rlgraph.engines.forward.self_test import generator_result, trainer_results
     from rlgraph.errors import DataError
 
     try:
-        found = {**trainer_verdicts(folder), "generator": generator_verdict(folder)}
+        found = {**trainer_results(folder), "generator": generator_result(folder)}
     except DataError:
         return dict.fromkeys(COLUMNS, "refused")
-    right = {name: "right" if verdict.right else "refused" for name, verdict in found.items()}
+    right = {name: "right" if result.right else "refused" for name, result in found.items()}
     instead = {"shared": "own prompts", "flat": "padded"}  # what a trainer does where only that layout is out
     return {
         name: instead[name] if text == "refused" and name in instead and right["padded"] == "right" else text
@@ -73,7 +73,7 @@ def table() -> str:
     lines = ["| family | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     with tempfile.TemporaryDirectory() as parent:
         for name in FAMILIES:
-            cells = verdicts(folder_of(name, Path(parent)))
+            cells = results(folder_of(name, Path(parent)))
             lines.append(f"| {name} | " + " | ".join(cells[column] for column in COLUMNS) + " |")
     return "\n".join(lines)
 

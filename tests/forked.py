@@ -20,7 +20,7 @@ from rlgraph.runtime.driver.hosts import LocalHostAgent
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.worker.process import Process
-from rlgraph.runtime.worker.spec import WorkerSetup
+from rlgraph.runtime.worker.spec import WorkerSpec
 
 server = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # to preload
@@ -42,7 +42,7 @@ def serve(pickled: bytes, driver: str) -> None:
     """Be a worker until the driver says stop."""
     worker = Process(cloudpickle.loads(pickled), driver)
     worker.prepare()
-    step = worker.setup.resume.step if worker.setup.resume else 0
+    step = worker.spec.resume.step if worker.spec.resume else 0
     worker._sleep(step - 1)
     while not worker.stopped:
         worker.step(step)
@@ -70,10 +70,10 @@ class Forked:
     def end(self) -> None:
         pass
 
-    def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
-        process = server.Process(target=serve, args=(cloudpickle.dumps(setup), driver), daemon=True)
+    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
+        process = server.Process(target=serve, args=(cloudpickle.dumps(spec), driver), daemon=True)
         process.start()
-        self.processes[setup.worker.name] = process
+        self.processes[spec.worker.name] = process
         return process
 
     def check(self) -> None:

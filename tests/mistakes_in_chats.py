@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mistakes import declared, launched, made
+from user_mistakes import declared, launched, made
 
 import rlgraph as rg
 from rlgraph.errors import DataError

@@ -7,6 +7,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.deprecation import renamed
+from rlgraph.nodes.base import Context
 
 
 def right(prompt_texts: Sequence[str]) -> list[float]:
@@ -41,6 +42,18 @@ def test_the_old_spelling_works_and_the_warning_says_the_new_one(name: str) -> N
     with pytest.warns(DeprecationWarning, match=rf"{name}\({old}=...\) is now {name}\({new}=...\)") as said:
         assert make(**{old: value}) == value
     assert said[0].filename == __file__
+
+
+def test_old_attributes_of_a_context_are_those_of_their_new_names() -> None:
+    said: list[tuple[int, int, str]] = []
+    with pytest.warns(DeprecationWarning, match=r"Context\(counted=...\) is now Context\(report_progress=...\)"):
+        context = Context(counted=lambda *progress: said.append(progress))  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match=r"Context\.counted is now Context\.report_progress") as warned:
+        context.counted(1, 2, "responses")
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"Context\.meeting is now Context\.listen_fd"):
+        context.meeting = 3
+    assert (said, context.listen_fd) == ([(1, 2, "responses")], 3)
 
 
 def test_both_spellings_in_one_call_are_refused() -> None:

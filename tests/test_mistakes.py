@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import ray
-from mistakes import MISTAKES as PLAIN
-from mistakes import SECONDS
 from mistakes_in_chats import MISTAKES as IN_CHATS
 from tiny import tiny
+from user_mistakes import MISTAKES as PLAIN
+from user_mistakes import SECONDS
 
 MISTAKES = PLAIN | IN_CHATS
 MOST_CHARACTERS = 1500  # of the first line of an error: no value is printed whole

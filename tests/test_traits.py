@@ -26,7 +26,7 @@ from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.sendable import check_sendable
 from rlgraph.runtime.local import LocalJob
-from rlgraph.runtime.worker.spec import setups
+from rlgraph.runtime.worker.spec import worker_specs
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(file for file in (ROOT / "rlgraph").rglob("*.py") if "engines" not in file.relative_to(ROOT).parts)
@@ -144,7 +144,7 @@ def test_an_operation_with_every_trait_compiles_and_the_plan_knows_them() -> Non
     assert TOOLS in graph.pools
     assert plan.node("rollout").work == "generate"
     assert any("continuous" in text or "join" in text for text in plan.prediction.left_out)
-    rollout = next(setup for setup in setups(graph, plan, "", b"", 1.0) if "rollout" in setup.worker.nodes)
+    rollout = next(spec for spec in worker_specs(graph, plan, "", b"", 1.0) if "rollout" in spec.worker.nodes)
     assert rollout.sequences == 4 * 2, "a batch of 4, and one that joins it"
 
 

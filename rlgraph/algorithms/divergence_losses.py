@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
-from rlgraph.kinds import Range
+from rlgraph.setting_types import Range
 from rlgraph.settings import AtLeastZero
 
 

@@ -10,7 +10,7 @@ from rlgraph import settings
 from rlgraph.algorithms.inputs import check_choice, check_number, check_tokens
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError
-from rlgraph.kinds import OneOf
+from rlgraph.setting_types import OneOf
 from rlgraph.settings import AtLeastZero, Count, Positive
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")

@@ -13,7 +13,7 @@ from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.algorithms.rollout_correction import masked_log_ratio
 from rlgraph.errors import GraphError, shown
-from rlgraph.kinds import OneOf
+from rlgraph.setting_types import OneOf
 from rlgraph.settings import Positive
 
 STATISTICS = (

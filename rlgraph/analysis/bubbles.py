@@ -62,7 +62,7 @@ class Row:
             case "room":
                 return f"wait for a free slot of '{name}'{cause}"
             case "order":
-                return f"wait for its turn in the pool ('{name}'){cause}"
+                return f"wait for order in the pool ('{name}'){cause}"
             case "unexplained":
                 return "not explained"
             case _:

@@ -97,8 +97,8 @@ def prediction(plan: Plan) -> str:
     if plan.prediction.cost == "roofline":
         return f"{said} (estimated from model shapes and devices: nothing was measured)"
     scaled = [clean(node.name) for node in plan.nodes if node.cost == "scaled"]
-    scaled += [f"turns of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "scaled"]
-    estimated = [f"turns of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "estimated" and sleep.bytes != 0]
+    scaled += [f"sleep and wake of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "scaled"]
+    estimated = [f"sleep and wake of {clean(sleep.model)}" for sleep in plan.sleeps if sleep.cost == "estimated" and sleep.bytes != 0]
     parts = {"scaled to this plan": scaled, "estimated": estimated}
     told = "; ".join(f"{what}: {', '.join(names)}" for what, names in parts.items() if names)
     return f"{said} ({told})" if told else said

@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 
 from rlgraph import settings
 from rlgraph.errors import PlanError
-from rlgraph.kinds import OneOf, Range
+from rlgraph.setting_types import OneOf, Range
 from rlgraph.settings import Count, Natural
 
 Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes above 0, or None where it is not known")]

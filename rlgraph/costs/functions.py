@@ -13,7 +13,7 @@ from rlgraph import settings
 from rlgraph.costs.lengths import Array, Lengths
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.errors import PlanError, shown
-from rlgraph.kinds import Range, Real, Wrong
+from rlgraph.setting_types import Range, Real, Wrong
 from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction
 
 # The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode

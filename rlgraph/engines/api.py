@@ -13,7 +13,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
-from rlgraph.kinds import Range
+from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Natural
 
 Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `columns.FINISH_REASONS`

@@ -13,7 +13,7 @@ from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.kinds import Range
+from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Name, Natural, checked
 
 Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole number of at least 1")]

@@ -9,6 +9,7 @@ from typing import Any, Protocol, SupportsFloat, TypeAlias
 import torch
 
 from rlgraph.columns import Columns
+from rlgraph.deprecation import old_attribute, renamed
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -28,18 +29,29 @@ class Arrivals(Protocol):
         """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
 
 
+@renamed(meeting="listen_fd", counted="report_progress")
 @dataclass
 class Context:
     """The worker's side of a node: its engine, its rank, and the version of the weights that the engine holds.
 
-    `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `meeting` is the
-    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models take
-    turns there, `copies` how many versions of the weights it keeps there, and `sequences` how many responses it decodes at once at
+    `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `listen_fd` is the
+    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models
+    time-share it, `copies` how many versions of the weights it keeps there, and `sequences` how many responses it decodes at once at
     most. `arrivals` loads new versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip,
     because their prompts killed a worker.
 
-    A long node reports its progress with `counted(done, total, unit)`, as `counted(34, 128, "responses")`; progress bars and
-    reports of stalls show it.
+    A long node reports its progress with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
+
+    >>> def start(context: Context) -> Stage:  # of an operation
+    ...     def fire(step: int, columns: Columns) -> Fired:
+    ...         rows = columns["response_mask"]
+    ...         for row in range(len(rows)):
+    ...             context.report_progress(row + 1, len(rows), "responses")
+    ...         return {}, {"responses": float(len(rows))}
+    ...
+    ...     return fire
+    >>> start(Context())(0, {"response_mask": torch.ones(2, 3)})
+    ({}, {'responses': 2.0})
     """
 
     engine: Any = None
@@ -47,7 +59,7 @@ class Context:
     world: int = 1
     threads: int = 1
     rendezvous: str = ""
-    meeting: int = -1
+    listen_fd: int = -1
     version: int = 0
     device: str = "cpu"
     shared: bool = False
@@ -55,8 +67,11 @@ class Context:
     arrivals: Arrivals | None = None
     set_aside: tuple[int, ...] = ()
     sequences: int = 0
-    counted: Callable[[int, int, str], None] = lambda done, total, unit: None
+    report_progress: Callable[[int, int, str], None] = lambda done, total, unit: None
     cache: dict[str, Any] = field(default_factory=dict)
+
+    meeting = old_attribute("meeting", "listen_fd")
+    counted = old_attribute("counted", "report_progress")
 
     def tokenizer(self, path: str) -> Any:
         """Return the tokenizer of a model folder; only the first call loads it."""

@@ -12,10 +12,10 @@ from rlgraph.columns import Column
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
 from rlgraph.nodes.items import check_data, check_item, check_names, column_of, fields_of, read
+from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Natural, checked
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]

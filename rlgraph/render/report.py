@@ -48,7 +48,7 @@ LEGEND = (
     ("data", "wait for data"),
     ("weights", "wait for a version"),
     ("room", "wait for a free slot"),
-    ("order", "wait for the turn"),
+    ("order", "wait for order in the pool"),
     ("idle", "no step to work on"),
 )
 

@@ -20,7 +20,7 @@ from rlgraph.runtime.measure import Step, bits, timings
 from rlgraph.runtime.worker.executor import Loop, Worker
 from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
 from rlgraph.runtime.worker.progress import Progress
-from rlgraph.runtime.worker.spec import Post, WorkerSetup, setups
+from rlgraph.runtime.worker.spec import Post, WorkerSpec, worker_specs
 from rlgraph.settings import Natural, checked
 
 
@@ -40,9 +40,9 @@ class LocalJob:
         if checkpoints is not None:
             checkpoints.open()
         start = checkpoints.start() if checkpoints is not None else None
-        found = [replace(setup, ahead=0) for setup in setups(graph, plan, "", b"", 0.0, start)]
+        found = [replace(spec, ahead=0) for spec in worker_specs(graph, plan, "", b"", 0.0, start)]
         self.progress = {s.worker.name: self._progress(s) for s in found}
-        self._homes = {node: progress for progress in self.progress.values() for node in progress.worker.setup.worker.nodes}
+        self._homes = {node: progress for progress in self.progress.values() for node in progress.worker.spec.worker.nodes}
         self._entered = False
         self._asked, self._finished = 0, checkpoints.newest if checkpoints is not None else 0
 
@@ -67,27 +67,27 @@ class LocalJob:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
-    def _progress(self, setup: WorkerSetup) -> Progress:
-        name, mailbox = setup.worker.name, Mailbox()
-        for channel, posts in (each for each in setup.channels if each[0].kind == "batch"):  # here nodes never overlap anyway
+    def _progress(self, spec: WorkerSpec) -> Progress:
+        name, mailbox = spec.worker.name, Mailbox()
+        for channel, posts in (each for each in spec.channels if each[0].kind == "batch"):  # here nodes never overlap anyway
             if posts[0].writer == name:
                 mailbox.outboxes.append(Outbox(channel, self._writer(posts[0])))
-            users = tuple(task.name for task in setup.tasks if task.name in channel.readers)
+            users = tuple(node.name for node in spec.nodes if node.name in channel.readers)
             if users:
                 mailbox.inboxes.append(Inbox(channel, [self._reader(posts[0])], users))
         loops = []
-        for plan, posts, dtype in setup.loops:
+        for plan, posts, dtype in spec.loops:
             loop = Loop(replace(plan, buffers=1))  # nothing decodes while weights arrive
             if posts[0].writer == name:
                 loop.writer = WeightsWriter(self._writer(posts[0]), getattr(torch, dtype), plan.bucket_bytes, plan.checksum)
-            if any(task.name in plan.readers for task in setup.tasks):
+            if any(node.name in plan.readers for node in spec.nodes):
                 loop.reader = WeightsReader([self._reader(posts[0])], buffers=1)
             loops.append(loop)
         worker = Worker(
-            setup,
+            spec,
             mailbox,
             loops,
-            Context(threads=setup.worker.threads, shared=setup.shared, set_aside=setup.set_aside, sequences=setup.sequences),
+            Context(threads=spec.worker.threads, shared=spec.shared, set_aside=spec.set_aside, sequences=spec.sequences),
         )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 
@@ -114,8 +114,8 @@ class LocalJob:
         for event in self.plan.schedule.events:
             progress = self._homes[event.node]
             if event.kind == "fire" and progress.fired <= step < until + progress.lookahead:
-                torch.set_num_threads(progress.worker.setup.worker.threads)
-                progress.worker.fire(progress.worker.setup.task(event.node), step, event.chunk)
+                torch.set_num_threads(progress.worker.spec.worker.threads)
+                progress.worker.fire(progress.worker.spec.node(event.node), step, event.chunk)
         for progress in self.progress.values():
             if progress.fired <= step < until + progress.lookahead:
                 progress.finish(step)

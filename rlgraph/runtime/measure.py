@@ -55,10 +55,10 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     batches = {channel.name for channel in plan.channels if channel.kind == "batch"}
     trainers = {worker for loop in plan.loops for worker in plan.node(loop.writer).workers}
     names = {"publish": "publish", "load": "update_weights"}
-    turns: dict[tuple[str, str], float] = {}  # by kind and event
+    slices: dict[tuple[str, str], float] = {}  # by kind and event
     for span in spans:
         if span.kind in ("wake", "sleep"):
-            turns[span.kind, span.name] = max(span.seconds, turns.get((span.kind, span.name), 0.0))
+            slices[span.kind, span.name] = max(span.seconds, slices.get((span.kind, span.name), 0.0))
             continue
         name = TIMINGS.get(nodes[span.name], nodes[span.name]) if span.kind == "fire" else names.get(span.kind)
         if span.kind == "wait" and span.worker in trainers and span.name in batches:
@@ -68,6 +68,6 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     slowest: dict[str, float] = {}
     for (name, _), seconds in found.items():
         slowest[name] = max(slowest.get(name, 0.0), seconds)
-    for (kind, _), seconds in turns.items():
+    for (kind, _), seconds in slices.items():
         slowest[kind] = slowest.get(kind, 0.0) + seconds
     return {f"timing_s/{name}": seconds for name, seconds in slowest.items()}

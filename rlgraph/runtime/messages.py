@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rlgraph.channels.host.connection import UNREADABLE, Connection, Garbled
+from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
 from rlgraph.compiler.plan import ChannelEnd
 from rlgraph.compiler.schedule import Sampled, Span
 
@@ -138,4 +138,4 @@ def receive(connection: Connection) -> Message:
     try:
         return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:
-        raise Garbled(f"what is no message ({error})") from error
+        raise ProtocolError(f"what is no message ({error})") from error

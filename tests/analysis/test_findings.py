@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import fakes
 import pytest
-from played import played
+from simulated_run import played
 
 import rlgraph as rg
 from rlgraph.analysis.findings import findings

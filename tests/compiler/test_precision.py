@@ -3,7 +3,7 @@
 import pytest
 
 import rlgraph as rg
-from rlgraph.runtime.worker.spec import setups
+from rlgraph.runtime.worker.spec import worker_specs
 
 CPU_BF16 = rg.Precision("bfloat16", "the CPU has AMX")
 OLD_GPU = rg.Precision("float32", "the GPU has compute capability 7.5; bfloat16 begins at 8.0")
@@ -64,6 +64,6 @@ def test_a_model_on_cores_beside_gpus_computes_in_what_the_cores_do() -> None:
 def test_workers_and_weights_get_the_dtype_of_the_plan() -> None:
     made = graph()
     for cluster, dtype in ((rg.Cluster(cpus=2), "float32"), (rg.Cluster(cpus=2, cpu_precision=CPU_BF16), "bfloat16")):
-        each = setups(made, rg.compile(made, cluster), "", b"", 1.0)
-        assert {setup.model.dtype for setup in each if isinstance(setup.model, rg.Generator | rg.Policy)} == {dtype}
-        assert {sent for setup in each for _, _, sent in setup.loops} == {dtype}
+        each = worker_specs(made, rg.compile(made, cluster), "", b"", 1.0)
+        assert {spec.model.dtype for spec in each if isinstance(spec.model, rg.Generator | rg.Policy)} == {dtype}
+        assert {sent for spec in each for _, _, sent in spec.loops} == {dtype}

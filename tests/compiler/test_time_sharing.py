@@ -68,7 +68,7 @@ def test_unmeasured_sleep_costs_are_estimated_from_bytes_and_the_link_to_the_hos
     assert [s.wake_s for s in plan.sleeps] == [pytest.approx(4 / 26.775), pytest.approx(8 / 26.775)]  # PCIe 5, 63 GB/s, of which 0.425
     moved_s = 2 * (4 + 8) / 26.775
     assert plan.prediction.step_s == pytest.approx(WHOLE_S - 1.6875 + moved_s)
-    assert "(estimated: turns of generator, turns of policy)" in " ".join(str(plan).split())
+    assert "(estimated: sleep and wake of generator, sleep and wake of policy)" in " ".join(str(plan).split())
     assert "~0.15 s" in str(plan)
     older = compiled(IN_TURNS, replace(COSTS, sleep={}, publish_bytes=4 * GB), gpu="A100")
     assert older.sleeps[0].wake_s == pytest.approx(2 * plan.sleeps[0].wake_s)
@@ -79,7 +79,7 @@ def test_the_plan_marks_scaled_and_estimated_sleep_costs() -> None:
     costs = replace(COSTS, sleep=sleep, source="measured")
     plan = compiled(IN_TURNS, costs, gpu="H200")
     assert [s.cost for s in plan.sleeps] == ["measured", "scaled"]
-    assert "scaled to this plan: turns of policy" in " ".join(str(plan).split())
+    assert "scaled to this plan: sleep and wake of policy" in " ".join(str(plan).split())
     assert [s.cost for s in compiled(IN_TURNS, replace(costs, sleep={"policy": sleep["policy"]})).sleeps] == ["estimated", "scaled"]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.engines.vllm.engine_arguments import most_sequences
-from rlgraph.runtime.worker.spec import setups
+from rlgraph.runtime.worker.spec import worker_specs
 
 
 def brief(responses: list[str]) -> list[float]:
@@ -32,9 +32,9 @@ def graph(*, prompts: int = 6, group: int = 4, chunks: int = 1, continuous: bool
     ],
 )
 def test_an_engine_is_made_for_what_the_graph_gives_it_at_once(made: rg.Graph, expected: int) -> None:
-    each = setups(made, rg.compile(made, rg.Cluster(gpus=3)), "", b"", 1.0)
-    assert {setup.sequences for setup in each if isinstance(setup.model, rg.Generator)} == {expected}
-    assert {setup.sequences for setup in each if not isinstance(setup.model, rg.Generator)} == {0}
+    each = worker_specs(made, rg.compile(made, rg.Cluster(gpus=3)), "", b"", 1.0)
+    assert {spec.sequences for spec in each if isinstance(spec.model, rg.Generator)} == {expected}
+    assert {spec.sequences for spec in each if not isinstance(spec.model, rg.Generator)} == {0}
 
 
 def test_no_engine_decodes_more_than_fits_at_once() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import COLUMNS, FAMILIES, folder_of, verdicts
+from families import COLUMNS, FAMILIES, folder_of, results
 
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.forward import packed_attention, self_test
@@ -40,7 +40,7 @@ def own_scores(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
-    found = verdicts(folder)
+    found = results(folder)
     row = f"| {name} | " + " | ".join(found[column] for column in COLUMNS) + " |"
     assert row in TABLE.read_text().splitlines(), f"docs/models.md is of another library; write its table with tests/families.py: {row}"
     if "right" not in found.values():
@@ -106,7 +106,7 @@ def test_the_start_finds_an_attention_that_leaves_a_setting_out(
     for place in ("attend", "attend_padded"):
         whole = getattr(packed_attention, place)
         monkeypatch.setattr(packed_attention, place, lambda *given, whole=whole, **more: whole(*given, **{**more, setting: None}))
-    found = self_test.trainer_verdicts(folder)
+    found = self_test.trainer_results(folder)
     assert found["flat"].off > 0.05
     assert found["shared"].off > 0.05
     if name != "mistral":  # whose padded rows have the window in the mask that the model makes

@@ -53,9 +53,9 @@ logging.disable()
 if not smoke:  # the kernel alone in bfloat16, the model in float32: what the start of a job tries
     packed_attention.register()
     for dtype in (torch.float32, torch.bfloat16):
-        found = self_test.trainer_verdicts(folder, device="cuda", dtype=dtype)
-        print(dtype, {way: str(verdict) for way, verdict in found.items()})
-        assert all(verdict.right for verdict in found.values()), found
+        found = self_test.trainer_results(folder, device="cuda", dtype=dtype)
+        print(dtype, {way: str(result) for way, result in found.items()})
+        assert all(result.right for result in found.values()), found
 exact = trained("cpu", torch.float32)
 half = trained(device, torch.bfloat16)
 off = ((half[0] - exact[0]).abs() * mask).sum().item() / int(mask.sum())

@@ -107,8 +107,8 @@ def test_the_tooltip_of_an_edge_lists_columns_transport_slots_and_bytes(plans: d
 
 def test_nodes_of_a_shared_pool_are_numbered_in_the_order_of_the_plan(plans: dict[str, Plan]) -> None:
     nodes = tips(ElementTree.fromstring(svg(plans["ppo"])), "node")
-    turns = {tip.split(":")[0]: match[1] for tip in nodes if (match := re.search(r"turn (\d of \d) in pool train", tip))}
-    assert turns == {
+    order = {tip.split(":")[0]: match[1] for tip in nodes if (match := re.search(r"number (\d of \d) in the order of pool train", tip))}
+    assert order == {
         "policy.log_probs": "1 of 4",
         "critic.values": "2 of 4",
         "policy.update": "3 of 4",

@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from played import played, slower
+from simulated_run import played, slower
 
 from rlgraph.analysis import words
 from rlgraph.analysis.invariant_monitor import Observed

@@ -4,7 +4,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.runtime.driver.worker_environment import worker_environment
-from rlgraph.runtime.worker.spec import setups
+from rlgraph.runtime.worker.spec import worker_specs
 
 
 @pytest.mark.parametrize(("here", "expected"), [("", ("0,1", "2,3", "4")), ("3,4,5,6,7", ("3,4", "5,6", "7"))])
@@ -20,6 +20,6 @@ def test_a_worker_sees_the_gpus_of_its_plan_alone_as_the_driver_numbers_them(
     weights.close(step.weights)
     graph = rg.Graph("devices", step.metrics)
     plan = rg.compile(graph, rg.Cluster(gpus=5))
-    seen = {s.worker.name: worker_environment(s)["CUDA_VISIBLE_DEVICES"] for s in setups(graph, plan, "folder", b"key", 1.0)}
+    seen = {s.worker.name: worker_environment(s)["CUDA_VISIBLE_DEVICES"] for s in worker_specs(graph, plan, "folder", b"key", 1.0)}
     assert (seen["generator[0]"], seen["generator[1]"], seen["policy"]) == expected
     assert seen["prompts"] == "", "a worker on the host sees none"

@@ -97,7 +97,7 @@ class Counting(Operation):
             values = columns["values"]
             assert isinstance(values, torch.Tensor)
             for row in range(len(values)):
-                context.counted(row, len(values), "responses")
+                context.report_progress(row, len(values), "responses")
                 time.sleep(self.seconds / len(values))
             return {"rewards": values.mean(-1)}
 
@@ -152,7 +152,7 @@ def test_rollouts_count_responses_and_updates_micro_batches(tmp_path: Path) -> N
     found: dict[str, list[tuple[int, int, str]]] = {"generator": [], "policy": []}
     with rg.compile(graph, rg.Cluster(cpus=2)).run_here() as running:
         for name, counts in found.items():
-            running.progress[name].worker.context.counted = lambda *count, counts=counts: counts.append(count)
+            running.progress[name].worker.context.report_progress = lambda *count, counts=counts: counts.append(count)
         list(running.steps(1))
     assert found["generator"][0] == (0, 8, "responses")
     assert found["generator"][-1] == (8, 8, "responses")

@@ -36,7 +36,7 @@ from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.heartbeat import Heartbeat
-from rlgraph.runtime.worker.spec import setups
+from rlgraph.runtime.worker.spec import worker_specs
 from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
 
 DEADLINE_S = 3.0
@@ -232,8 +232,8 @@ def test_a_worker_that_does_not_come_up_is_named_by_the_deadline(monkeypatch: py
     create = forked.Forked.create
     monkeypatch.setattr(group_module, "START_LEAST_S", 0.0)
 
-    def all_but_one(self, setup, driver, host=""):  # type: ignore[no-untyped-def]
-        return create(self, setup, driver if setup.worker.name != "policy" else "/nowhere")
+    def all_but_one(self, spec, driver, host=""):  # type: ignore[no-untyped-def]
+        return create(self, spec, driver if spec.worker.name != "policy" else "/nowhere")
 
     monkeypatch.setattr(forked.Forked, "create", all_but_one)
     with pytest.raises((ChannelTimeout, WorkerDied), match="'policy'"), forked.job(fakes.vector_loop(0), DEADLINE_S):
@@ -342,8 +342,8 @@ def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_job_at_once(act: 
 
 def test_the_key_of_a_job_is_in_no_text() -> None:
     plan = compile_plan(fakes.vector_loop(1), Cluster(cpus=2))
-    [setup, *_] = setups(fakes.vector_loop(1), plan, "/tmp/x", b"the secret key", 1.0)
-    assert "secret" not in repr(setup)
+    [spec, *_] = worker_specs(fakes.vector_loop(1), plan, "/tmp/x", b"the secret key", 1.0)
+    assert "secret" not in repr(spec)
 
 
 @node(reads="values", writes="rewards")

@@ -41,7 +41,7 @@ class Clocked:
     def __post_init__(self) -> None:
         self.engine = self.arrivals = self
 
-    def counted(self, done: int, of: int, what: str) -> None:
+    def report_progress(self, done: int, of: int, what: str) -> None:
         pass
 
     def submit(self, request: Request) -> None:

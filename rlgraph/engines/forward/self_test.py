@@ -26,7 +26,7 @@ SHAPE = ((40, (21, 30)), (37, (13, 17)), (12, (34, 6)))  # tokens of each prompt
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SelfTestResult:
     """The largest error of a layout's log-probs, in nats, and the limit that rounding explains; or the error that prevented them."""
 
     off: float = float("inf")
@@ -58,35 +58,35 @@ def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: 
 
     Raises DataError if none is correct, or for a model that transformers cannot make.
     """
-    found = trainer_verdicts(path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
+    found = trainer_results(path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
     if flat and found[FLAT].right:
         return BatchLayout(flat=True, shared=False)
     if flat:
-        found |= trainer_verdicts(path, (PADDED, SHARED), device=device, dtype=dtype)
+        found |= trainer_results(path, (PADDED, SHARED), device=device, dtype=dtype)
     where = f"model '{path}' ({check_model(path).model_type})"
     if not found[PADDED].right:
         raise DataError(
             f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
             "docs/models.md, or go without this test at your own risk: self_test=False"
         )
-    wrong = [f"{way} ({verdict})" for way, verdict in found.items() if not verdict.right]
+    wrong = [f"{way} ({result})" for way, result in found.items() if not result.right]
     note = f"{where}: batches are padded{'' if found[SHARED].right else ', each response with its own prompt'}, since rlgraph cannot lay"
     return BatchLayout(flat=False, shared=found[SHARED].right, note=f"{note} them out {' or '.join(wrong)}" if wrong else "")
 
 
 def check_generator(path: str | Path, *, device: str = "cpu") -> None:
     """Raise DataError for a model whose responses the engine `transformers` does not sample from the model's distribution."""
-    verdict = generator_verdict(path, device=device)
-    if not verdict.right:
+    result = generator_result(path, device=device)
+    if not result.right:
         raise DataError(
             f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode what the model's own forward "
-            f"computes: {verdict}; use engine='vllm', or go without this test at your own risk: self_test=False"
+            f"computes: {result}; use engine='vllm', or go without this test at your own risk: self_test=False"
         )
 
 
-def trainer_verdicts(
+def trainer_results(
     path: str | Path, ways: Sequence[str] = PATHS, *, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> dict[str, Verdict]:
+) -> dict[str, SelfTestResult]:
     """Try the ways in which a trainer lays out its batches. On a GPU rows packed flat take the kernel for `dtype`.
 
     Raises DataError for a model that transformers cannot make.
@@ -96,22 +96,22 @@ def trainer_verdicts(
     found = {}
     for way in ways:
         if way != PADDED and any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
-            found[way] = Verdict(error="its layers have a convolution over time, which runs on into the next sequence")
+            found[way] = SelfTestResult(error="its layers have a convolution over time, which runs on into the next sequence")
             continue
         half = way == FLAT and device != "cpu" and dtype != torch.float32
         kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if way == FLAT else packed_attention.PADDED
-        found[way] = _verdict(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
+        found[way] = _result(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
     return found
 
 
-def generator_verdict(path: str | Path, *, device: str = "cpu") -> Verdict:
+def generator_result(path: str | Path, *, device: str = "cpu") -> SelfTestResult:
     """Try the engine `transformers`: prompts padded on the left, one token at a time behind a cache.
 
     Raises DataError for a model that transformers cannot make.
     """
     model, batch = small_model(path).to(device), _batch()
     expected = alone(model, batch)
-    return _verdict(lambda: _decoded(model, batch), expected, batch)
+    return _result(lambda: _decoded(model, batch), expected, batch)
 
 
 def small_model(path: str | Path) -> Any:
@@ -140,15 +140,17 @@ def alone(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def _verdict(scores: Callable[[], torch.Tensor], expected: torch.Tensor, batch: dict[str, torch.Tensor], half: bool = False) -> Verdict:
+def _result(
+    scores: Callable[[], torch.Tensor], expected: torch.Tensor, batch: dict[str, torch.Tensor], half: bool = False
+) -> SelfTestResult:
     limit = NEAR_HALF if half else NEAR
     try:
         with torch.no_grad(), quiet():
             apart = (scores() - expected).abs()[batch["response_mask"]]
     except Exception as error:  # noqa: BLE001, whatever the code of a model raises
-        return Verdict(limit=limit, error=_reason(error))
+        return SelfTestResult(limit=limit, error=_reason(error))
     off = (apart.median() if half else apart.max()).item()
-    return Verdict(off if off == off else float("inf"), limit)
+    return SelfTestResult(off if off == off else float("inf"), limit)
 
 
 def _laid_out(model: Any, batch: dict[str, torch.Tensor], way: str, kind: str) -> torch.Tensor:

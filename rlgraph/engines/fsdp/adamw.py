@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from rlgraph import settings
-from rlgraph.kinds import Range
+from rlgraph.setting_types import Range
 from rlgraph.settings import AtLeastZero, Natural, Positive
 
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at least 0 and below 1")]

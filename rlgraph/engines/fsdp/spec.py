@@ -28,7 +28,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         if layout.note and place.rank == 0:
             log.warning(layout.note)
     if place.world > 1:
-        meet(place.rendezvous, place.rank, place.world, place.meeting)
+        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
     return FsdpEngine(
         PolicyHead(model.path) if model.scores == "log_probs" else ValueHead(model.path),
         optimizer=model.optimizer,
@@ -41,7 +41,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         compiled=model.compiled,
         flat=flat,
         shared=shared,
-        on_progress=lambda done, total: place.counted(done, total, "micro-batches"),
+        on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
 

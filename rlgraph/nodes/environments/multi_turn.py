@@ -106,7 +106,7 @@ class MultiTurnLoop:
         for conversation in conversations:
             self._submit(conversation)
         while left := len(self._open) + self._asking:
-            self.context.counted(len(conversations) - left, len(conversations), "responses")
+            self.context.report_progress(len(conversations) - left, len(conversations), "responses")
             self._hear()
             self._decode()
         return self._columns(conversations, ids[torch.tensor(places, dtype=torch.long)]), self._metrics(conversations)

@@ -11,12 +11,12 @@ from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
 from rlgraph.nodes.training.guards import Outliers
+from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node

@@ -98,7 +98,7 @@ class DecodeLoop:
     def take(self, step: int, requests: Sequence[Request]) -> list[Response]:
         """Decode until these requests of batch `step` are done, and return their responses."""
         batch = self._batches[step]
-        self.context.counted(len(batch.done), len(batch.requests), "responses")
+        self.context.report_progress(len(batch.done), len(batch.requests), "responses")
         missing = {request.id for request in requests} - batch.done.keys()
         while missing:
             self._join(step)
@@ -107,7 +107,7 @@ class DecodeLoop:
                 self._home.pop(name).done[name] = response
                 missing.discard(name)
             if finished:
-                self.context.counted(len(batch.done), len(batch.requests), "responses")
+                self.context.report_progress(len(batch.done), len(batch.requests), "responses")
         return [batch.done[request.id] for request in requests]
 
     def _submit(self, step: int, requests: Sequence[Request]) -> None:

@@ -18,7 +18,6 @@ from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.kinds import Range
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.calls import Calls
@@ -27,6 +26,7 @@ from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, 
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.rollout.rollout import Rollout
+from rlgraph.setting_types import Range
 from rlgraph.settings import Seconds
 
 
@@ -163,7 +163,7 @@ class DynamicSampler:
         missing, left = wanted, wanted * self.operation.rounds
         open_groups = 0
         while missing:
-            self.context.counted(wanted - missing, wanted, "groups that differ")
+            self.context.report_progress(wanted - missing, wanted, "groups that differ")
             for _ in range(min(missing - open_groups, left)):
                 group = self._draw()
                 waiting |= {request.id: group for request in group.requests}

@@ -59,7 +59,7 @@ def evaluate(
     >>> rg.evaluate(generator, items, weights, reward=right, every=10)  # for rg.Graph("name", step.metrics, evaluation)
     the metrics of 'evaluate rewards'
 
-    On the rollout's generator it takes turns with the rollout and uses the same weights. On a generator and pool of its own it runs
+    On the rollout's generator it time-shares with the rollout and uses the same weights. On a generator and pool of its own it runs
     beside the training, on the weights that the step publishes; training waits only if it takes longer than `every` steps. Give the
     run's number of `steps` to evaluate the last one too. `at_start` adds step 0; a generator of its own then uses its initial weights.
     A step's metrics wait for its evaluation, and those of later steps follow it.

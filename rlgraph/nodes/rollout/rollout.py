@@ -16,13 +16,13 @@ from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.kinds import Named, Range
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.environments.multi_turn import MultiTurnLoop
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, admission_rule
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
+from rlgraph.setting_types import Named, Range
 from rlgraph.settings import Count, Dtype, Natural, checked
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from rlgraph import settings
 from rlgraph.columns import Columns
 from rlgraph.errors import GuardError
-from rlgraph.kinds import Range
+from rlgraph.setting_types import Range
 
 Limit: TypeAlias = Annotated[float, Range(above=0, rule="a number above 0, or None for no limit")]
 log = logging.getLogger("rlgraph.guards")

@@ -14,10 +14,10 @@ from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.kinds import Named
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mini_batches import UpdateSchedule
+from rlgraph.setting_types import Named
 from rlgraph.settings import Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")

@@ -63,7 +63,7 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
         f"runs in {words.elided(node.workers, 8)}",
     ]
     if box.order:
-        tip.append(f"turn {box.order[0]} of {box.order[1]} in pool {words.clean(node.pool or words.HOST)}")
+        tip.append(f"number {box.order[0]} of {box.order[1]} in the order of pool {words.clean(node.pool or words.HOST)}")
     tip += [_channel_words(channel) for channel in plan.channels if channel.kind == "order" and node.name in channel.readers]
     return (
         f'<g class="node">{_title(*tip)}<rect x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}" rx="5" '
@@ -73,7 +73,7 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
 
 def _channel_words(channel: PlannedChannel) -> str:
     if channel.kind == "order":
-        return f"channel {words.clean(channel.name)}: carries the turn only, {channel.transport}, {words.counted(channel.slots, 'slot')}"
+        return f"channel {words.clean(channel.name)}: carries the order only, {channel.transport}, {words.counted(channel.slots, 'slot')}"
     unit = "batch" if channel.chunks == 1 else "chunk of a batch"
     load = f"{words.size(channel.bytes)} a {unit}" if channel.bytes is not None else "bytes not known"
     return f"channel {words.clean(channel.name)}: {channel.transport}, {words.counted(channel.slots, 'slot')}, {load}"

@@ -148,7 +148,7 @@ def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple
         ("critical", "critical cycle: sets the step", bool(red.nodes)),
         ("local", "within one process", any(transport_of(c.transport).reach == "process" for c in plan.channels)),
         ("weights", "weights for a later step", bool(plan.loops)),
-        ("order", "turn in its pool", len(set(pools)) < len(pools)),
+        ("order", "order in its pool", len(set(pools)) < len(pools)),
     ]
     items: list[LegendItem] = []
     at = x + PAD

@@ -58,7 +58,7 @@ class WorkerSnapshots:
         self.wait()
         content = contents(self.worker, recent)
         folder = Path(self.saving.folder) / unfinished_name(self.saving.id, step)
-        write_model = self._copied(folder / str(self.worker.setup.worker.model)) if self.saving.trained else None
+        write_model = self._copied(folder / str(self.worker.spec.worker.model)) if self.saving.trained else None
         self._thread = threading.Thread(target=self._write, args=(step, folder, content, write_model), name="write checkpoint")
         self._thread.start()
         return time.monotonic() - began
@@ -70,10 +70,10 @@ class WorkerSnapshots:
 
     def _copied(self, folder: Path) -> Callable[[], list[Path]]:
         save: Callable[[Path, float], Callable[[], list[Path]]] = self.worker.context.engine.save
-        return save(folder, self.worker.setup.deadline_s)
+        return save(folder, self.worker.spec.deadline_s)
 
     def _write(self, step: int, folder: Path, content: Mapping[str, Any], write_model: Callable[[], list[Path]] | None) -> None:
-        worker = self.worker.setup.worker
+        worker = self.worker.spec.worker
         try:
             folder.mkdir(exist_ok=True)
             files = [_save(content, folder / f"{worker.name}.pt")]
@@ -138,7 +138,7 @@ def restore(progress: "Progress", resume: Resume) -> None:
     Raises CheckpointError for a checkpoint that does not hold its nodes, or a state that cannot be shared out anew.
     """
     worker, folder = progress.worker, Path(resume.folder)
-    planned = worker.setup.worker
+    planned = worker.spec.worker
     shards = sorted((p for p in read_shards(folder) if set(p.nodes) == set(planned.nodes)), key=lambda p: p.rank)
     if not shards:
         raise CheckpointError(f"checkpoint '{folder}' holds nothing of the nodes {list(planned.nodes)}; it is of another graph")
@@ -154,7 +154,7 @@ def restore(progress: "Progress", resume: Resume) -> None:
         stage.load_state(state)
     opened = mine["open"] if same else {step: _shared_out(worker, [h["open"][step] for h in held]) for step in mine["open"]}
     progress.recent = {step: Fired(averaged(rank["metrics"][step] for rank in held), chunks) for step, chunks in opened.items()}
-    if worker.setup.saving is not None and worker.setup.saving.trained:
+    if worker.spec.saving is not None and worker.spec.saving.trained:
         worker.context.engine.load(folder / str(planned.model))
     if same:
         set_random_states(mine["random"])
@@ -162,10 +162,10 @@ def restore(progress: "Progress", resume: Resume) -> None:
 
 def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]]]) -> dict[str, list[Columns]]:
     """Take this rank's rows of open batches that another number of ranks wrote. Rank 0 wrote all rows of a node that does not generate."""
-    rank, world = worker.setup.worker.rank, worker.setup.worker.world
+    rank, world = worker.spec.worker.rank, worker.spec.worker.world
     found: dict[str, list[Columns]] = {}
     for node in ranks[0]:
-        if worker.setup.task(node).traits.work != "generate":
+        if worker.spec.node(node).traits.work != "generate":
             found[node] = list(ranks[0][node])
             continue
         whole = [concat_rows(chunks) for chunks in zip(*(held[node] for held in ranks), strict=True)]

@@ -25,7 +25,7 @@ from rlgraph.runtime.driver.orphan_cleanup import began
 from rlgraph.runtime.driver.signals import held
 from rlgraph.runtime.driver.worker_environment import worker_environment
 from rlgraph.runtime.worker.process import Process
-from rlgraph.runtime.worker.spec import WorkerSetup
+from rlgraph.runtime.worker.spec import WorkerSpec
 
 log = logging.getLogger("rlgraph.dispatch")
 
@@ -68,7 +68,7 @@ class Dispatch(Protocol):
     def host_agent(self, host: str, folder: str) -> HostAgent:
         """Start the agent that watches the job's workers on another host."""
 
-    def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
+    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
         """Start a worker that connects to the driver at its address, and prepares itself."""
 
     def check(self) -> None:
@@ -117,17 +117,17 @@ class Actors:
             stop_ray()
 
     @said_by_ray()
-    def create(self, setup: WorkerSetup, driver: str, host: str = "") -> Any:
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": worker_environment(setup)}}
+    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": worker_environment(spec)}}
         if host:
             options["scheduling_strategy"] = _on(host)
 
         def make() -> tuple[Any, Any]:
-            actor = ray.remote(Process).options(**options).remote(setup, driver)
+            actor = ray.remote(Process).options(**options).remote(spec, driver)
             return actor, actor.prepare.remote()
 
-        actor, preparing = within(f"Ray made no actor for worker '{setup.worker.name}'", make)
-        self._preparing[preparing] = setup.worker.name
+        actor, preparing = within(f"Ray made no actor for worker '{spec.worker.name}'", make)
+        self._preparing[preparing] = spec.worker.name
         return actor
 
     def check(self) -> None:

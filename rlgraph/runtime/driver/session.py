@@ -18,7 +18,7 @@ from rlgraph.runtime.driver.signals import held
 from rlgraph.runtime.driver.watchdog import FIRST_S
 from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.heartbeat import Heartbeat, under_way
-from rlgraph.runtime.worker.spec import Start, setups
+from rlgraph.runtime.worker.spec import Start, worker_specs
 
 T = TypeVar("T")
 GOODBYE_S = 5.0  # for workers that have nothing left to do
@@ -96,8 +96,8 @@ class Session:
         found = self._dispatch.hosts(self.plan, self._patience_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
-        worker_setups = setups(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
-        start_workers(self._dispatch, self._group, worker_setups, self._actors, self._hosts, [host for host, _ in found])
+        specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
+        start_workers(self._dispatch, self._group, specs, self._actors, self._hosts, [host for host, _ in found])
         orphan_cleanup.claim(Path(self.folder), self._group.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)
         self._dispatching = True

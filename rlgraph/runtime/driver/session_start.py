@@ -13,23 +13,23 @@ from rlgraph.runtime import messages
 from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.driver.ray_dispatch import Dispatch
 from rlgraph.runtime.driver.worker_group import WorkerGroup
-from rlgraph.runtime.worker.spec import WorkerSetup
+from rlgraph.runtime.worker.spec import WorkerSpec
 
 
 def start_workers(
-    dispatch: Dispatch, group: WorkerGroup, setups: Sequence[WorkerSetup], actors: list[Any], hosts: Hosts, ids: Sequence[str]
+    dispatch: Dispatch, group: WorkerGroup, specs: Sequence[WorkerSpec], actors: list[Any], hosts: Hosts, ids: Sequence[str]
 ) -> None:
-    """Start a worker for each setup and wait until all are ready; `actors` gets each as it is made, on the hosts of `ids`.
+    """Start a worker for each spec and wait until all are ready; `actors` gets each as it is made, on the hosts of `ids`.
 
     Raises WorkerDied or NodeError for a worker that cannot start, ChannelTimeout for one that has not started by the deadline.
     """
     wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + group.start_s
-    listener = listen("driver", wanted, backlog=len(setups) + 8)
+    listener = listen("driver", wanted, backlog=len(specs) + 8)
     address = bound(listener) if hosts.addresses else wanted
     try:
         console, began_s = Console(stderr=True, highlight=False, markup=False), time.monotonic()
         if not console.is_terminal:  # no spinner is shown there
-            console.print(f"starting workers: {', '.join(setup.worker.name for setup in setups)}", soft_wrap=True)
+            console.print(f"starting workers: {', '.join(spec.worker.name for spec in specs)}", soft_wrap=True)
         with Status("", console=console) as status:
 
             def look(missing: list[str]) -> None:
@@ -42,9 +42,9 @@ def start_workers(
                         "place for them (see `ray status`)"
                     )
 
-            group.welcome(listener, setups[0].authkey, hosts)
-            for setup in setups:
-                actors.append(dispatch.create(setup, address, ids[setup.worker.host] if ids else ""))
+            group.welcome(listener, specs[0].authkey, hosts)
+            for spec in specs:
+                actors.append(dispatch.create(spec, address, ids[spec.worker.host] if ids else ""))
             group.tell(messages.Join(group.until_open(look)))
             group.until_ready(look)
         if not console.is_terminal:

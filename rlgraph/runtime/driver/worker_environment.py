@@ -3,19 +3,19 @@
 import os
 import sys
 
-from rlgraph.runtime.worker.spec import WorkerSetup
+from rlgraph.runtime.worker.spec import WorkerSpec
 
 
-def worker_environment(setup: WorkerSetup) -> dict[str, str]:
+def worker_environment(spec: WorkerSpec) -> dict[str, str]:
     """Build the variables that a worker needs before it imports anything."""
-    threads = str(setup.worker.threads)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if setup.worker.host == 0 else None  # the driver's variable describes its own host
-    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(setup.local_gpus, default=-1) + 1)]
+    threads = str(spec.worker.threads)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if spec.worker.host == 0 else None  # the driver's variable describes its own host
+    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(spec.local_gpus, default=-1) + 1)]
     # Ranks of one host meet at the loopback interface alone.
-    inside = {} if setup.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    inside = {} if spec.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {
         # The plan assigns the GPUs: models of one pool share them, which Ray's own count cannot express.
-        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in setup.local_gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in spec.local_gpus),
         **inside,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

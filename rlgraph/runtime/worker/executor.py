@@ -24,7 +24,7 @@ from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
 from rlgraph.runtime.worker.ports import Inbox, Mailbox
 from rlgraph.runtime.worker.span_recorder import SpanRecorder
-from rlgraph.runtime.worker.spec import Task, WorkerSetup
+from rlgraph.runtime.worker.spec import NodeSpec, WorkerSpec
 
 OnEnter = Callable[[int, Activity], None]
 
@@ -42,7 +42,7 @@ class Loop:
 class Worker:
     """The nodes of one worker, ready to fire. It calls `on_enter(step, activity)` when an activity begins, so that a stall has a name."""
 
-    setup: WorkerSetup
+    spec: WorkerSpec
     mailbox: Mailbox
     loops: list[Loop]
     context: Context
@@ -50,7 +50,7 @@ class Worker:
     stages: dict[str, Stage] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
-    parts: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
+    chunk_metrics: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
     streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in chunks
     kept: dict[str, list[Columns]] = field(default_factory=dict)  # chunks of a batch that a checkpoint may need, by node
     doing: str = "starting"
@@ -58,81 +58,81 @@ class Worker:
     awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
 
     def __post_init__(self) -> None:
-        self.recorder = SpanRecorder(self.setup.worker.name)
+        self.recorder = SpanRecorder(self.spec.worker.name)
 
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
-        if self.setup.model is not None:
-            self.context.engine = self.setup.model.load(self.context)
-        self.stages = {task.name: checked_stage(task.name, task.operation.start(self.context)) for task in self.setup.tasks}
+        if self.spec.model is not None:
+            self.context.engine = self.spec.model.load(self.context)
+        self.stages = {node.name: checked_stage(node.name, node.operation.start(self.context)) for node in self.spec.nodes}
 
     def step(self, step: int) -> None:
         """Fire every node, once or for each chunk of the batch."""
-        for name, part in self.setup.firings:
-            self.fire(self.setup.task(name), step, part)
+        for name, chunk in self.spec.firings:
+            self.fire(self.spec.node(name), step, chunk)
 
-    def fire(self, task: Task, step: int, part: int = 0) -> None:
+    def fire(self, node: NodeSpec, step: int, chunk: int = 0) -> None:
         """Fire one node: wait in the pool, then weights, inputs, the node's own work, outputs, and last the weights it publishes."""
         self.recorder.begin(step)
-        self.time_slice = self.setup.time_slice(task.name, part)
-        self._take(task, step, part, "order")  # before an engine wakes, so that the engine before it has given its memory back
+        self.time_slice = self.spec.time_slice(node.name, chunk)
+        self._take(node, step, chunk, "order")  # before an engine wakes, so that the engine before it has given its memory back
         for loop in self.loops:
-            if loop.reader is not None and task.name == self._first_user(loop) and part == 0:
-                self._load_weights(loop, task.name, step)
-        columns = self._take(task, step, part, "batch")
-        writing = [loop.plan for loop in self.loops if loop.writer is not None and task.name == loop.plan.writer]
+            if loop.reader is not None and node.name == self._first_user(loop) and chunk == 0:
+                self._load_weights(loop, node.name, step)
+        columns = self._take(node, step, chunk, "batch")
+        writing = [loop.plan for loop in self.loops if loop.writer is not None and node.name == loop.plan.writer]
         publishing = [loop for loop in writing if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
             self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
-        self.doing = task.name
-        idle = task.due is not None and not task.due(step)
+        self.doing = node.name
+        idle = node.due is not None and not node.due(step)
         if not idle:
             self._wake(step)
-        if self.setup.probe == (task.name, step) and task.chunks == 1 and not task.traits.looks_ahead:
-            self._probe(task, step, columns)
-        self.on_enter(step, Activity("fire", task.name))
-        self.context.arrivals = self._arrivals(task, step)
-        self.recorder.carry(task.name, step)
-        with nullcontext() if idle else self.recorder.span(fire_event(task.name, part, task.chunks), "fire", step):
-            fired = self._run(task, step, part, columns)
-        if self.time_slice is not None and self.time_slice.firings[-1] == (task.name, part):  # before the next of the pool is told
+        if self.spec.probe == (node.name, step) and node.chunks == 1 and not node.traits.looks_ahead:
+            self._probe(node, step, columns)
+        self.on_enter(step, Activity("fire", node.name))
+        self.context.arrivals = self._arrivals(node, step)
+        self.recorder.carry(node.name, step)
+        with nullcontext() if idle else self.recorder.span(fire_event(node.name, chunk, node.chunks), "fire", step):
+            fired = self._run(node, step, chunk, columns)
+        if self.time_slice is not None and self.time_slice.firings[-1] == (node.name, chunk):  # before the next of the pool is told
             self._sleep(self.time_slice, step)
         written, metrics = fired if isinstance(fired, tuple) else (fired, {})
-        if task.writes:
-            checked_columns(task.name, task.writes, written, task.count if self.setup.worker.world == 1 else None)
-        self.parts.setdefault(task.name, []).append(checked_metrics(task.name, metrics))
-        if part == task.chunks - 1:
-            self.metrics.update(reduce_metrics(self.parts.pop(task.name)))
-        if task.traits.work == "generate" and task.due is None:
-            self.sampled.append(sampled(task.name, step, self.setup.worker.name, written))
-        self._put(task, step * task.chunks + part, owned(written, columns))
+        if node.writes:
+            checked_columns(node.name, node.writes, written, node.count if self.spec.worker.world == 1 else None)
+        self.chunk_metrics.setdefault(node.name, []).append(checked_metrics(node.name, metrics))
+        if chunk == node.chunks - 1:
+            self.metrics.update(reduce_metrics(self.chunk_metrics.pop(node.name)))
+        if node.traits.work == "generate" and node.due is None:
+            self.sampled.append(sampled(node.name, step, self.spec.worker.name, written))
+        self._put(node, step * node.chunks + chunk, owned(written, columns))
         del columns
-        for box in self.mailbox.read_by(task.name):
-            messages = task.messages(box.channel, step, part)
-            if len(messages) < box.channel.chunks or part == task.chunks - 1:
-                box.done(task.name, messages)
-        self.recorder.carry(task.name, step)
+        for box in self.mailbox.read_by(node.name):
+            messages = node.messages(box.channel, step, chunk)
+            if len(messages) < box.channel.chunks or chunk == node.chunks - 1:
+                box.done(node.name, messages)
+        self.recorder.carry(node.name, step)
         for loop in self.loops:
-            if loop.writer is not None and task.name == loop.plan.writer and loop.plan.carries(step):
+            if loop.writer is not None and node.name == loop.plan.writer and loop.plan.carries(step):
                 self._publish(loop, loop.writer, step)
 
     def _publish(self, loop: Loop, writer: WeightsWriter, step: int) -> None:
         name, version = loop.plan.name, step + 1
         self.on_enter(step, Activity("publish", loop.plan.writer, name, version))
         with self.recorder.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
-            writer.publish(version, self.context.engine.weight_shards(), self.setup.deadline_s)
+            writer.publish(version, self.context.engine.weight_shards(), self.spec.deadline_s)
 
     def _first_user(self, loop: Loop) -> str | None:
         """Find the node before which this worker loads weights: the first that uses them, as all nodes of a step use one version."""
-        return next((task.name for task in self.setup.tasks if task.name in loop.plan.readers), None)
+        return next((node.name for node in self.spec.nodes if node.name in loop.plan.readers), None)
 
-    def _run(self, task: Task, step: int, part: int, columns: Columns) -> Fired:
+    def _run(self, node: NodeSpec, step: int, chunk: int, columns: Columns) -> Fired:
         """Run the node's own work; a node that gives its batch in chunks runs until its next chunk is ready."""
-        if task.chunks == 1 or task.follows is not None:
-            return self.stages[task.name](step, columns)
-        if part == 0:
-            self.streams[task.name] = cast("Iterator[Fired]", self.stages[task.name](step, columns))
-        return next(self.streams[task.name])
+        if node.chunks == 1 or node.follows is not None:
+            return self.stages[node.name](step, columns)
+        if chunk == 0:
+            self.streams[node.name] = cast("Iterator[Fired]", self.stages[node.name](step, columns))
+        return next(self.streams[node.name])
 
     def _wake(self, step: int) -> None:
         """Wake an engine that time-shares its devices, unless it is awake."""
@@ -153,15 +153,15 @@ class Worker:
             moved.append(self.context.engine.sleep() or 0)
         self.awake = False
 
-    def _probe(self, task: Task, step: int, columns: Columns) -> None:
+    def _probe(self, node: NodeSpec, step: int, columns: Columns) -> None:
         """Fire a node that has killed its worker at this step for one prompt after another, and drop the results."""
-        stage: Any = self.stages[task.name]
+        stage: Any = self.stages[node.name]
         before = stage.state() if isinstance(stage, Stateful) else None
-        rank, world, count = self.context.rank, self.context.world, self.setup.prompts
-        mine = rows_of_rank(count, rank, world) if task.traits.work == "generate" else range(count)
+        rank, world, count = self.context.rank, self.context.world, self.spec.prompts
+        mine = rows_of_rank(count, rank, world) if node.traits.work == "generate" else range(count)
         self.context.rank, self.context.world = 0, 1
         for prompt in mine:
-            self.on_enter(step, Activity("probe", task.name, prompt=prompt))
+            self.on_enter(step, Activity("probe", node.name, prompt=prompt))
             stage(
                 step,
                 {name: column[len(column) * prompt // count : len(column) * (prompt + 1) // count] for name, column in columns.items()},
@@ -170,60 +170,60 @@ class Worker:
         if before is not None:
             stage.load_state(before)
 
-    def _arrivals(self, task: Task, step: int) -> "Arriving | None":
-        loop = next((loop for loop in self.loops if loop.reader is not None and task.name in loop.plan.readers), None)
-        return Arriving(self, loop, task.name, step) if loop is not None else None
+    def _arrivals(self, node: NodeSpec, step: int) -> "Arriving | None":
+        loop = next((loop for loop in self.loops if loop.reader is not None and node.name in loop.plan.readers), None)
+        return Arriving(self, loop, node.name, step) if loop is not None else None
 
-    def _take(self, task: Task, step: int, part: int, kind: Literal["batch", "order"]) -> dict[str, Column]:
+    def _take(self, node: NodeSpec, step: int, chunk: int, kind: Literal["batch", "order"]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
-        for box in (box for box in self.mailbox.read_by(task.name) if box.channel.kind == kind):
-            wanted = task.messages(box.channel, step, part)
-            if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.setup.begin[box.channel.writer]):
+        for box in (box for box in self.mailbox.read_by(node.name) if box.channel.kind == kind):
+            wanted = node.messages(box.channel, step, chunk)
+            if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.spec.begin[box.channel.writer]):
                 continue
-            self.on_enter(step, Activity("take", task.name, box.channel.name))
-            self.doing = task.name
-            if step == self.setup.first and part == 0 and task.name == box.users[0]:
+            self.on_enter(step, Activity("take", node.name, box.channel.name))
+            self.doing = node.name
+            if step == self.spec.first and chunk == 0 and node.name == box.users[0]:
                 self._drop(box)
-            with self.recorder.moving(box.channel.name, "wait", box.blocked_s, (task.name, "carry"), step):
-                batch = box.take(wanted, self.setup.deadline_s)
-            for name in task.columns.get(box.channel.writer, ()) if kind == "batch" else ():
-                columns[name] = repeat_rows(task.rows(batch[name], box.channel, part), task.repeat[box.channel.writer])
+            with self.recorder.moving(box.channel.name, "wait", box.blocked_s, (node.name, "carry"), step):
+                batch = box.take(wanted, self.spec.deadline_s)
+            for name in node.columns.get(box.channel.writer, ()) if kind == "batch" else ():
+                columns[name] = repeat_rows(node.rows(batch[name], box.channel, chunk), node.repeat[box.channel.writer])
         return columns
 
     def _drop(self, box: Inbox) -> None:
         """Drop the messages that this worker had read before the checkpoint, and another reader of the channel had not."""
-        parts, begin = box.channel.chunks, [self.setup.begin[reader] for reader in box.channel.readers]
-        for message in range(min(begin) * parts, self.setup.first * parts) if box.channel.kind == "batch" else ():
-            box.take((message,), self.setup.deadline_s)
+        chunks, begin = box.channel.chunks, [self.spec.begin[reader] for reader in box.channel.readers]
+        for message in range(min(begin) * chunks, self.spec.first * chunks) if box.channel.kind == "batch" else ():
+            box.take((message,), self.spec.deadline_s)
             box.done(box.users[-1], (message,))
 
     def reopen(self, step: int, opened: Mapping[int, Mapping[str, Sequence[Columns]]]) -> None:
         """Resume from a checkpoint after `step` steps: put its open batches into the channels again, and publish its weights."""
         for at in sorted(opened):
-            for task in self.setup.tasks:
-                for part, columns in enumerate(opened[at].get(task.name, ())):
-                    self._put(task, at * task.chunks + part, columns, again=True)
+            for node in self.spec.nodes:
+                for chunk, columns in enumerate(opened[at].get(node.name, ())):
+                    self._put(node, at * node.chunks + chunk, columns, again=True)
         for loop in self.loops:
             if loop.writer is not None and loop.plan.due is None:
-                loop.writer.publish(step, self.context.engine.weight_shards(), self.setup.deadline_s)
+                loop.writer.publish(step, self.context.engine.weight_shards(), self.spec.deadline_s)
             if loop.reader is not None:
                 self.context.version = step - 1
         self.kept = {}
 
-    def _put(self, task: Task, message: int, columns: Columns, *, again: bool = False) -> None:
+    def _put(self, node: NodeSpec, message: int, columns: Columns, *, again: bool = False) -> None:
         """Put a batch into the channels of its node, and tell the pool's next node to fire, unless it is put `again`."""
-        if self.setup.saving is not None and task.name in self.setup.saving.open:
-            self.kept.setdefault(task.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
-        step = message // task.chunks
-        for box in self.mailbox.written_by(task.name):
+        if self.spec.saving is not None and node.name in self.spec.saving.open:
+            self.kept.setdefault(node.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
+        step = message // node.chunks
+        for box in self.mailbox.written_by(node.name):
             read_at = (message + box.channel.credits) // box.channel.chunks
-            if read_at < min(self.setup.begin[reader] for reader in box.channel.readers):
+            if read_at < min(self.spec.begin[reader] for reader in box.channel.readers):
                 continue  # read before the checkpoint from which this run resumed, or no message
             if again and box.channel.kind == "order":
                 continue
-            self.on_enter(step, Activity("put", task.name, box.channel.name))
-            with self.recorder.moving(box.channel.name, "room", box.blocked_s, (task.name, "carry"), step):
-                box.put(message, columns, self.setup.deadline_s)
+            self.on_enter(step, Activity("put", node.name, box.channel.name))
+            with self.recorder.moving(box.channel.name, "room", box.blocked_s, (node.name, "carry"), step):
+                box.put(message, columns, self.spec.deadline_s)
 
     def _load_weights(self, loop: Loop, node: str, step: int) -> None:
         """Load exactly version `step - depth`, or with `latest` every version up to the newest that has arrived."""
@@ -239,7 +239,7 @@ class Worker:
 
     def _newest(self, step: int) -> float:
         """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
-        saving = self.setup.saving
+        saving = self.spec.saving
         if saving is None:
             return float("inf")
         cut = step // saving.every * saving.every
@@ -254,7 +254,7 @@ class Worker:
         assert loop.reader is not None
         self.on_enter(step, Activity("receive", node, loop.plan.name, version))
         with self.recorder.span(loop.plan.name, "wait", step, version=version):
-            weights = loop.reader.receive(version, self.setup.deadline_s)
+            weights = loop.reader.receive(version, self.spec.deadline_s)
         self._swap(loop, node, step, version, weights)
 
     def load_published(self, loop: Loop, node: str, step: int) -> None:
@@ -274,7 +274,7 @@ class Worker:
         self.on_enter(step, Activity("load", node, loop.plan.name, version))
         with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
-                engine.load_weights(weights, version=version, running=self.setup.task(node).traits.running)
+                engine.load_weights(weights, version=version, running=self.spec.node(node).traits.running)
             else:  # a user's own
                 engine.load_weights(weights)
         loop.reader.done()

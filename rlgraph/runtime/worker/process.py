@@ -24,7 +24,7 @@ from rlgraph.runtime.worker.executor import Loop, Worker
 from rlgraph.runtime.worker.heartbeat import StatusWriter, status_path
 from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
 from rlgraph.runtime.worker.progress import Progress
-from rlgraph.runtime.worker.spec import Post, WorkerSetup
+from rlgraph.runtime.worker.spec import Post, WorkerSpec
 from rlgraph.runtime.worker.stacks import offer_stacks
 
 
@@ -42,16 +42,16 @@ def no_collector() -> Iterator[None]:
 class Process:
     """The body of an actor: `prepare` once, then `step` again and again."""
 
-    def __init__(self, setup: WorkerSetup, driver: str) -> None:
+    def __init__(self, spec: WorkerSpec, driver: str) -> None:
         notices.here.carried = True
-        self.setup = setup
-        self.name = setup.worker.name
-        offer_stacks(setup.folder, self.name)
-        self.status = StatusWriter(status_path(setup.folder, self.name))
-        self.control = Connection(dial(f"worker '{self.name}'", driver, setup.deadline_s), setup.authkey, setup.deadline_s, server=False)
+        self.spec = spec
+        self.name = spec.worker.name
+        offer_stacks(spec.folder, self.name)
+        self.status = StatusWriter(status_path(spec.folder, self.name))
+        self.control = Connection(dial(f"worker '{self.name}'", driver, spec.deadline_s), spec.authkey, spec.deadline_s, server=False)
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
         self.mailbox = Mailbox()
-        self.meeting = -1
+        self.listen_fd = -1
         self.addresses: dict[str, str] = {}
         self.here: dict[str, Any] = {}  # what channel ends of this process share
         self.progress: Progress | None = None
@@ -75,52 +75,52 @@ class Process:
 
     def _open(self) -> None:
         self.status.enter(-1, Activity("open"))
-        for channel, posts in self.setup.channels:
+        for channel, posts in self.spec.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
-        worker = self.setup.worker
-        if self.setup.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
-            listener = listen(f"ranks of {worker.model}", f"{self.setup.listen_at}:0", worker.world)
+        worker = self.spec.worker
+        if self.spec.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
+            listener = listen(f"ranks of {worker.model}", f"{self.spec.listen_at}:0", worker.world)
             self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(listener)}"
-            self.meeting = listener.detach()  # the engine closes it: from here on nobody else can take the port
-        self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.setup.loops for post in posts if post.writer == self.name}
+            self.listen_fd = listener.detach()  # the engine closes it: from here on nobody else can take the port
+        self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.spec.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> Writer:
-        site = post.site(post.address, self.here, authkey=self.setup.authkey, host=self.setup.listen_at)
+        site = post.site(post.address, self.here, authkey=self.spec.authkey, host=self.spec.listen_at)
         writer = open_writer(post.transport, site)
         self.addresses[post.address] = writer.address
         return writer
 
     def _connect(self, post: Post) -> Reader:
-        site = post.site(self.addresses[post.address], self.here, authkey=self.setup.authkey, timeout_s=self.setup.deadline_s)
+        site = post.site(self.addresses[post.address], self.here, authkey=self.spec.authkey, timeout_s=self.spec.deadline_s)
         return open_reader(post.transport, site)
 
     def _start(self) -> None:
         import torch
 
         self.status.enter(-1, Activity("connect"))
-        torch.set_num_threads(self.setup.worker.threads)
-        for channel, posts in self.setup.channels:
-            users = tuple(task.name for task in self.setup.tasks if task.name in channel.readers)
+        torch.set_num_threads(self.spec.worker.threads)
+        for channel, posts in self.spec.channels:
+            users = tuple(node.name for node in self.spec.nodes if node.name in channel.readers)
             if users:
                 self.mailbox.inboxes.append(Inbox(channel, [self._connect(post) for post in posts], users))
-        loops = [self._loop(*loop) for loop in self.setup.loops]
-        worker = self.setup.worker
-        rendezvous = self.addresses.get(f"ranks of {worker.model}", f"file://{self.setup.folder}/{worker.model}.group")
+        loops = [self._loop(*loop) for loop in self.spec.loops]
+        worker = self.spec.worker
+        rendezvous = self.addresses.get(f"ranks of {worker.model}", f"file://{self.spec.folder}/{worker.model}.group")
         device = "cuda" if worker.gpus else "cpu"
         context = Context(
             rank=worker.rank,
             world=worker.world,
             threads=worker.threads,
             rendezvous=rendezvous,
-            meeting=self.meeting,
+            listen_fd=self.listen_fd,
             device=device,
-            shared=self.setup.shared,
-            copies=self.setup.copies,
-            set_aside=self.setup.set_aside,
-            sequences=self.setup.sequences,
-            counted=self.status.count,
+            shared=self.spec.shared,
+            copies=self.spec.copies,
+            set_aside=self.spec.set_aside,
+            sequences=self.spec.sequences,
+            report_progress=self.status.count,
         )
-        self.progress = Progress(Worker(self.setup, self.mailbox, loops, context, self.status.enter), self._tell)
+        self.progress = Progress(Worker(self.spec, self.mailbox, loops, context, self.status.enter), self._tell)
         self.status.enter(-1, Activity("load_engine"))
         with no_collector():
             self.progress.load()
@@ -131,9 +131,9 @@ class Process:
         loop = Loop(plan)
         if plan.name in self.weights:
             loop.writer = WeightsWriter(self.weights[plan.name], getattr(torch, dtype), plan.bucket_bytes, plan.checksum)
-        if any(task.name in plan.readers for task in self.setup.tasks):
+        if any(node.name in plan.readers for node in self.spec.nodes):
             loop.reader = WeightsReader(
-                [self._connect(post) for post in posts], plan.buffers, self.setup.resume.step if self.setup.resume else 1
+                [self._connect(post) for post in posts], plan.buffers, self.spec.resume.step if self.spec.resume else 1
             )
         return loop
 

@@ -16,8 +16,8 @@ class Progress:
         self.worker = worker
         self.recent: dict[int, Fired] = {}  # the last steps, as many as this worker is ahead at a cut
         self.reports: dict[int, Reported] = {}  # of steps whose tick has not come yet
-        self.fired = worker.setup.first
-        self.saving = worker.setup.saving
+        self.fired = worker.spec.first
+        self.saving = worker.spec.saving
         self.saved = 0
         self._snapshots = WorkerSnapshots(worker, self.saving, told) if self.saving else None
 
@@ -29,7 +29,7 @@ class Progress:
     def load(self) -> None:
         """Load the worker, and restore its state if it resumes from a checkpoint."""
         self.worker.load()
-        resume = self.worker.setup.resume
+        resume = self.worker.spec.resume
         if resume is not None:
             restore(self, resume)
             self.saved = resume.step
@@ -38,7 +38,7 @@ class Progress:
 
     def step(self, step: int) -> Reported:
         """Fire the nodes for `step` unless they have fired, and those ahead that others wait for; make the report of the step."""
-        self._fire_until(step + 1 + self.worker.setup.ahead)
+        self._fire_until(step + 1 + self.worker.spec.ahead)
         return self.reports.pop(step)
 
     def save(self, step: int) -> None:

@@ -15,7 +15,7 @@ from rlgraph.nodes.prompts import Prompts
 
 
 @dataclass(frozen=True)
-class Task:
+class NodeSpec:
     """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often.
 
     It fires `chunks` times in a step, once for each chunk of the batch. It makes these chunks itself, or `follows` those of the
@@ -37,19 +37,19 @@ class Task:
         """The traits of its operation."""
         return self.operation.traits
 
-    def messages(self, channel: PlannedChannel, step: int, part: int) -> range:
+    def messages(self, channel: PlannedChannel, step: int, chunk: int) -> range:
         """Number the messages of a channel that a firing takes: one chunk, or all of a step."""
         first = step * channel.chunks - channel.credits
         if self.follows is not None and self.follows == channel.stream:
-            return range(first + part, first + part + 1)
+            return range(first + chunk, first + chunk + 1)
         return range(first, first + channel.chunks)
 
-    def rows(self, column: Column, channel: PlannedChannel, part: int) -> Column:
+    def rows(self, column: Column, channel: PlannedChannel, chunk: int) -> Column:
         """Select the rows of a column that belong to a chunk: all of them, unless a whole batch was taken."""
         if self.follows is None or self.follows == channel.stream:
             return column
         size = len(column) // self.chunks
-        return column[part * size : (part + 1) * size]
+        return column[chunk * size : (chunk + 1) * size]
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Start:
 
 
 @dataclass(frozen=True)
-class WorkerSetup:
+class WorkerSpec:
     """All that one worker is started with."""
 
     worker: PlannedWorker
-    tasks: tuple[Task, ...]
-    firings: tuple[tuple[str, int], ...]  # (task, chunk) of one step, in order
+    nodes: tuple[NodeSpec, ...]
+    firings: tuple[tuple[str, int], ...]  # (node, chunk) of one step, in order
     model: Model | None
     channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
     loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
@@ -141,18 +141,18 @@ class WorkerSetup:
         """Whether workers of other models time-share its GPUs."""
         return bool(self.time_slices)
 
-    def time_slice(self, node: str, part: int) -> TimeSlice | None:
+    def time_slice(self, node: str, chunk: int) -> TimeSlice | None:
         """The time slice in which a node fires, if its model shares its devices with others."""
-        return next((found for found in self.time_slices if (node, part) in found.firings), None)
+        return next((found for found in self.time_slices if (node, chunk) in found.firings), None)
 
-    def task(self, name: str) -> Task:
-        return next(task for task in self.tasks if task.name == name)
+    def node(self, name: str) -> NodeSpec:
+        return next(node for node in self.nodes if node.name == name)
 
 
-def setups(
+def worker_specs(
     graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None, addresses: Sequence[str] = ()
-) -> tuple[WorkerSetup, ...]:
-    """Make the setup with which each worker of the plan starts; `addresses` are those of its hosts if there are several."""
+) -> tuple[WorkerSpec, ...]:
+    """Make the spec with which each worker of the plan starts; `addresses` are those of its hosts if there are several."""
     start = start or Start()
     lookahead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
@@ -165,9 +165,9 @@ def setups(
         for i, p in enumerate(plan.loops)
     )
     return tuple(
-        WorkerSetup(
+        WorkerSpec(
             worker=worker,
-            tasks=tuple(_task(graph, name) for name in worker.nodes),
+            nodes=tuple(_node_spec(graph, name) for name in worker.nodes),
             firings=tuple((e.node, e.chunk) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
             model=_model(graph, plan, worker),
             channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
@@ -225,7 +225,7 @@ def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> b
     return any(name in worker.nodes for name in (writer, *readers))
 
 
-def _task(graph: Graph, name: str) -> Task:
+def _node_spec(graph: Graph, name: str) -> NodeSpec:
     node = graph.node(name)
     columns: dict[str, tuple[str, ...]] = {}
     for column in node.reads:
@@ -235,7 +235,7 @@ def _task(graph: Graph, name: str) -> Task:
     repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
     count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
     follows = node.follows.name if node.follows else None
-    return Task(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
+    return NodeSpec(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
 
 
 def _posts(
