@@ -6,12 +6,14 @@ from rlgraph import api
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
 from rlgraph.api import compile, profile, record, replay, tune
 from rlgraph.columns import Columns
+from rlgraph.comparing import compare
 from rlgraph.compiler.cluster import Cluster, Precision
 from rlgraph.compiler.plan import Plan
 from rlgraph.config import config
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.functions import NodeCost
 from rlgraph.costs.lengths import Lengths
+from rlgraph.doctor.diagnosis import doctor
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.hf_models.pretrained import model_folder
@@ -116,9 +118,11 @@ __all__ = [
     "ValueLoss",
     "WorkerDied",
     "advantages",
+    "compare",
     "compile",
     "config",
     "declare",
+    "doctor",
     "evaluate",
     "feedback",
     "filter_groups",

@@ -16,7 +16,7 @@ from rlgraph import algorithms
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WITH_EXAMPLES = [path for path in sorted((ROOT / "rlgraph").rglob("*.py")) if ">>>" in path.read_text()]
+WITH_EXAMPLES = [path for path in sorted(ROOT.glob("rlgraph*/**/*.py")) if ">>>" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))

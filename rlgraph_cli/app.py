@@ -1,0 +1,177 @@
+"""The commands and their options. Nothing heavy is imported before a command runs, so help and mistakes in options come at once."""
+
+import sys
+import warnings
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import rlgraph as rg
+    from rlgraph_cli.recipe import Recipe
+
+app = typer.Typer(
+    name="rlgraph",
+    help="Train LLMs with RL as dataflow graphs: plan, run, look at and compare runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.py", help="A Python file with a dataclass Config and a function graph(cfg).")]
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe; config=FILE.yaml reads them from a file.")
+]
+MACHINE = "Another machine than this one"
+Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of all hosts together.", rich_help_panel=MACHINE)]
+Gpu = Annotated[str | None, typer.Option(help="The kind of GPU, as H100: times are then estimated for it.", rich_help_panel=MACHINE)]
+GpusPerHost = Annotated[int | None, typer.Option(min=1, help="GPUs of a host [default: 8].", rich_help_panel=MACHINE)]
+Cpus = Annotated[int | None, typer.Option(min=1, help="Cores of all hosts together [default: 8 a GPU].", rich_help_panel=MACHINE)]
+Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts.", rich_help_panel=MACHINE)]
+CostsFile = Annotated[Path | None, typer.Option(help="Measured costs: the costs.yaml of a recorded run.")]
+
+
+class By(StrEnum):
+    """What `tune` ranks by."""
+
+    tokens_per_s = "tokens_per_s"
+    gpu_s_per_sample = "gpu_s_per_sample"
+
+
+def main() -> None:
+    """Run the command line. The exit code is 2 for a wrong call or setting, 1 for any other failure."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        app()
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:  # a defect, or an error of the recipe's own code: its traceback says where
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(code) from None
+
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code of an error that rlgraph raises on purpose; None for any other."""
+    if "rlgraph.errors" not in sys.modules:
+        return None
+    from rlgraph.errors import ConfigError, RlgraphError
+
+    return 2 if isinstance(error, ConfigError) else 1 if isinstance(error, RlgraphError) else None
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    settings: Settings = None,
+    draw: Annotated[Path | None, typer.Option(help="Write the picture of the plan: .svg, or .mmd for Mermaid.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write the predicted timeline, for ui.perfetto.dev.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    costs: CostsFile = None,
+    gpus: Gpus = None,
+    gpu: Gpu = None,
+    gpus_per_host: GpusPerHost = None,
+    cpus: Cpus = None,
+    hosts: Hosts = None,
+) -> None:
+    """Compile a recipe's graph and print the plan. Nothing starts."""
+    import rlgraph as rg
+    from rlgraph_cli.recipe import read
+
+    found = read(recipe)
+    cfg = found.configured(settings or [])
+    cluster = _cluster(found, cfg, gpus, gpu, gpus_per_host, cpus, hosts)
+    made = rg.compile(found.graph(cfg), cluster, rg.Costs.from_file(costs) if costs else None)
+    if draw:
+        made.draw(draw)
+    if timeline:
+        made.timeline(timeline)
+    typer.echo(made.to_json() if json else str(made))
+
+
+@app.command()
+def run(recipe: RecipePath, settings: Settings = None) -> None:
+    """Run a recipe, as `python RECIPE.py key=value` does."""
+    from rlgraph_cli import recipe as recipes
+
+    recipes.run(recipe, settings or [])
+
+
+@app.command()
+def tune(
+    recipe: RecipePath,
+    settings: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE,VALUE...", help="Values to try, as depth=0,1,2. A key with one value is only set.")
+    ],
+    by: Annotated[By, typer.Option(help="What to rank by.")] = By.tokens_per_s,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Leave out plans whose batches may be more versions behind.")] = None,
+    costs: CostsFile = None,
+    gpus: Gpus = None,
+    gpu: Gpu = None,
+    gpus_per_host: GpusPerHost = None,
+    cpus: Cpus = None,
+    hosts: Hosts = None,
+) -> None:
+    """Rank combinations of settings by predicted speed. Nothing starts."""
+    import rlgraph as rg
+    from rlgraph_cli.choices import choices_of
+    from rlgraph_cli.recipe import read
+
+    found = read(recipe)
+    fixed, choices = choices_of(settings, found.configured)
+    cluster = _cluster(found, found.configured(fixed), gpus, gpu, gpus_per_host, cpus, hosts)
+
+    def build(**chosen: str) -> "rg.Graph":
+        return found.graph(found.configured([*fixed, *(f"{key}={value}" for key, value in chosen.items())]))
+
+    measured = rg.Costs.from_file(costs) if costs else None
+    typer.echo(str(rg.tune(build, cluster, measured, by=by.value, max_staleness=max_staleness, **choices)))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a recorded run.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write the page [default: RUN/run.html].")] = None,
+) -> None:
+    """Write the report of a recorded run anew, as one HTML file."""
+    from rlgraph import api
+    from rlgraph.analysis.run import Run
+
+    path = out or run / "run.html"
+    api.report(Run.load(run), path)
+    typer.echo(str(path))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of recorded runs.")],
+    metric: Annotated[list[str] | None, typer.Option(help="A further metric; may be given several times.")] = None,
+) -> None:
+    """Print runs side by side: step time, reward, staleness, validation, and the settings that differ."""
+    import rlgraph as rg
+
+    typer.echo(str(rg.compare(*runs, metrics=metric or [])))
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
+    """Check what this machine can run. The exit code is 1 if there is a problem."""
+    import rlgraph as rg
+
+    found = rg.doctor()
+    typer.echo(found.to_json() if json else str(found))
+    raise typer.Exit(1 if found.problems else 0)
+
+
+def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any, cpus: Any, hosts: Any) -> "rg.Cluster":
+    """The cluster that the options describe; without options that of the recipe's `cluster(cfg)`, else this machine."""
+    import rlgraph as rg
+
+    given = {"gpus": gpus, "gpu": gpu, "gpus_per_node": gpus_per_host, "cpus": cpus or (8 * gpus if gpus else None), "hosts": hosts}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        return rg.Cluster(**given)
+    return recipe.cluster_of(cfg) if recipe.cluster_of is not None else rg.local_cluster()

@@ -1,0 +1,81 @@
+"""A recipe: a Python file with a dataclass `Config` and a function `graph(cfg)`. This module reads one, or says what it lacks."""
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.config import config
+from rlgraph.errors import ConfigError, shown
+from rlgraph.graph.nodes import Graph
+
+RULE = "a recipe defines a dataclass `Config` and a function `graph(cfg)` that returns an rlgraph.Graph"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The parts of a recipe that `plan` and `tune` call. `cluster_of` is its function `cluster(cfg)`, if it has one."""
+
+    path: Path
+    config_class: type
+    graph_of: Callable[[Any], Graph]
+    cluster_of: Callable[[Any], Cluster] | None
+
+    def configured(self, settings: Sequence[str]) -> Any:
+        """Build the configuration. Raises ConfigError for an unknown key or a value of the wrong type."""
+        return config(self.config_class, settings)
+
+    def graph(self, cfg: Any) -> Graph:
+        """Build the graph. Raises ConfigError if the recipe's function returns anything else."""
+        made = self.graph_of(cfg)
+        if not isinstance(made, Graph):
+            raise ConfigError(f"recipe '{self.path}': graph(cfg) returned {shown(made)}; {RULE}")
+        return made
+
+
+def read(path: Path) -> Recipe:
+    """Import a recipe without running its `__main__` block. Raises ConfigError if the file is missing or is no recipe."""
+    module = _imported(path)
+    config_class, graph_of = vars(module).get("Config"), vars(module).get("graph")
+    missing = [
+        *([] if isinstance(config_class, type) and dataclasses.is_dataclass(config_class) else ["dataclass `Config`"]),
+        *([] if inspect.isfunction(graph_of) else ["function `graph(cfg)`"]),
+    ]
+    if missing:
+        raise ConfigError(f"recipe '{path}' has no {' and no '.join(missing)}; {RULE}")
+    return Recipe(path, config_class, graph_of, vars(module).get("cluster"))  # type: ignore[arg-type]
+
+
+def run(path: Path, settings: Sequence[str]) -> None:
+    """Run a recipe as `python recipe.py key=value` does. Raises ConfigError if it has no `__main__` block, which would do nothing."""
+    tree = ast.parse(_source(path), str(path))
+    if not any(isinstance(part, ast.If) and "__name__" in ast.dump(part.test) for part in tree.body):
+        raise ConfigError(f"recipe '{path}' has no block `if __name__ == \"__main__\":`, so nothing would run; launch the plan there")
+    sys.argv = [str(path), *settings]  # Ray lets its workers import from the folder of argv[0], as from the recipe's own
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _imported(path: Path) -> ModuleType:
+    _source(path)
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a program, so that a recipe finds what lies beside it
+    name = f"recipe_{path.stem}"  # not the stem alone: recipes/math.py is not the module `math`
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _source(path: Path) -> str:
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"recipe '{path}': there is no such file of Python; give the path of a recipe, as recipes/one_step_off.py")
+    return path.read_text(encoding="utf-8")
