@@ -17,6 +17,9 @@ class Scorer(ABC):
     concurrency: int
     retries: Retry
 
+    def check(self) -> None:  # noqa: B027 (a scorer may need nothing)
+        """Check what the scorer needs before anything starts. Raises RlgraphError."""
+
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Score a response."""

@@ -9,7 +9,7 @@ import torch
 from rlgraph.columns import COLUMNS, Columns
 from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.rewards.calls import Calls
@@ -40,6 +40,9 @@ class Reward(Operation):
     @property
     def traits(self) -> NodeTraits:
         return NodeTraits(by_group=self.by_group, given=(self.scoring,))
+
+    def check(self, node: Node) -> None:
+        self.scoring.check()
 
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph.errors import DataError, shown
+from rlgraph.nodes.rewards.judge import judge, score_in
 from rlgraph.nodes.rewards.mathematics import math_verify
 from rlgraph.nodes.rewards.score import Score
 
-__all__ = ["Score", "answer_in", "math_verify", "reasoning_gym"]
+__all__ = ["Score", "answer_in", "judge", "math_verify", "reasoning_gym", "score_in"]
 
 BOXED_OR_TAGGED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}", re.DOTALL)
 

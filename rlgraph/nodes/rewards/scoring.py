@@ -16,7 +16,7 @@ from rlgraph.errors import DataError, GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import plural
-from rlgraph.nodes.rewards.calls import Calls
+from rlgraph.nodes.rewards.calls import Calls, Scorer
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 from rlgraph.nodes.rewards.retry import ONCE, Retry
 from rlgraph.nodes.rewards.score import Score, score_of
@@ -78,6 +78,11 @@ class Scoring:
     def reads(self) -> tuple[str, ...]:
         masks = (TOKEN_COLUMNS[column] for column in self.decoded)
         return tuple(dict.fromkeys((*(column for _, column in self.columns), *masks, *self.named_by)))
+
+    def check(self) -> None:
+        """Check what the scorer needs, before anything starts. Raises RlgraphError."""
+        if isinstance(self.function, Scorer):
+            self.function.check()
 
     def start(self, context: Context) -> None:
         """Load the tokenizer, so that the first step does not."""

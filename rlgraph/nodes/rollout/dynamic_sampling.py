@@ -112,6 +112,7 @@ class DynamicRollout(Operation):
     def check(self, node: Node) -> None:
         self.draws_from.check(node)
         self.rollout.check_prompts(node, self.draws_from)
+        self.scoring.check()
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.rollout.generator.path)  # loaded before the first step, not in it

@@ -153,6 +153,9 @@ class Grade(Operation):
     def traits(self) -> NodeTraits:
         return NodeTraits(given=(self.scoring,))
 
+    def check(self, node: Node) -> None:
+        self.scoring.check()
+
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)
         return lambda step, columns: self.fire(context, columns)
