@@ -71,16 +71,19 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
     return _judged(output, child.returncode, limits)
 
 
-def check(limits: Limits, accept_missing: Collection[str] = ()) -> None:
-    """Try an empty run. Raises GraphError on a system other than Linux, and where the kernel lacks a layer that is not accepted."""
+def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the tool 'python'", maker: str = "rg.tools.python") -> None:
+    """Try an empty run for `what`, which `maker` makes.
+
+    Raises GraphError on a system other than Linux, and where the kernel lacks a layer that is not accepted.
+    """
     if sys.platform != "linux":
-        raise GraphError("the tool 'python' needs Linux 5.13 or newer, which keeps its code from files and network; leave the tool out")
+        raise GraphError(f"{what} needs Linux 5.13 or newer, which keeps its code from files and network; leave it out")
     try:
         asyncio.run(run("", limits, accept_missing))
     except ToolError as error:
         missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in str(error)), None)
-        advice = f", or accept that with rg.tools.python(accept_missing=('{missing}',))" if missing else ", or raise its limits"
-        raise GraphError(f"the tool 'python' cannot be run here: {error}; leave it out{advice}") from None
+        advice = f", or accept that with {maker}(accept_missing=('{missing}',))" if missing else ", or raise its limits"
+        raise GraphError(f"{what} cannot be run here: {error}; leave it out{advice}") from None
 
 
 def check_layers(names: Collection[str]) -> None:

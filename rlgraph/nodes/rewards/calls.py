@@ -15,7 +15,7 @@ class Scorer(ABC):
     """A reward function that brings settings of its calls: how many run at a time, and what becomes of one that fails."""
 
     concurrency: int
-    retries: Retry
+    retries: Retry | None
 
     def check(self) -> None:  # noqa: B027 (a scorer may need nothing)
         """Check what the scorer needs before anything starts. Raises RlgraphError."""

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 from rlgraph import settings
 from rlgraph.errors import DataError, GraphError, shown
-from rlgraph.kinds import Range
 from rlgraph.nodes.rewards.calls import CONCURRENCY, Scorer
 from rlgraph.nodes.rewards.retry import Busy, Retry
+from rlgraph.setting_types import Range
 from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Seconds, checked
 
 if TYPE_CHECKING:

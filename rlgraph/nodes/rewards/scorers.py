@@ -1,4 +1,4 @@
-"""Ready-made scorers for `rlgraph.reward`: `reasoning_gym` tasks, and mathematics checked by `math-verify`."""
+"""Ready-made scorers for `rlgraph.reward`: `reasoning_gym` tasks, mathematics by `math-verify`, code by its tests, and judges."""
 
 import functools
 import importlib
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph.errors import DataError, shown
+from rlgraph.nodes.rewards.code import code
 from rlgraph.nodes.rewards.judge import judge, score_in
 from rlgraph.nodes.rewards.mathematics import math_verify
 from rlgraph.nodes.rewards.score import Score
 
-__all__ = ["Score", "answer_in", "judge", "math_verify", "reasoning_gym", "score_in"]
+__all__ = ["Score", "answer_in", "code", "judge", "math_verify", "reasoning_gym", "score_in"]
 
 BOXED_OR_TAGGED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}", re.DOTALL)
 
