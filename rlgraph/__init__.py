@@ -58,6 +58,7 @@ from rlgraph.nodes.training.critic import Critic
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.policy import Policy
 from rlgraph.nodes.training.reference import Reference
+from rlgraph.recording.samples import Samples
 from rlgraph.runtime.driver.machine import local_cluster
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ __all__ = [
     "Retry",
     "RewardModel",
     "RlgraphError",
+    "Samples",
     "Sampling",
     "StalenessError",
     "Tools",

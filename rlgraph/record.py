@@ -13,16 +13,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rlgraph.analysis.findings import findings
 from rlgraph.errors import PlanError
+from rlgraph.recording.samples import SampleRecorder, Samples
 from rlgraph.render import chrome_trace, curve, report
 from rlgraph.render.plan_svg import draw
 from rlgraph.render.timeline_html import last_steps, predicted_steps
 from rlgraph.runtime.measure import Step
-from rlgraph.settings import Natural, checked
+from rlgraph.settings import Fraction, Natural, checked
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
 
 REWARD = "critic/rewards/mean"
+DEFAULT_SAMPLES = Samples(share=0.02, most=8)
 TIMELINE_STEPS = 6
 BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is no terminal
 FILES = {
@@ -32,6 +34,7 @@ FILES = {
     "timeline.json": "timelines, predicted and measured (ui.perfetto.dev)",
     "graph.svg": "the graph, placed",
     "reward.svg": "mean reward by step",
+    "samples": "what the policy wrote",
     "plan.json": "the plan as data",
     "costs.yaml": "what each node costs, for compile and tune",
     "trace.json": "every firing, for replay",
@@ -39,7 +42,9 @@ FILES = {
 
 
 @checked(PlanError)
-def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) -> Iterator[Step]:
+def record(
+    job: "Job", steps: Natural, out: str | Path, *, samples: Samples | Fraction = DEFAULT_SAMPLES, quiet: bool = False
+) -> Iterator[Step]:
     """Run `steps` steps of a job and yield each, as `job.steps` does; show a progress bar and write a folder of records.
 
         with plan.launch() as job:
@@ -49,6 +54,9 @@ def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) 
     As steps finish, the folder gets `metrics.jsonl` (one line a step), `plan.json` and `graph.svg`. At the end it gets `run.html` (the
     report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev), `costs.yaml`, `trace.json` and
     `reward.svg`, and picture and prediction use the measured seconds of each node if there are enough steps.
+
+    `samples/` gets some of each step's prompts and responses, with rewards, advantages and versions: `samples=0.1` records a tenth of
+    them, `1.0` all, `0` none, and `rg.Samples` says more. The report shows them.
 
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
     each step, and reports on the steps since then. `quiet` prints nothing.
@@ -60,31 +68,60 @@ def record(job: "Job", steps: Natural, out: str | Path, *, quiet: bool = False) 
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []
     console = Console(quiet=quiet)
-    fields = (TextColumn("{task.fields[last]}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
-    progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     try:
-        with progress, open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as stack:
-            task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step", now="")
-
-            def show_progress() -> None:
-                now = job.under_way()
-                progress.update(task, now=now)
-                if now and not console.is_terminal:
-                    console.print(f"step {job.finished + 1}/{steps}  {now}", highlight=False, markup=False, soft_wrap=True)
-
-            postpone = stack.enter_context(call_every(BAR_S if console.is_terminal else LINE_S, show_progress))
+        with recorded_steps(job, folder, samples) as write, shown_progress(job, steps, console) as show:
             for step in job.steps(steps):
                 done.append(step)
-                lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
-                lines.flush()
-                postpone()
-                progress.update(task, advance=1, last=_summary(step))
-                if not console.is_terminal:
-                    console.print(f"step {step.index + 1}/{steps}  {_summary(step)}", highlight=False)
+                write(step)
+                show(step)
                 yield step
     finally:
         if done:
             _write_results(job, done, folder, console)
+
+
+@contextmanager
+def recorded_steps(job: "Job", folder: Path, samples: Samples | float) -> Iterator[Callable[[Step], None]]:
+    """Open the files that grow with each step; what the context gives writes a step to them."""
+    wanted = samples if isinstance(samples, Samples) else Samples(share=samples)
+    with open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as stack:
+        recorder = SampleRecorder(job, folder, wanted, lambda step, samples: None) if wanted.share else None
+        if recorder is not None:
+            stack.callback(recorder.close)
+            job.before_commit = recorder.flush
+
+        def write(step: Step) -> None:
+            lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
+            lines.flush()
+            if recorder is not None:
+                recorder.take(step.index, job.sampled_rows(step.index))
+
+        yield write
+
+
+@contextmanager
+def shown_progress(job: "Job", steps: int, console: Console) -> Iterator[Callable[[Step], None]]:
+    """Show a bar, or lines if the output is no terminal; what the context gives shows that a step is done."""
+    fields = (TextColumn("{task.fields[last]}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+    progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
+    with progress, ExitStack() as stack:
+        task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step", now="")
+
+        def show_progress() -> None:
+            now = job.under_way()
+            progress.update(task, now=now)
+            if now and not console.is_terminal:
+                console.print(f"step {job.finished + 1}/{steps}  {now}", highlight=False, markup=False, soft_wrap=True)
+
+        postpone = stack.enter_context(call_every(BAR_S if console.is_terminal else LINE_S, show_progress))
+
+        def show(step: Step) -> None:
+            postpone()
+            progress.update(task, advance=1, last=_summary(step))
+            if not console.is_terminal:
+                console.print(f"step {step.index + 1}/{steps}  {_summary(step)}", highlight=False)
+
+        yield show
 
 
 @contextmanager

@@ -56,6 +56,44 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     notices: list[str] = []  # what works otherwise than asked, each said once
 
 
+class Cells(msgspec.Struct, frozen=True):
+    """Rows of a column: the dtype and shape of an array with its bytes, or texts."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes = b""
+    text: list[str] = []
+
+
+class SampledRows(msgspec.Struct, tag=True, frozen=True):
+    """Rows of what a node wrote at a step, for the recorder of samples. A node with a row for each prompt numbers prompts."""
+
+    node: str
+    rollout: str
+    step: int
+    rows: list[int]
+    columns: dict[str, Cells]
+
+
+class SampleSource(msgspec.Struct, frozen=True):
+    """Columns of a node that belong to the `rows` responses of a rollout. Each row of the node belongs to `repeat` of them."""
+
+    node: str
+    rollout: str
+    rows: int
+    repeat: int
+    columns: tuple[str, ...]
+
+
+class SampleRequest(msgspec.Struct, tag=True, frozen=True):
+    """Which rows the workers send to the recorder: a share of each step, drawn by the seed, at most `most`."""
+
+    share: float
+    most: int | None
+    seed: int
+    sources: list[SampleSource]
+
+
 class Failure(msgspec.Struct, tag=True, frozen=True):
     """A node raised, or a channel gave up."""
 
@@ -121,7 +159,9 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 MOST_BYTES = 1 << 26  # of a message; a report of many spans has some thousand
 
-Message: TypeAlias = Hello | Opened | Join | Ready | Report | Failure | Saved | NotSaved | Go | Save | Shutdown
+Message: TypeAlias = (
+    Hello | Opened | Join | Ready | Report | SampledRows | SampleRequest | Failure | Saved | NotSaved | Go | Save | Shutdown
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -114,10 +114,14 @@ class Checkpoints:
         """Tell whether every worker has said that its shard is on the disk, or could not be written."""
         return len(self.shards.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
 
+    def ready(self, handed: int) -> list[int]:
+        """List the checkpoints that every worker is done with, and which hold no step beyond the `handed` that the user has seen."""
+        return sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.settled(step))
+
     def commit(self, handed: int) -> list[int]:
         """Finish the checkpoints whose shards are all written and which hold no step beyond the `handed` that the user has seen."""
         done = []
-        for step in sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.settled(step)):
+        for step in self.ready(handed):
             try:
                 if step not in self.failed:
                     self._make_whole(step, self.shards[step])

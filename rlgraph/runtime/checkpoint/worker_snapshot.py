@@ -21,7 +21,7 @@ from rlgraph.columns import Column, Columns, concat_rows, rows_of_rank
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.operation import Stateful
 from rlgraph.runtime.measure import averaged
-from rlgraph.runtime.messages import CheckpointShard, NotSaved, Saved, Written
+from rlgraph.runtime.messages import CheckpointShard, NotSaved, SampledRows, Saved, Written
 from rlgraph.runtime.worker.spec import Resume, Saving
 
 if TYPE_CHECKING:
@@ -36,10 +36,11 @@ OnSaved = Callable[[Saved | NotSaved], None]
 
 @dataclass
 class Fired:
-    """What a checkpoint may need of a step whose nodes have fired: its metrics, and the columns of open batches."""
+    """What a checkpoint may need of a step whose nodes have fired: its metrics, the columns of open batches, and recorded rows."""
 
     metrics: Mapping[str, float]
     columns: Mapping[str, Sequence[Columns]]  # by node, the chunks of its batch
+    samples: Sequence[SampledRows] = ()
 
 
 class WorkerSnapshots:
@@ -98,6 +99,7 @@ def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
         "random": random_states(),
         "metrics": {step: dict(fired.metrics) for step, fired in recent.items()},
         "open": {step: {node: list(chunks) for node, chunks in fired.columns.items()} for step, fired in recent.items()},
+        "samples": {step: msgspec.msgpack.encode(fired.samples) for step, fired in recent.items()},
         "states": {name: checked_state(name, stage.state()) for name, stage in worker.stages.items() if isinstance(stage, Stateful)},
     }
 
@@ -153,11 +155,20 @@ def restore(progress: "Progress", resume: Resume) -> None:
         stage: Any = worker.stages[name]
         stage.load_state(state)
     opened = mine["open"] if same else {step: _shared_out(worker, [h["open"][step] for h in held]) for step in mine["open"]}
-    progress.recent = {step: Fired(averaged(rank["metrics"][step] for rank in held), chunks) for step, chunks in opened.items()}
+    recorded = [mine] if same else held if planned.rank == 0 else []
+    progress.recent = {
+        step: Fired(averaged(rank["metrics"][step] for rank in held), chunks, _recorded(recorded, step)) for step, chunks in opened.items()
+    }
     if worker.spec.saving is not None and worker.spec.saving.trained:
         worker.context.engine.load(folder / str(planned.model))
     if same:
         set_random_states(mine["random"])
+
+
+def _recorded(held: Sequence[Mapping[str, Any]], step: int) -> list[SampledRows]:
+    """Read the recorded rows of a step; checkpoints of older versions hold none."""
+    found = [rank["samples"][step] for rank in held if "samples" in rank]
+    return [rows for data in found for rows in msgspec.msgpack.decode(data, type=list[SampledRows])]
 
 
 def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]]]) -> dict[str, list[Columns]]:

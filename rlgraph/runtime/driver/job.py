@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -26,10 +26,11 @@ from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
 from rlgraph.runtime.driver.restarts import Restarts
+from rlgraph.runtime.driver.sample_sources import sample_sources
 from rlgraph.runtime.driver.session import Session
 from rlgraph.runtime.driver.signals import Signals, held
 from rlgraph.runtime.measure import Step, averaged, bits, timings
-from rlgraph.runtime.messages import Report
+from rlgraph.runtime.messages import Report, SampledRows, SampleRequest
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
 
@@ -62,6 +63,9 @@ class Job:
         self._published_bytes = 0
         self._monitor = InvariantMonitor(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
+        self._sample_request: SampleRequest | None = None
+        self._sampled_rows: dict[int, list[SampledRows]] = {}
+        self.before_commit: Callable[[], None] = lambda: None  # what a recorder still has to write of the steps of a checkpoint
 
     def _new_session(self, start: Start | None = None, patience_s: float = 0.0) -> Session:
         dispatch_name, deadline_s = self._dispatch_name, self._deadline_s
@@ -141,6 +145,9 @@ class Job:
         while True:
             step = self._session.reported
             reports = self._reports(last)
+            for rows in self._session.sampled() if self._sample_request is not None else ():
+                if rows.step >= self._finished:
+                    self._sampled_rows.setdefault(rows.step, []).append(rows)
             self._hear()
             if step == self._finished and reports is not None:
                 return self._step(step, reports)
@@ -160,7 +167,7 @@ class Job:
         except RlgraphError as error:
             self._start_again(error)
         else:
-            self._signals.install()
+            self._started()
 
     def _start_again(self, error: Exception) -> None:
         """Start the workers again from the newest checkpoint. Raises the error if no restart is left."""
@@ -181,8 +188,14 @@ class Job:
             except RlgraphError as again:
                 error = again
             else:
-                self._signals.install()
+                self._started()
                 return
+
+    def _started(self) -> None:
+        self._signals.install()
+        self._sampled_rows.clear()  # workers that start again send the rows of steps that were not given again
+        if self._sample_request is not None:
+            self._session.tell(self._sample_request)
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
         """Set aside the prompt that has killed its worker twice, if there is one."""
@@ -190,6 +203,18 @@ class Job:
         if place is not None:
             checkpoints.set_aside = (*checkpoints.set_aside, place)
             self._say(f"{self._poison_prompts.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
+
+    def request_samples(self, share: float, most: int | None = None, seed: int = 0) -> None:
+        """Ask the workers for rows of each further step: a share drawn by `seed`, at most `most`. `sampled_rows` gives them."""
+        self._sample_request = SampleRequest(share, most, seed, sample_sources(self._graph))
+        if self._session.ready and not self._session.ended:
+            self._session.tell(self._sample_request)
+
+    def sampled_rows(self, step: int) -> Sequence[SampledRows]:
+        """Take the rows of a step that was given, and drop those of the steps before."""
+        rows = self._sampled_rows.pop(step, [])
+        self._sampled_rows = {at: kept for at, kept in self._sampled_rows.items() if at > step}
+        return rows
 
     @property
     def set_aside(self) -> Sequence[int]:
@@ -204,9 +229,7 @@ class Job:
         self._sampled += [sampled for report in reports for sampled in report.sampled]
         self._published_bytes = sum(report.published_bytes for report in reports)
         for text in dict.fromkeys(text for told in reports for text in told.notices):
-            if text not in self.notices:
-                self.notices = (*self.notices, text)
-                self._say(text)
+            self.notice(text)
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
@@ -223,10 +246,15 @@ class Job:
         if self._checkpoints is None:
             return
         self._hear()
-        self._checkpoints.commit(self._finished)
+        self._commit(self._checkpoints)
         for trouble in self._checkpoints.troubles:
             self._say(f"{trouble}\nthe run goes on; the newest checkpoint is that after step {self._checkpoints.newest}")
         self._checkpoints.troubles.clear()
+
+    def _commit(self, checkpoints: Checkpoints) -> None:
+        if checkpoints.ready(self._finished):
+            self.before_commit()
+        checkpoints.commit(self._finished)
 
     def _save(self) -> None:
         """Make a last checkpoint if no worker is beyond the step that was given last."""
@@ -239,9 +267,15 @@ class Job:
             while not checkpoints.settled(self._finished):
                 session.listen()
                 self._hear()
-            checkpoints.commit(self._finished)
+            self._commit(checkpoints)
         if checkpoints.newest < self._finished:
             raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
+
+    def notice(self, text: str) -> None:
+        """Say once that something works otherwise than asked: in the job's output, `notices` and the report."""
+        if text not in self.notices:
+            self.notices = (*self.notices, text)
+            self._say(text)
 
     def spans(self) -> Sequence[Span]:
         """The spans of each worker so far, in seconds from the first tick."""

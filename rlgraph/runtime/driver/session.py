@@ -142,6 +142,15 @@ class Session:
         news, self._group.saved = self._group.saved, []
         return news
 
+    def tell(self, message: messages.Message) -> None:
+        """Send a message to every worker, which it takes before the next tick."""
+        self._group.tell(message)
+
+    def sampled(self) -> Sequence[messages.SampledRows]:
+        """Take the recorded rows that workers have sent since the last call."""
+        rows, self._group.sampled = self._group.sampled, []
+        return rows
+
     def save(self, step: int) -> None:
         """Ask every worker to complete the checkpoint after `step` steps, all of which are done; `news` tells when it has."""
         self._group.tell(messages.Save(step))

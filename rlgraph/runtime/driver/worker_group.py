@@ -45,6 +45,7 @@ class WorkerGroup:
         self._ready: set[str] = set()
         self._reports: dict[int, dict[str, messages.Report]] = {}
         self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
+        self.sampled: list[messages.SampledRows] = []  # that nobody has taken yet
         self._failures: list[messages.Failure] = []
         self._dead: dict[str, str] = {}  # with the reason, if the connection gave one
 
@@ -180,6 +181,8 @@ class WorkerGroup:
                 self.watchdog.note(message)
             case messages.Saved() | messages.NotSaved():
                 self.saved.append(message)
+            case messages.SampledRows():
+                self.sampled.append(message)
             case messages.Failure():
                 self._failures.append(message)
             case _:

@@ -23,6 +23,7 @@ from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, 
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
 from rlgraph.runtime.worker.ports import Inbox, Mailbox
+from rlgraph.runtime.worker.sample_tap import SampleTap
 from rlgraph.runtime.worker.span_recorder import SpanRecorder
 from rlgraph.runtime.worker.spec import NodeSpec, WorkerSpec
 
@@ -59,6 +60,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.recorder = SpanRecorder(self.spec.worker.name)
+        self.tap = SampleTap(self.spec.worker.rank, self.spec.worker.world)
 
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
@@ -105,7 +107,9 @@ class Worker:
             self.metrics.update(reduce_metrics(self.chunk_metrics.pop(node.name)))
         if node.traits.work == "generate" and node.due is None:
             self.sampled.append(sampled(node.name, step, self.spec.worker.name, written))
-        self._put(node, step * node.chunks + chunk, owned(written, columns))
+        written = owned(written, columns)
+        self._put(node, step * node.chunks + chunk, written)
+        self.tap.keep(node, step, chunk, written)  # after `put`, so that no reader waits for it
         del columns
         for box in self.mailbox.read_by(node.name):
             messages = node.messages(box.channel, step, chunk)

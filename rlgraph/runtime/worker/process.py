@@ -159,6 +159,8 @@ class Process:
         ends, worker = self.mailbox.statistics(), self.progress.worker
         slots = [messages.Slots(end, seen.used, seen.peak_used) for end, seen in ends.items()]
         sampled, published = worker.taken_sampled(), worker.published_bytes()
+        for rows in self.progress.taken_samples():  # before the report: then the driver has all rows of a step that it gives
+            self._tell(rows)
         self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.taken()))
 
     def _save(self, step: int) -> None:
@@ -193,6 +195,8 @@ class Process:
                 os._exit(1)  # the driver is gone, and with it anyone to tell
             if isinstance(message, messages.Go) and message.step > step:
                 return
+            if isinstance(message, messages.SampleRequest) and self.progress is not None:
+                self.progress.worker.tap.request = message
             if isinstance(message, messages.Save):
                 self._save(message.step)
             if isinstance(message, messages.Shutdown):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rlgraph.compiler.schedule import Span
 from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
+from rlgraph.runtime.messages import SampledRows
 from rlgraph.runtime.worker.executor import Worker
 
 Reported = tuple[Mapping[str, float], list[Span]]
@@ -16,6 +17,7 @@ class Progress:
         self.worker = worker
         self.recent: dict[int, Fired] = {}  # the last steps, as many as this worker is ahead at a cut
         self.reports: dict[int, Reported] = {}  # of steps whose tick has not come yet
+        self.samples: list[SampledRows] = []  # not sent yet
         self.fired = worker.spec.first
         self.saving = worker.spec.saving
         self.saved = 0
@@ -34,12 +36,18 @@ class Progress:
             restore(self, resume)
             self.saved = resume.step
             self.reports = {step: (fired.metrics, []) for step, fired in self.recent.items()}
+            self.samples = [rows for fired in self.recent.values() for rows in fired.samples]
             self.worker.reopen(resume.step, {step: fired.columns for step, fired in self.recent.items()})
 
     def step(self, step: int) -> Reported:
         """Fire the nodes for `step` unless they have fired, and those ahead that others wait for; make the report of the step."""
         self._fire_until(step + 1 + self.worker.spec.ahead)
         return self.reports.pop(step)
+
+    def taken_samples(self) -> list[SampledRows]:
+        """Take the rows for the recorder of samples that have not been sent, those of steps fired ahead included."""
+        found, self.samples = self.samples, []
+        return found
 
     def save(self, step: int) -> None:
         """Complete the checkpoint after `step` steps: fire ahead what it needs, and write it unless that was done."""
@@ -56,8 +64,10 @@ class Progress:
         """Record that all nodes have fired for `step`, and take the snapshot if one is due."""
         self.fired = step + 1
         metrics, spans = self.worker.report()
+        samples = self.worker.tap.taken()
+        self.samples += samples
         if self.saving is not None:
-            self.recent[step] = Fired(metrics, self.worker.kept)
+            self.recent[step] = Fired(metrics, self.worker.kept, samples)
             self.worker.kept = {}
             due = self.fired - self.lookahead
             self.recent = {at: fired for at, fired in self.recent.items() if at >= due}
