@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgraph import api
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
-from rlgraph.api import compile, profile, record, replay, tune
+from rlgraph.api import compile, profile, record, replay, report, tune, watch
 from rlgraph.columns import Columns
 from rlgraph.comparing import compare
 from rlgraph.compiler.cluster import Cluster, Precision
@@ -137,12 +137,14 @@ __all__ = [
     "prompts",
     "record",
     "replay",
+    "report",
     "reward",
     "rollout_correction",
     "scorers",
     "shaped_rewards",
     "tools",
     "tune",
+    "watch",
 ]
 
 Plan.facade = api

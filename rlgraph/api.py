@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlgraph.analysis.run import Run
 from rlgraph.compiler.cluster import Cluster
@@ -15,9 +15,10 @@ from rlgraph.compiler.transport import with_transport
 from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of
-from rlgraph.errors import PlanError, PlanWarning
+from rlgraph.errors import DataError, PlanError, PlanWarning
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
+from rlgraph.kinds import Range
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
@@ -29,6 +30,7 @@ from rlgraph.simulate.play import simulate
 from rlgraph.tuning import replay, tune
 
 if TYPE_CHECKING:
+    from rlgraph.recording.watch import Watch
     from rlgraph.runtime.checkpoint.store import Recovery
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
@@ -48,6 +50,7 @@ __all__ = [
     "text",
     "timeline",
     "tune",
+    "watch",
 ]
 
 
@@ -102,9 +105,47 @@ def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
 
 
 @checked(PlanError)
-def report(run: Run, path: str | Path) -> None:
-    """Write the report of a run as one HTML file that needs no server and no network: what `Job.report` does."""
-    report_page.write(path, run)
+def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
+    """Write the report of a run, or of the folder of one: one HTML file that needs no server and no network. Returns its path.
+
+        rg.report("runs/math")  # writes runs/math/run.html, also for a run that still goes on, or was killed
+
+    >>> import rlgraph as rg
+    >>> rg.report("no/such/run")
+    Traceback (most recent call last):
+    rlgraph.errors.DataError: 'no/such/run/run.json': there is no recorded run; rlgraph.record(job, steps, folder) leaves one
+
+    Without `path` the file is `run.html` in the folder. Raises DataError for a folder without a run that can be read.
+    """
+    if isinstance(run, Run):
+        target = Path(path or report_page.FILE)
+        report_page.write(target, run)
+        return target
+    target = Path(path or Path(run) / report_page.FILE)
+    report_page.write(target, Run.load(run), run)
+    return target
+
+
+@checked(PlanError)
+def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, rule="a port, or 0 for any that is free")] = 0) -> "Watch":
+    """Serve the report of a run's folder on 127.0.0.1 alone; the page renews itself while the run goes on.
+
+        with rg.watch("runs/math") as view:
+            print(view.url)
+            view.wait()  # until Ctrl-C
+
+    >>> import tempfile, rlgraph as rg
+    >>> with rg.watch(tempfile.mkdtemp()) as view:
+    ...     print(view.state()["said"])
+    not known to run
+
+    The folder may be that of a run that has not begun, or is over. Raises DataError for one that does not exist, and a port in use.
+    """
+    from rlgraph.recording.watch import Watch
+
+    if not Path(folder).is_dir():
+        raise DataError(f"watch({str(folder)!r}): there is no such folder; give the one that rlgraph.record(job, steps, folder) writes")
+    return Watch(Path(folder), port)
 
 
 @checked(PlanError)

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlgraph.analysis.findings import findings
 from rlgraph.errors import PlanError
+from rlgraph.recording.live import LiveFiles
 from rlgraph.recording.samples import SampleRecorder, Samples
 from rlgraph.render import chrome_trace, curve, report
 from rlgraph.render.plan_svg import draw
@@ -67,15 +68,22 @@ def record(
     plan.draw(folder / "graph.svg")
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []
-    console = Console(quiet=quiet)
+    console, live = Console(quiet=quiet), LiveFiles(job, folder, steps)
+    ended: Literal["ended", "failed"] = "failed"
     try:
         with recorded_steps(job, folder, samples) as write, shown_progress(job, steps, console) as show:
             for step in job.steps(steps):
                 done.append(step)
                 write(step)
+                live.step(step.index)
                 show(step)
                 yield step
+        ended = "ended"
+    except GeneratorExit:  # the caller's loop was left
+        ended = "ended"
+        raise
     finally:
+        live.say(ended, job.finished)
         if done:
             _write_results(job, done, folder, console)
 
@@ -177,7 +185,7 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
     """Write the files that need the whole run, and print where each one is."""
     run = job.run()
     run.save(folder)
-    report.write(folder / "run.html", run)
+    report.write(folder / report.FILE, run, folder)
     last = done[-1].index
     count = min(TIMELINE_STEPS, last + 1)
     predicted = predicted_steps(run.priced or run.plan, last, count).spans

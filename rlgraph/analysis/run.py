@@ -95,7 +95,9 @@ class Run:
         """Write the run into a folder for `Run.load`. JSON has no NaN, so a metric that is not finite is left out of its step."""
         finite = tuple({name: value for name, value in step.items() if math.isfinite(value)} for step in self.steps)
         priced = None if self.priced is None else self.priced.values
-        (Path(folder) / FILE).write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=finite)))
+        unfinished = Path(folder) / f"{FILE}.part"  # who reads while a run goes on finds a whole file
+        unfinished.write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=finite)))
+        unfinished.replace(Path(folder) / FILE)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":

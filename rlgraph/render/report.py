@@ -11,11 +11,15 @@ from rlgraph.analysis import words
 from rlgraph.analysis.bubbles import BUSY, SMALL, Row, by_model
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.run import EventComparison, Run, compare_events, compare_waits
+from rlgraph.analysis.samples import sample_files
 from rlgraph.render import curve
 from rlgraph.render.plan_svg import draw
+from rlgraph.render.samples_html import samples_section
 from rlgraph.render.text import text
 from rlgraph.render.timeline_html import last_steps, predicted_steps, timeline
 
+FILE = "run.html"
+SCRIPTS = ("report.js", "samples.js", "start.js")
 SHOWN_STEPS = 6  # of the timeline
 COLUMNS = (7, 4, 2)  # of tiles, on pages of three widths
 POINTS = 240  # of a curve; longer runs show means of several steps
@@ -53,17 +57,20 @@ LEGEND = (
 )
 
 
-def write(path: str | Path, run: Run) -> None:
-    """Write the report of a run as one HTML file."""
-    Path(path).write_text(page(run), encoding="utf-8")
+def write(path: str | Path, run: Run, folder: str | Path | None = None) -> None:
+    """Write the report of a run as one HTML file, with the samples of the run's folder if that is given."""
+    Path(path).write_text(page(run, folder), encoding="utf-8")
 
 
-def page(run: Run) -> str:
-    """Build the report as one HTML document with its style and script."""
+def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts: Sequence[str] = SCRIPTS) -> str:
+    """Build the report as one HTML document with its style and scripts. `state` says whether the run goes on."""
     title = escape(words.clean(run.plan.graph))
+    place = Path(folder) if folder is not None and sample_files(folder) else None
+    recorded = (("samples", "Samples", lambda run: samples_section(place)),) if place is not None else ()
     sections: Sequence[tuple[str, str, Callable[[Run], Iterator[str]]]] = (
         ("advice", "What to change", _advice),
         ("graph", "Graph", _graph),
+        *recorded,
         ("timeline", "Timeline", _timeline),
         ("bubbles", "Where the time went", _bubbles),
         ("curves", "Curves", _curves),
@@ -71,9 +78,11 @@ def page(run: Run) -> str:
         ("certificate", "Certificate", _certificate),
         ("settings", "Settings", _settings),
     )
-    style, script = (files("rlgraph.render").joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    style, *parts = (files("rlgraph.render").joinpath(name).read_text(encoding="utf-8") for name in ("report.css", *scripts))
+    script = "".join(parts)
+    steps = words.counted(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
     body = [
-        f"<header><h1>{title}</h1><p>{escape(words.cluster(run.plan.cluster))} · {words.counted(len(run.steps), 'step')}</p>",
+        f"<header><h1>{title}</h1><p>{escape(words.cluster(run.plan.cluster))} · {steps}</p>",
         '<button id="theme" type="button">light / dark</button></header>',
         "<nav>",
         *(f'<a href="#{key}">{name}</a>' for key, name, _ in sections),

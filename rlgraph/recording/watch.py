@@ -1,0 +1,137 @@
+"""Serve the report of a run while it goes on, on this machine alone."""
+
+import hashlib
+import json
+import mimetypes
+import threading
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from rlgraph.analysis import run as run_file
+from rlgraph.analysis.profiles import FOLDER as PROFILES
+from rlgraph.analysis.run import Run
+from rlgraph.analysis.samples import sample_files
+from rlgraph.errors import DataError
+from rlgraph.recording.live import read_state
+from rlgraph.render import report
+
+LOOPBACK = "127.0.0.1"
+WAITING = """<!DOCTYPE html>
+<html lang="en" data-version=""><head><meta charset="utf-8"/><title>rlgraph</title><meta http-equiv="refresh" content="1"/></head>
+<body><main><p id="state">No step of this run is done yet.</p></main></body></html>
+"""
+
+
+class Watch:
+    """The live view of a run: serves until it is closed. A context manager; `rg.watch` makes it.
+
+    >>> import tempfile, rlgraph as rg
+    >>> with rg.watch(tempfile.mkdtemp()) as view:
+    ...     view.url.startswith("http://127.0.0.1:")
+    True
+    """
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        try:
+            self._server = _Server((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise DataError(f"watch(port={port}): {error.strerror or error}; give a port that is free, or 0 for any") from None
+        self._server.watch = self
+        self._page: tuple[str, bytes] = ("", b"")
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
+        self._thread.start()
+
+    @cached_property
+    def url(self) -> str:
+        """The address of the page, for a browser on this machine."""
+        return f"http://{LOOPBACK}:{self._server.server_address[1]}/"
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Serve until Ctrl-C, also after the run has ended."""
+        try:
+            while self._thread.is_alive():
+                self._thread.join(0.5)
+        except KeyboardInterrupt:
+            self.close()
+
+    def version(self) -> str:
+        """Name the content of the folder: it changes when there is something new to show."""
+        files = [self.folder / run_file.FILE, *sample_files(self.folder)]
+        found = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.exists()]
+        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+    def state(self) -> dict[str, str]:
+        """Tell the page's script which version there is, and how far the run is."""
+        state = read_state(self.folder)
+        return {"version": self.version(), "said": state.said() if state else "not known to run"}
+
+    def page(self) -> bytes:
+        """Build the page of the run so far; the same version is built once."""
+        with self._lock:
+            version = self.version()
+            if not (self.folder / run_file.FILE).exists():
+                return WAITING.encode()
+            if self._page[0] != version:
+                scripts = (*report.SCRIPTS, "live.js")
+                text = report.page(Run.load(self.folder), self.folder, state=self.state()["said"], scripts=scripts)
+                self._page = version, text.replace('<html lang="en">', f'<html lang="en" data-version="{version}">', 1).encode()
+            return self._page[1]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    watch: Watch
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers for the page, its state and the files that it links. Other hosts' names are refused: a page elsewhere may not read it."""
+
+    server: _Server
+
+    def do_GET(self) -> None:
+        watch, path = self.server.watch, unquote(urlsplit(self.path).path)
+        if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
+            self._answer(403, "text/plain", b"this page is served to 127.0.0.1 alone")
+        elif path == "/":
+            self._answer(200, "text/html; charset=utf-8", watch.page())
+        elif path == "/state":
+            self._answer(200, "application/json", json.dumps(watch.state()).encode())
+        elif (file := self._linked(path)) is not None:
+            self._answer(200, mimetypes.guess_type(file.name)[0] or "application/octet-stream", file.read_bytes())
+        else:
+            self._answer(404, "text/plain", b"there is no such page")
+
+    def _linked(self, path: str) -> Path | None:
+        """Find a file of the run's profiles; there is no way to any other."""
+        folder = self.server.watch.folder / PROFILES
+        return next((file for file in folder.glob("*") if f"/{PROFILES}/{file.name}" == path and file.is_file()), None)
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,6 @@
+function startPage() {
+  startTheme();
+  startTracks();
+  startSamples();
+}
+startPage();

@@ -1,0 +1,125 @@
+"""The live view of a run: it renews itself in a real browser while steps finish, and serves this machine alone."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fakes
+import forked  # noqa: F401 (a way of dispatch)
+import pytest
+from browser import Browser, needs_browser
+from sampled_runs import sample, write
+
+import rlgraph as rg
+from rlgraph.analysis.profiles import FOLDER as PROFILES
+from rlgraph.errors import DataError
+from rlgraph.recording import live
+from rlgraph.recording.live import State, read_state
+from rlgraph.recording.watch import Watch
+from rlgraph.runtime.driver.job import Job
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+def answer(view: Watch, path: str, host: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(view.url.rstrip("/").rpartition(":")[2]), timeout=30)
+    connection.request("GET", path, headers={"Host": host} if host else {})
+    found = connection.getresponse()
+    return found.status, found.read()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    graph = fakes.vector_loop(1)
+    with Job(graph, rg.compile(graph, rg.Cluster(cpus=2)), dispatch_name="forked", deadline_s=60.0) as running:
+        yield running
+
+
+@needs_browser
+def test_a_browser_sees_steps_come_in_and_keeps_what_was_chosen(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "LEAST_S", 0.0)
+    monkeypatch.setattr(live, "PART", 1e9)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with rg.watch(folder) as view, Browser(tmp_path) as browser:
+        browser.open(view.url)
+        browser.until("document.getElementById('state')?.textContent === 'No step of this run is done yet.'")
+        steps = rg.record(job, 12, folder, samples=1.0, quiet=True)
+        for _ in range(3):
+            next(steps)
+        browser.until("document.querySelector('header')?.textContent.includes('running after 3 of 12 steps')")
+        browser.until("document.querySelectorAll('#samples-list tbody tr').length === 12")
+        browser.value("const f = document.querySelector('#filters [name=step-most]'); f.value = '1'; f.dispatchEvent(new Event('input'))")
+        browser.value("document.querySelector('#samples-list tbody tr:nth-child(6)').click()")
+        chosen = browser.value("document.querySelector('#sample h3').textContent")
+        browser.value("document.querySelector('details').open = false; document.activeElement.blur()")
+        for _ in range(4):
+            next(steps)
+        browser.until("document.querySelector('#found')?.textContent === '8 of 28 samples'")
+        assert browser.value("document.querySelector('#filters [name=step-most]').value") == "1"
+        assert browser.value("document.querySelector('#sample h3').textContent") == chosen
+        assert browser.value("document.querySelector('details').open") is False
+        assert browser.value("document.querySelectorAll('section').length") == 9
+        list(steps)
+        browser.until("document.getElementById('state').textContent === 'ended after 12 of 12 steps'")
+        view.close()
+        browser.until("document.getElementById('state').textContent === 'the live view has ended'")
+        assert browser.complaints == []
+    assert "fetch(" not in (folder / "run.html").read_text()
+
+
+def test_it_listens_on_loopback_alone_and_refuses_other_names_and_files(tmp_path: Path) -> None:
+    write(tmp_path, [sample(0, 0)])
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / PROFILES).mkdir()
+    (tmp_path / PROFILES / "policy-0.trace.json").write_text("{}")
+    with rg.watch(tmp_path) as view:
+        assert view._server.server_address[0] == "127.0.0.1"
+        assert answer(view, "/")[0] == 200
+        assert json.loads(answer(view, "/state")[1])["said"] == "not known to run"
+        assert answer(view, f"/{PROFILES}/policy-0.trace.json") == (200, b"{}")
+        for path in ("/secret.txt", f"/{PROFILES}/../secret.txt", f"/{PROFILES}/%2e%2e/secret.txt", "/samples/samples-00000.jsonl"):
+            assert answer(view, path)[0] == 404
+        assert answer(view, "/", host="rebound.example:80")[0] == 403
+
+
+def test_a_report_of_a_run_that_was_killed_is_there(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(tmp_path), "500", "1", "jsonl"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
+        assert program.stdout is not None
+        next(line for line in program.stdout if line == "did 5\n")
+        os.killpg(program.pid, signal.SIGKILL)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert state.said() == f"killed after {state.step} of 500 steps"
+    assert not (tmp_path / "run.html").exists()
+    assert rg.report(tmp_path) == tmp_path / "run.html"
+    assert "sample-data" in (tmp_path / "run.html").read_text()
+
+
+def test_a_run_that_fails_and_one_that_is_left_say_so(job: Job, tmp_path: Path) -> None:
+    steps = rg.record(job, 6, tmp_path / "left", quiet=True)
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert read_state(tmp_path / "left") == State("ended", 1, 6, os.getpid(), socket.gethostname(), pytest.approx(0, abs=1e12))
+    failing = rg.record(job, 6, tmp_path / "failed", quiet=True)
+    next(failing)
+    with pytest.raises(ZeroDivisionError):
+        failing.throw(ZeroDivisionError())  # type: ignore[attr-defined]
+    state = read_state(tmp_path / "failed")
+    assert state is not None
+    assert state.said() == "ended by an error after 2 of 6 steps"
+
+
+def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such folder"):
+        rg.watch(tmp_path / "none")
+    with rg.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; give a port that is free"):
+        rg.watch(tmp_path, int(view.url.rstrip("/").rpartition(":")[2]))
