@@ -18,13 +18,13 @@ from rlgraph.costs.model_configs import shapes_of
 from rlgraph.errors import DataError, PlanError, PlanWarning
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
-from rlgraph.kinds import Range
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
 from rlgraph.render.mermaid import mermaid
 from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.text import text
+from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Natural, Seconds, checked
 from rlgraph.simulate.play import simulate
 from rlgraph.tuning import replay, tune

@@ -17,7 +17,7 @@ PART = 0.02  # of a run's time that writing it may take
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """How far a recorded run is: `step` of `steps` are done, and the process `pid` on `host` is at it, or it was until `time_s`."""
 
     state: Literal["running", "ended", "failed"]
@@ -39,10 +39,10 @@ class State:
         return self.said().startswith("running")
 
 
-def read_state(folder: Path) -> State | None:
+def read_state(folder: Path) -> RunState | None:
     """Read how far the run of a folder is; None where that is not known."""
     try:
-        return State(**json.loads((folder / FILE).read_text()))
+        return RunState(**json.loads((folder / FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -57,7 +57,7 @@ class LiveFiles:
 
     def say(self, state: Literal["running", "ended", "failed"], step: int) -> None:
         """Write `state.json`."""
-        _write(self.folder / FILE, json.dumps(asdict(State(state, step, self.steps, os.getpid(), socket.gethostname(), time.time()))))
+        _write(self.folder / FILE, json.dumps(asdict(RunState(state, step, self.steps, os.getpid(), socket.gethostname(), time.time()))))
 
     def step(self, index: int) -> None:
         """Note that a step is done, and write the run so far if that is due."""

@@ -18,7 +18,7 @@ OWN = (  # columns with a field of their own
 )
 
 
-class Decoder:
+class TokenTexts:
     """The texts of token ids, one for each token; it remembers what it has decoded."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,7 +37,7 @@ class Decoder:
         place = 0
         while place < len(found):
             end = place
-            while end < len(found) and BROKEN in found[end]:
+            while end < len(found) and (BROKEN in found[end] or (end > place and not found[end])):
                 end += 1
             if end > place:
                 found[place:end] = [self.decode(ids[place:end]), *[""] * (end - place - 1)]
@@ -51,7 +51,9 @@ class Decoder:
         return self._texts[token]
 
 
-def records(step: int, messages: Sequence[SampledRows], sources: Sequence[SampleSource], decoders: Mapping[str, Decoder]) -> list[Sample]:
+def records(
+    step: int, messages: Sequence[SampledRows], sources: Sequence[SampleSource], decoders: Mapping[str, TokenTexts]
+) -> list[Sample]:
     """Make a record for each response of a step whose rows are there, in the order of the batch."""
     order = {(source.node, source.rollout): (place, source.repeat) for place, source in enumerate(sources)}
     found: dict[tuple[str, int], dict[str, Any]] = {}
@@ -89,7 +91,7 @@ def _rows_of(columns: Mapping[str, Cells]) -> Iterator[dict[str, Any]]:
         yield {name: array[row] for name, array in arrays.items()}
 
 
-def _record(step: int, rollout: str, row: int, values: Mapping[str, Any], decoder: Decoder | None) -> Sample:
+def _record(step: int, rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTexts | None) -> Sample:
     mask, tokens = values["response_mask"], values.get("responses")
     written = mask if tokens is None else mask | (tokens != 0)
     length = int(np.flatnonzero(written)[-1]) + 1 if written.any() else 0

@@ -12,11 +12,11 @@ from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
-from rlgraph.kinds import Range
 from rlgraph.recording.sample_files import SampleFiles
-from rlgraph.recording.sample_records import Decoder, records
+from rlgraph.recording.sample_records import TokenTexts, records
 from rlgraph.runtime.driver.sample_sources import sample_sources
 from rlgraph.runtime.messages import SampledRows
+from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Fraction, Natural, check
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ class Samples:
     """The samples that `rg.record` writes: a `share` of each step's responses, at most `most`, drawn by `seed`.
 
     >>> import rlgraph as rg
-    >>> rg.Samples(share=0.1, format="parquet").most  # None: no limit
-    >>> rg.record.__kwdefaults__["samples"]
-    Samples(share=0.02, most=8, seed=0, format="jsonl", file_bytes=67108864)
+    >>> rg.Samples(share=0.1, most=64)
+    Samples(share=0.1, most=64, seed=0, format="jsonl", file_bytes=67108864)
 
     They go to files of about `file_bytes` in `samples/` of the run's folder, as JSON lines, or as parquet files (which need pyarrow:
     `pip install 'rlgraph-dataflow[data]'`). `rlgraph.analysis.samples.FIELDS` lists what a record holds. At least one response of a step
@@ -86,7 +85,7 @@ class SampleRecorder:
         self._thread.join()
 
     def _run(self) -> None:
-        decoders: dict[str, Decoder] | None = None
+        decoders: dict[str, TokenTexts] | None = None
         while True:
             taken = self._waiting.get()
             try:
@@ -104,16 +103,16 @@ class SampleRecorder:
             finally:
                 self._waiting.task_done()
 
-    def _decoders(self) -> dict[str, Decoder]:
+    def _decoders(self) -> dict[str, TokenTexts]:
         """Load the tokenizer of each rollout's model; a model without one has samples without texts."""
-        found: dict[str, Decoder] = {}
-        by_path: dict[str, Decoder] = {}
+        found: dict[str, TokenTexts] = {}
+        by_path: dict[str, TokenTexts] = {}
         for rollout in {source.rollout for source in self._sources}:
             node = self._graph.node(rollout)
             if node.model is None or "responses" not in node.writes:
                 continue
             path = node.model.path
             if path not in by_path:
-                by_path[path] = Decoder(load_tokenizer(path))
+                by_path[path] = TokenTexts(load_tokenizer(path))
             found[rollout] = by_path[path]
         return found

@@ -12,20 +12,22 @@ from typing import Any
 import fakes
 import forked  # noqa: F401 (a way of dispatch)
 import pytest
+import recorded_program
 import torch
+from recorded_program import run
 
 import rlgraph as rg
 from rlgraph.analysis.samples import FIELDS, read_samples, sample_files
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 from rlgraph.errors import PlanError
-from rlgraph.recording.sample_records import Decoder
+from rlgraph.recording.sample_records import TokenTexts
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.messages import SampleRequest
 from rlgraph.runtime.worker.sample_tap import chosen_rows
 
 ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(3)]
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM = Path(recorded_program.__file__)
 
 
 def job_of(graph: rg.Graph) -> Job:
@@ -125,34 +127,22 @@ def test_no_samples_make_no_folder_and_ask_no_worker(tmp_path: Path) -> None:
     assert not (tmp_path / "samples").exists()
 
 
-def killed_and_resumed(folder: Path, depth: int, format: str, steps: int, kills: tuple[int, ...]) -> None:
-    for kill in kills:
-        with subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), str(steps), str(depth), format],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as program:
-            assert program.stdout is not None
-            for line in program.stdout:
-                if line == f"did {kill}\n":
-                    os.killpg(program.pid, signal.SIGKILL)
-                    break
-    subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), str(steps), str(depth), format], check=True, capture_output=True, timeout=100
-    )
-
-
 @pytest.mark.parametrize(("depth", "format"), [(2, "jsonl"), (1, "parquet")])
-def test_each_sample_is_there_exactly_once_after_kills(depth: int, format: str, tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path / "killed", depth, format, 20, (6, 13))
-    killed_and_resumed(tmp_path / "whole", depth, format, 20, ())
-    found, expected = list(read_samples(tmp_path / "killed")), list(read_samples(tmp_path / "whole"))
+def test_each_sample_is_there_exactly_once_after_a_kill(depth: int, format: str, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    arguments = [sys.executable, str(PROGRAM), str(killed), "100", str(depth), format]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
+        assert program.stdout is not None
+        next(line for line in program.stdout if line == "did 10\n")
+        os.killpg(program.pid, signal.SIGKILL)
+    steps = list(run(killed, 20, depth, format))
+    assert 0 < steps[0] < 11, "it was to go on from a checkpoint"
+    assert list(run(tmp_path / "whole", 20, depth, format)) == list(range(20))
+    found, expected = list(read_samples(killed)), list(read_samples(tmp_path / "whole"))
     assert Counter(sample["step"] for sample in expected) == dict.fromkeys(range(20), 2)
     assert found == expected
     assert len(sample_files(tmp_path / "whole")) > 2, "files were to be rotated"
     assert {path.suffix for path in sample_files(tmp_path / "whole")} == {f".{format}"}
-    assert any((tmp_path / "killed" / "checkpoints").iterdir())
 
 
 def test_a_killed_worker_leaves_each_sample_once(tmp_path: Path) -> None:
@@ -183,10 +173,11 @@ def test_samples_that_cannot_be_written_are_said_once_and_the_run_goes_on(
 def test_texts_of_tokens_add_up_to_the_text_also_within_characters(model: str) -> None:
     tokenizer = load_tokenizer(model)  # a tokenizer of bytes
     ids = tokenizer.encode("héllo → 漢字!", add_special_tokens=False)
-    texts = Decoder(tokenizer).texts(ids)
+    texts = TokenTexts(tokenizer).texts(ids)
     assert len(texts) == len(ids) > len("héllo → 漢字!")
     assert "".join(texts) == "héllo → 漢字!"
-    assert Decoder(tokenizer).texts(ids[:2]) == ["h", "\ufffd"]
+    assert TokenTexts(tokenizer).texts(ids[:2]) == ["h", "\ufffd"]
+    assert TokenTexts(tokenizer).texts([ids[0], ids[1], 287, ids[2]]) == ["h", "é", "", ""], "an id without a text comes between"
 
 
 def test_a_file_that_was_cut_off_loses_its_last_line_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import fakes
 import forked  # noqa: F401 (a way of dispatch)
 import pytest
+import recorded_program
 from browser import Browser, needs_browser
 from sampled_runs import sample, write
 
@@ -20,11 +21,11 @@ import rlgraph as rg
 from rlgraph.analysis.profiles import FOLDER as PROFILES
 from rlgraph.errors import DataError
 from rlgraph.recording import live
-from rlgraph.recording.live import State, read_state
+from rlgraph.recording.live import RunState, read_state
 from rlgraph.recording.watch import Watch
 from rlgraph.runtime.driver.job import Job
 
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM = Path(recorded_program.__file__)
 
 
 def answer(view: Watch, path: str, host: str | None = None) -> tuple[int, bytes]:
@@ -108,7 +109,7 @@ def test_a_run_that_fails_and_one_that_is_left_say_so(job: Job, tmp_path: Path) 
     steps = rg.record(job, 6, tmp_path / "left", quiet=True)
     next(steps)
     steps.close()  # type: ignore[attr-defined]
-    assert read_state(tmp_path / "left") == State("ended", 1, 6, os.getpid(), socket.gethostname(), pytest.approx(0, abs=1e12))
+    assert read_state(tmp_path / "left") == RunState("ended", 1, 6, os.getpid(), socket.gethostname(), pytest.approx(0, abs=1e12))
     failing = rg.record(job, 6, tmp_path / "failed", quiet=True)
     next(failing)
     with pytest.raises(ZeroDivisionError):

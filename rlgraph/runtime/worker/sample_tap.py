@@ -24,7 +24,7 @@ def chosen_rows(request: SampleRequest, rollout: str, rows: int, step: int) -> S
     """Draw the rows of a step that are recorded, in their order: the same in every worker.
 
     >>> chosen_rows(SampleRequest(0.25, None, 0, []), "rollout", 8, step=3)
-    [3, 7]
+    [4, 7]
     >>> chosen_rows(SampleRequest(1.0, None, 0, []), "rollout", 3, step=3)
     range(0, 3)
     """
