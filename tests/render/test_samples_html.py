@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 from browser import found_by, needs_browser
-from played import played
 from sampled_runs import HOSTILE, sample, write
+from simulated_run import played
 
 from rlgraph.compiler.plan import Plan
 from rlgraph.render.report import page
