@@ -8,10 +8,12 @@ import torch
 
 SHAPES = {  # hidden, layers, heads, key-value heads, intermediate, tied
     "toy": (64, 2, 2, 1, 128, True),  # for the first seconds of a script on a CPU
+    "0.2B": (768, 6, 6, 2, 2048, True),  # 0.6 GB in float32: what two cores load in seconds
     "0.6B": (1024, 28, 16, 8, 3072, True),
     "1.7B": (2048, 28, 16, 8, 6144, True),
     "4B": (2560, 36, 32, 8, 9728, True),
     "8B": (4096, 36, 32, 8, 12288, False),
+    "32B": (5120, 64, 64, 8, 25600, False),
 }
 VOCAB, CONTEXT = 151936, 40960
 
@@ -53,7 +55,7 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
         return str(target)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    device = "meta" if headers_only else "cuda"
+    device = "meta" if headers_only else "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
         default = torch.get_default_dtype()

@@ -56,7 +56,7 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     import rlgraph as rg
-    from rlgraph.engines.forward import heads
+    from rlgraph.engines.forward.heads import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
 
@@ -66,11 +66,10 @@ def rank_process(spec: str, rank: int, world: int, rendezvous: str, results: Any
     with torch.device(device):
         model = Qwen3ForCausalLM(config(shape)).eval()
     sequences, length = (SEQUENCES, LENGTH) if device == "cuda" else SMOKE
-    heads.load_causal = lambda path: model  # type: ignore[attr-defined]
     if world > 1:
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
     engine = FsdpEngine(
-        heads.PolicyHead("random"),
+        PolicyHead(model),
         optimizer=rg.AdamW(),
         rank=rank,
         world=world,

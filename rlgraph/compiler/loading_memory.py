@@ -1,13 +1,16 @@
-"""Memory while models load: each rank reads a whole model in float32, on its host and then on its GPU, before the ranks shard it."""
+"""Memory while models load: a trainer's ranks read their own shards; other engines read a whole model each, on the host at first."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
-from rlgraph.costs.estimates import default_estimates
+from rlgraph.costs.estimates import being_read, default_estimates
 from rlgraph.costs.model_shapes import Shapes
 from rlgraph.graph.nodes import Graph
+
+Parts = dict[str, int]  # bytes by what they are
 
 
 def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
@@ -16,8 +19,9 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
     Pools and hosts with a model of unknown shape are left out, since their sum would be too small.
     """
     models = {node.name: node.model for node in graph.nodes if node.model is not None}
-    on_hosts: dict[int, dict[str, int]] = {}
-    on_gpus: dict[str, dict[int, dict[str, int]]] = {}
+    ranks = Counter(worker.model for worker in workers)
+    on_hosts: dict[int, Parts] = {}
+    on_gpus: dict[str, dict[int, Parts]] = {}
     unknown = set[str | int]()
     for worker in workers:
         model = models.get(worker.nodes[0]) if worker.model is not None else None
@@ -27,14 +31,20 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
             unknown |= {worker.host, model.pool.name}
             continue
         works = {node.traits.work for node in graph.nodes if node.model is model}
-        estimates = model.traits.estimates or default_estimates(works)
-        size = estimates.loading_bytes(shapes[model.path].parameters, itemsize_of(model, cluster))
+        estimates, shape = model.traits.estimates or default_estimates(works), shapes[model.path]
+        size = estimates.loading_bytes(shape.parameters, itemsize_of(model, cluster))
+        whole, host = {f"whole weights of {worker.model}": size}, {f"whole weights of {worker.model}": size}
+        if estimates.reads_shards:
+            piece = {f"pieces of files of {worker.model}": being_read(shape)}
+            whole = {f"weights of {worker.model}": -(-size // ranks[worker.model])} | piece
+            host = piece if worker.gpus else whole
+        elif "generate" in works and worker.gpus:  # what a GPU engine reads is mapped from its file
+            host = {}
         for gpu in worker.gpus:  # an engine over several holds a shard on each
             held = on_gpus.setdefault(model.pool.name, {}).setdefault(gpu, {})
-            held[worker.model] = held.get(worker.model, 0) + size // len(worker.gpus)
-        if "generate" not in works or not worker.gpus:  # what a GPU engine reads is mapped from its file
-            held = on_hosts.setdefault(worker.host, {})
-            held[worker.model] = held.get(worker.model, 0) + size
+            _add(held, {what: part // len(worker.gpus) for what, part in whole.items()})
+        if host:
+            _add(on_hosts.setdefault(worker.host, {}), host)
     for pool, gpus in on_gpus.items():
         if pool not in unknown:
             yield _fullest(pool, gpus.values(), cluster.gpu_memory_bytes)
@@ -42,7 +52,12 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
         yield _fullest(None, hosts, cluster.host_memory_bytes)
 
 
-def _fullest(pool: str | None, each: Iterable[dict[str, int]], limit: int | None) -> PlannedMemory:
+def _add(held: Parts, more: Parts) -> None:
+    for what, size in more.items():
+        held[what] = held.get(what, 0) + size
+
+
+def _fullest(pool: str | None, each: Iterable[Parts], limit: int | None) -> PlannedMemory:
     parts = max(each, key=lambda held: sum(held.values()))
-    total, whole = sum(parts.values()), tuple((f"whole weights of {model}", size) for model, size in parts.items())
-    return PlannedMemory(pool, whole, total, total, limit, loading=True)
+    total = sum(parts.values())
+    return PlannedMemory(pool, tuple(parts.items()), total, total, limit, loading=True)

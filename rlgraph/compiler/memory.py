@@ -148,8 +148,8 @@ def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
 
 
 FIXES = {
-    "whole weights": "each worker reads its whole model, in float32 if it trains or scores, before the ranks shard it: use fewer ranks on "
-    "a host, pools of their own, or a smaller model",
+    "whole weights": "an engine reads its whole model, and a trainer's rank its share in float32: use more ranks of a trainer, fewer "
+    "other engines on a host, pools of their own, or a smaller model",
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "activations": "lower micro_batch_tokens, or set recompute=True",

@@ -12,8 +12,10 @@ from rlgraph.costs.functions import Decode
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.graph.operation import Work
 
+FILE = 2  # bytes of a number in a model's files
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
 ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
+PIECE_BYTES = 1 << 24  # of a file in memory at once while a sharded model is read: large enough that copying it hides opening it
 SEQUENCES = 256  # that an engine decodes at once, at most
 # The shares of a device's peaks that well-tuned engines reach; assumptions, which a profile replaces.
 PREFILL, DECODING = 0.5, 0.6
@@ -99,6 +101,15 @@ def compute_weights(parameters: int, itemsize: int) -> int:
     return parameters * itemsize
 
 
+def being_read(shape: ModelShape) -> int:
+    """Count the bytes of a file that are in memory at once while a rank reads its share of a model.
+
+    Experts that the file keeps apart are fused a parameter at a time: the parts, and the whole of them.
+    """
+    fused = 2 * shape.experts * shape.intermediate * shape.hidden * FILE if shape.experts > 1 else 0
+    return PIECE_BYTES + 2 * fused
+
+
 def master_weights(parameters: int, itemsize: int) -> int:
     """Count the bytes of float32 weights."""
     return parameters * MASTER
@@ -135,12 +146,13 @@ class Estimates:
     """The memory and the decode time of an engine. The defaults are those of an engine that generates and sleeps as vLLM does.
 
     `sleep_bytes(parameters, itemsize)` of a model go to host memory while its engine sleeps, `loading_bytes(parameters, itemsize)` are
-    in a worker's memory while it loads, before its ranks share them. `memory_estimate(workload)` is the need of one device,
-    `decode_law(shape, device, context)` what a decode step takes there.
+    in a worker's memory while it loads, before its ranks share them; an engine that `reads_shards` loads only its own rank's share of
+    them. `memory_estimate(workload)` is the need of one device, `decode_law(shape, device, context)` what a decode step takes there.
     """
 
     sleep_bytes: Callable[[int, int], int] = compute_weights
     loading_bytes: Callable[[int, int], int] = compute_weights
+    reads_shards: bool = False
     memory_estimate: Callable[[Workload], Need] = paged
     decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law
 

@@ -52,7 +52,8 @@ class TrainerSpec(Estimates):
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
     fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`. The default estimates assume
-    float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host memory in `sleep`.
+    float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host memory in `sleep`. While it loads, a
+    rank is taken to hold the whole float32 weights, unless it `reads_shards`.
 
     Example:
         >>> from rlgraph.engines.registry import TrainerSpec

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlgraph as rg
+from rlgraph.compiler.loading_memory import loading
+from rlgraph.costs.estimates import PIECE_BYTES, being_read
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import PlanError
 
@@ -47,11 +50,12 @@ def loop(
     buffers: int = 1,
     depth: int = 1,
     pools: tuple[rg.Pool, rg.Pool] | None = None,
+    trainer: str | rg.TrainerSpec = "fsdp",
 ) -> rg.Graph:
     together = rg.Pool("shared")
     rollout_pool, train_pool = (together, together) if shared else pools or (rg.Pool("rollout"), rg.Pool("train"))
     generator = rg.Generator(model, pool=rollout_pool, tensor_parallel=tensor_parallel, max_context=4096)
-    policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True)
+    policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True, trainer=trainer)
     weights = rg.feedback("weights", depth=0 if shared else depth, buffers=buffers)
     prompts = rg.prompts([{"prompt": "1"}], count=16)
     rollout = generator.rollout(prompts, weights, group_size=8)
@@ -59,6 +63,10 @@ def loop(
     step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
     weights.close(step.weights)
     return rg.Graph("grpo", step.metrics)
+
+
+def no_trainer(model: object, place: object) -> Any:
+    raise AssertionError("a plan loads nothing")
 
 
 def no_reward(responses: list[str]) -> list[float]:
@@ -191,34 +199,51 @@ def test_without_costs_times_come_from_the_roofline_of_a_known_gpu(tmp_path: Pat
     assert "nothing was measured" in str(plan)
 
 
-def test_each_gpu_holds_the_whole_float32_weights_while_they_load_and_a_plan_without_room_for_them_is_refused(tmp_path: Path) -> None:
-    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
-    graph = loop(model, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=16)), micro_batch_tokens=2048)
-    roomy = rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=40 * GIB))
-    assert parts(roomy, "a GPU of 'train' while models load") == {"whole weights of policy": 4 * count}
-    later = next(need for need in roomy.memory if need.place == "a GPU of 'train'")
-    assert later.least_bytes < 28 * GIB < 4 * count
-    with pytest.raises(
-        PlanError, match=r"at least 30\.\d GiB on a GPU of 'train' while models load.* in float32 if it trains or scores, before"
-    ):
-        rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=28 * GIB))
-
-
-def test_the_ranks_of_a_host_read_a_whole_model_each(tmp_path: Path) -> None:
+def test_a_trainers_rank_loads_its_share_alone(tmp_path: Path) -> None:
     model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
     graph = loop(model, pools=(rg.Pool("rollout", gpus=2), rg.Pool("train", gpus=6)))
-    assert parts(rg.compile(graph, rg.Cluster(gpus=8)), "host while models load") == {"whole weights of policy": 6 * 4 * count}
-    with pytest.raises(PlanError, match=r"on host while models load, which has 100\.0 GiB: whole weights of policy 183\.\d GiB"):
-        rg.compile(graph, rg.Cluster(gpus=8, host_memory_bytes=100 * GIB))
+    plan = rg.compile(graph, rg.Cluster(gpus=8, host_memory_bytes=100 * GIB))
+    assert parts(plan, "host while models load") == {"pieces of files of policy": 6 * PIECE_BYTES}
+    places = {need.place for need in plan.memory}
+    assert "a GPU of 'train' while models load" not in places  # what it holds later is more
+    both = loading(graph, rg.Cluster(gpus=8), plan.workers, {model: ModelShape.from_config(QWEN3_8B)})  # type: ignore[dict-item]
+    found = next(dict(need.parts) for need in both if need.pool == "train")
+    assert found == {"weights of policy": -(-4 * count // 6), "pieces of files of policy": PIECE_BYTES}
+
+
+def test_a_trainer_that_reads_the_whole_model_needs_room_for_it_on_each_rank(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    spec = rg.TrainerSpec(name="mine", load=no_trainer, settings=("micro_batch_tokens", "recompute"))
+    graph = loop(model, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=16)), micro_batch_tokens=2048, trainer=spec)
+    roomy = rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=40 * GIB))
+    assert parts(roomy, "a GPU of 'train' while models load") == {"whole weights of policy": 4 * count}
+    assert parts(roomy, "host while models load") == {"whole weights of policy": 16 * 4 * count}
+    later = next(need for need in roomy.memory if need.place == "a GPU of 'train'")
+    assert later.least_bytes < 28 * GIB < 4 * count
+    with pytest.raises(PlanError, match=r"at least 30\.\d GiB on a GPU of 'train' while models load.*an engine reads its whole model"):
+        rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=28 * GIB))
+    with pytest.raises(PlanError, match=r"on host while models load, which has 100\.0 GiB: whole weights of policy 488\.\d GiB"):
+        rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, host_memory_bytes=100 * GIB))
 
 
 def test_models_that_share_a_gpu_load_beside_one_another(tmp_path: Path) -> None:
     model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
-    plan = rg.compile(loop(model, shared=True, micro_batch_tokens=2048), rg.Cluster(gpus=16))
-    assert parts(plan, "a GPU of 'shared' while models load") == {
+    graph, cluster = loop(model, shared=True, micro_batch_tokens=2048), rg.Cluster(gpus=16)
+    shapes = {model: ModelShape.from_config(QWEN3_8B)}
+    each = loading(graph, cluster, rg.compile(graph, cluster).workers, shapes)  # type: ignore[arg-type]
+    assert next(dict(need.parts) for need in each if need.pool == "shared") == {
         "whole weights of generator": 2 * count,
-        "whole weights of policy": 4 * count,
+        "weights of policy": 4 * count // 16,
+        "pieces of files of policy": PIECE_BYTES,
     }
+
+
+def test_experts_that_are_fused_while_they_load_are_counted() -> None:
+    dense, experts = (ModelShape.from_config(config) for config in (QWEN3_8B, QWEN3_30B_A3B))
+    assert dense is not None
+    assert experts is not None
+    assert being_read(dense) == PIECE_BYTES
+    assert being_read(experts) == PIECE_BYTES + 2 * (128 * 2 * 768 * 2048 * 2)  # gate and up of a layer, apart and together
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlgraph.engines.forward import fused_norms
-from rlgraph.engines.hf_models.backbone import load_causal
 
 
 def passed(model: torch.nn.Module, fused: bool) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
@@ -21,7 +21,7 @@ def passed(model: torch.nn.Module, fused: bool) -> tuple[int, torch.Tensor, dict
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_a_model_with_fused_norms_gives_the_same_numbers_and_gradients(model: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(model)
-    loaded = load_causal(path).float()
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in loaded.named_parameters():
             if "norm" in name:

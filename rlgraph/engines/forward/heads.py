@@ -1,6 +1,7 @@
 """The heads of trained models: a policy gives each response token its log-prob, a critic a value; each knows its kind of loss."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from rlgraph.engines.api import PolicyLossFn, ValueLossFn
 from rlgraph.engines.forward.log_probs import sum_pi_squared, token_scores
 from rlgraph.engines.forward.packing import MicroBatch
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
+from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import value_head
 from rlgraph.errors import DataError
 
@@ -19,17 +21,27 @@ from rlgraph.errors import DataError
 class Head(torch.nn.Module, ABC):
     """A model and its head as one module, so that FSDP gathers all that lies outside of the layers around a whole pass.
 
-    `prefix` begins the names of its metrics; `loss_name` is the name of the whole loss.
+    `prefix` begins the names of its metrics; `loss_name` is the name of the whole loss. `folder` has the weights of a model whose
+    parameters are on the meta device; None for a model that is in memory.
     """
 
     prefix: ClassVar[str]
     loss_name: ClassVar[str]
     model: Any
+    folder: FolderWeights | None = None
 
     @property
     @abstractmethod
     def layers(self) -> Any:
         """The layers, each of which is gathered by itself."""
+
+    def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
+        """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
+        own = name.removeprefix("model.")
+        if self.folder is None or not self.folder.holds(own):
+            return False
+        self.folder.fill(own, offsets, out)
+        return True
 
     @abstractmethod
     def forward(
@@ -52,7 +64,11 @@ class PolicyHead(Head):
 
     def __init__(self, path: str | Path | torch.nn.Module) -> None:
         super().__init__()
-        self.model = path if isinstance(path, torch.nn.Module) else load_causal(path)
+        if isinstance(path, torch.nn.Module):
+            self.model = path
+        else:
+            self.model = load_causal(path)
+            self.folder = FolderWeights(path, self.model)
         self._shape = LogitShape.of(self.model.config)
 
     @property
@@ -84,18 +100,25 @@ class ValueHead(Head):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.model = load_headless(path)
+        self.folder = FolderWeights(path, self.model)
         weight = value_head(path)
         size = self.model.config.hidden_size
         if weight is None:
             weight = torch.zeros(1, size)
         if tuple(weight.shape) != (1, size):
             raise DataError(f"model '{path}': score.weight has shape {tuple(weight.shape)}; a critic's head is one number over {size}")
-        self.score = torch.nn.Linear(size, 1, bias=False)
-        self.score.weight = torch.nn.Parameter(weight)
+        self.score = torch.nn.Linear(size, 1, bias=False, device="meta")
+        self._begins = weight
 
     @property
     def layers(self) -> Any:
         return layers_of(self.model)
+
+    def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
+        if name != "score.weight":
+            return super().fill(name, offsets, out)
+        out.copy_(self._begins[tuple(slice(at, at + size) for at, size in zip(offsets, out.shape, strict=True))])
+        return True
 
     def forward(
         self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False

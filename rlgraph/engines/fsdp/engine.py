@@ -20,6 +20,7 @@ from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.exchange import gathered
 from rlgraph.engines.fsdp.offload import OffloadedMoments
+from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import full, join, local, placed, prepare_layers, shard
 
 
@@ -57,7 +58,7 @@ class FsdpEngine:
         self._rank, self._world, self._device = rank, world, torch.device(device)
         self._micro_batch_tokens = micro_batch_tokens
         self._settings, self._steps = optimizer, 0
-        self._head = head.to(self._device)
+        self._head = head if head.folder is not None else head.to(self._device)
         self._flat = self._device.type == "cuda" or recompute if flat is None else flat
         self._shared = shared
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
@@ -65,6 +66,8 @@ class FsdpEngine:
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
+        if head.folder is not None:
+            load_shards(head, self._device)
         self._optimizer = torch.optim.AdamW(
             head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
         )

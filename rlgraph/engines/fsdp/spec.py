@@ -45,4 +45,4 @@ def load(model: Any, place: Place) -> TrainEngine:
     )
 
 
-SPEC = TrainerSpec(name="fsdp", load=load, settings=("micro_batch_tokens", "recompute", "compiled", "self_test"))
+SPEC = TrainerSpec(name="fsdp", load=load, settings=("micro_batch_tokens", "recompute", "compiled", "self_test"), reads_shards=True)

@@ -1,4 +1,4 @@
-"""A Hugging Face model as a trainer runs it: loaded in float32, its hidden states where tokens are predicted, and their logits."""
+"""A Hugging Face model as a trainer runs it: built in float32, its hidden states where tokens are predicted, and their logits."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,36 +8,25 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rlgraph.engines.forward.packed_attention import padded
 from rlgraph.engines.forward.packing import MicroBatch
-from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.skeleton import skeleton
 from rlgraph.errors import DataError
 
 SHORT_SEQUENCE = 128  # tokens; the unfused kernel is 2.3 times as fast at 54 and its memory grows with the square
 
 
 def load_causal(path: str | Path) -> Any:
-    """Load a language model. Raises DataError for a folder without one, or whose logits `LogitShape` cannot reproduce."""
+    """Build the language model of a folder without its weights, as `skeleton` does. Raises DataError for a folder without one."""
     from transformers import AutoModelForCausalLM
 
-    check_model(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=padded(AutoModelForCausalLM, path))
-    model.eval()  # no dropout: the log-probs of a response are one number
-    tokens = torch.arange(2)[None]
-    with torch.no_grad():
-        states = backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
-        logits = LogitShape.of(model.config)(model.get_output_embeddings()(states))
-        if not torch.allclose(logits, model(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4):
-            raise DataError(f"model '{path}': its logits are more than its head over its last hidden state; rlgraph cannot train it")
-    return model
+    return skeleton(AutoModelForCausalLM, path)
 
 
 def load_headless(path: str | Path) -> Any:
-    """Load a model without its language head. Raises DataError for a folder that holds none."""
+    """Build the model of a folder without its language head and its weights. Raises DataError for a folder that holds none."""
     from transformers import AutoModel
 
-    check_model(path)
-    return AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=padded(AutoModel, path)).eval()
+    return skeleton(AutoModel, path)
 
 
 def backbone_of(model: Any) -> Any:

@@ -1,0 +1,32 @@
+"""Load a sharded model: each rank reads its own boxes of the weights, and never holds more than these and a piece of a file."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rlgraph.engines.forward.heads import Head
+from rlgraph.engines.fsdp.sharding import local, placed
+
+
+def load_shards(head: Head, device: torch.device) -> None:
+    """Make the parameters of a sharded head, which are on the meta device, in memory of `device`, and fill them from its folder."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
+    with torch.no_grad():
+        for place, module in head.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in made:
+                    made[parameter] = _read(head, f"{place}.{name}", parameter, device)
+                module.register_parameter(name, made[parameter])
+            for name, buffer in module.named_buffers(recurse=False):
+                real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                head.fill(f"{place}.{name}", (0,) * buffer.dim(), real)
+                module.register_buffer(name, real, persistent=name not in module._non_persistent_buffers_set)
+    head.folder = None
+    head.to(device)  # lets FSDP2 find the new tensors, as after any change of them
+
+
+def _read(head: Head, name: str, parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    out = torch.empty_like(local(parameter.detach()), device=device)
+    head.fill(name, placed(parameter)[0], out)
+    if isinstance(parameter, DTensor):
+        return torch.nn.Parameter(DTensor(out, parameter._spec, requires_grad=False), parameter.requires_grad)
+    return torch.nn.Parameter(out, parameter.requires_grad)
