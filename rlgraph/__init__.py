@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlgraph import api
+from rlgraph import api, data
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
 from rlgraph.api import compile, profile, record, replay, report, tune, watch
 from rlgraph.columns import Columns
@@ -123,6 +123,7 @@ __all__ = [
     "compare",
     "compile",
     "config",
+    "data",
     "declare",
     "doctor",
     "evaluate",

@@ -48,7 +48,7 @@ def missing_paths(page: str) -> Iterator[str]:
     for quoted in re.findall(r"`([^`\n]+)`", prose(page)):
         for path in re.findall(rf"(?<![\w*/.<{{-])[\w.-]+(?:/[\w.-]+)*\.(?:{ENDINGS})\b", quoted):
             bases = [ROOT / folder for folder in FOLDERS] + [(ROOT / page).parent]
-            if Path(path).name not in WRITTEN and not any((base / path).exists() for base in bases):
+            if not path.startswith("rg.") and Path(path).name not in WRITTEN and not any((base / path).exists() for base in bases):
                 yield path
         for folder in re.findall(r"(?<![\w/.])(?:rlgraph|benchmarks|tests|recipes|docs)/[\w/]*/?(?=\s|$)", quoted):
             if not (ROOT / folder).exists():

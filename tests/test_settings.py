@@ -87,6 +87,7 @@ def test_every_field_of_every_public_dataclass_refuses_what_it_cannot_be(cls: ty
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: value for name, value in vars(rg).items() if name in rg.__all__ and inspect.isfunction(value)},
+    **{f"data.{name}": value for name, value in vars(rg.data).items() if name in rg.data.__all__ and inspect.isfunction(value)},
     "Graph": rg.Graph.__init__,
     "Generator.rollout": rg.Generator.rollout,
     "Policy.update": rg.Policy.update,
@@ -100,7 +101,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "LocalJob.steps": LocalJob.steps,
 }
 OWN = {  # parameters that the function checks by itself, since their annotation names no class: protocols, and any object
-    *(("prompts", "data"), ("evaluate", "data"), ("advantages", "estimator"), ("shaped_rewards", "by"), ("record", "job")),
+    *(
+        ("prompts", "data"),
+        ("evaluate", "data"),
+        ("data.rows", "data"),
+        ("advantages", "estimator"),
+        ("shaped_rewards", "by"),
+        ("record", "job"),
+    ),
     *(("Policy.update", "loss"), ("Critic.update", "loss"), ("Generator.rollout", "refill"), ("rollout_correction", "weights")),
     *(
         ("config", "cls"),

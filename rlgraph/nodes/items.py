@@ -20,7 +20,7 @@ def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
             "[dict(zip(data, row)) for row in zip(*data.values())]"
         )
     if isinstance(data, str | bytes):
-        raise DataError(f"{name}: the data set is {shown(data)}; it is a list of items: read the file first")
+        raise DataError(f"{name}: the data set is {shown(data)}; it is a list of items: read the file first, as rg.data.jsonl(path) does")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
             f"{name}: the data set is {shown(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) of it"
@@ -43,6 +43,8 @@ def read(data: Any, index: int) -> Any:
     """Read an item. If the data set raises, raises DataError with the item's number."""
     try:
         return data[index]
+    except DataError:
+        raise
     except Exception as error:
         fix = "; a table of pandas is given as table.to_dict('records')" if hasattr(data, "to_dict") and hasattr(data, "iloc") else ""
         raise DataError(f"item {index} of the data set cannot be read: {type(error).__name__}: {error}{fix}") from error

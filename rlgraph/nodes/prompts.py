@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
 from rlgraph.columns import Column
+from rlgraph.data.rows import Dataset, Overlong, Rows, rows
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -21,12 +22,12 @@ from rlgraph.settings import Name, Natural, checked
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
 
 
-class Dataset(Protocol):
-    """Anything with a length and items: a list, a `reasoning_gym` data set, a Hugging Face `Dataset`."""
+@dataclass
+class Kept:
+    """The rows that prompts are drawn from, once a launch has counted their tokens; all rows until then."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+    rows: list[int] | None = None
+    overlong: int = 0  # the prompts that are dropped, or cut off
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,8 @@ class Prompts(Operation):
     prompt_field: str
     fields: tuple[str, ...]  # of an item, beside the prompt
     chat: Chat | None = None  # of prompts that are conversations
+    overlong: Overlong = field(default_factory=Overlong)
+    kept: Kept = field(default_factory=Kept)
 
     @property
     def traits(self) -> NodeTraits:
@@ -60,7 +63,22 @@ class Prompts(Operation):
         return [str(message.get("content") or "") for message in self.chat.conversation("", item, self.prompt_field).messages]
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.batch(step, context.set_aside)
+        return lambda step, columns: (self.batch(step, context.set_aside), self.metrics)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Count the prompts that the launch dropped or cut off, if there is a policy for them."""
+        return {} if self.overlong.policy == "error" else {"data/overlong_prompts": float(self.kept.overlong)}
+
+    @property
+    def size(self) -> int:
+        """The number of rows that prompts are drawn from."""
+        return len(self.data) if self.kept.rows is None else len(self.kept.rows)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Read a row, of those that prompts are drawn from."""
+        found: Mapping[str, Any] = read(self.data, index if self.kept.rows is None else self.kept.rows[index])
+        return found
 
     def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
         """Draw the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field.
@@ -101,26 +119,27 @@ class Prompts(Operation):
         """Count an item's places in the data order from `first`, which is one of them, to `before`, which is not counted."""
         if before <= first:
             return 0
-        epoch, place = divmod(before, len(self.data))
-        return epoch - first // len(self.data) + int(_order(self.seed, epoch, len(self.data)).index(index) < place)
+        epoch, place = divmod(before, self.size)
+        return epoch - first // self.size + int(_order(self.seed, epoch, self.size).index(index) < place)
 
     def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.data))
-        return _order(self.seed, epoch, len(self.data))[place]
+        epoch, place = divmod(position, self.size)
+        return _order(self.seed, epoch, self.size)[place]
 
     def cursor(self, step: int) -> dict[str, int]:
         """Describe the data order for a checkpoint: the next place after `step` steps, and the size and seed that make the order."""
-        return {"items": len(self.data), "seed": self.seed, "next": step * self.count}
+        return {"items": self.size, "seed": self.seed, "next": step * self.count}
 
     def item(self, position: int) -> Mapping[str, Any]:
         """Read and check the item at a place of the endless order: one seeded permutation of the data set after another."""
         index = self._index(position)
-        item: Mapping[str, Any] = read(self.data, index)
+        item = self.row(index)
         check_item(index, item, self.prompt_field, self.data[0], self.chat)
         return item
 
     def check(self, node: Node) -> None:
         """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
+        self.kept.rows, self.kept.overlong = None, 0  # the rollouts that read it count anew
         first, started = self.data[0], 0
         for index in range(len(self.data)):
             item = read(self.data, index)
@@ -152,6 +171,8 @@ def prompts(
     Each item is a mapping with the prompt under `prompt`; every other field becomes a column named in the plural, so that a reward
     reads `answer` as `answers`. A step may span epochs; one of a data set smaller than `count` draws items more than once.
 
+    The items are a list, rows of `rg.data` (files, data sets of the hub, published schemas) or another data set with a length.
+
     A prompt is text or a list of messages. The model reads text exactly as given; special tokens that it begins with are not added
     again. Messages are rendered by the chat template of the rollout's model, with the item's own `tools` and `chat_template_kwargs`
     if it has these fields. `chat=rg.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of the
@@ -160,14 +181,16 @@ def prompts(
     The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
     or without a field that the first one has, or fields that are neither text nor numbers.
     """
+    data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, prompt)
+    overlong = data.overlong if isinstance(data, Rows) else Overlong()
     chat = chat or (Chat() if is_conversation(first[prompt]) else None)
     fields = fields_of(first, prompt, chat)
     check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})
     check_item(0, first, prompt, first, chat)
     own = ("prompt_texts", "prompt_ids") if chat is None else ("prompt_texts", "prompt_messages", "prompt_ids")
     writes = (*own, *(plural(f) for f in fields))
-    return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat), (), reads=(), writes=writes, rows=count))
+    return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat, overlong), (), reads=(), writes=writes, rows=count))
 
 
 def plural(field: str) -> str:

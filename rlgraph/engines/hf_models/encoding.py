@@ -7,11 +7,16 @@ from rlgraph.columns import Columns
 from rlgraph.engines.hf_models.chat_template import chat_tokens
 
 
-def encoded_prompts(tokenizer: Any, columns: Columns) -> list[list[int]]:
-    """Encode the prompts of a batch: by the model's chat template where they are conversations, in `prompt_messages`; else as text."""
+def encoded_prompts(tokenizer: Any, columns: Columns, most: int | None = None) -> list[list[int]]:
+    """Encode the prompts of a batch: by the model's chat template where they are conversations, in `prompt_messages`; else as text.
+
+    Of a prompt with more than `most` tokens the last ones stay.
+    """
     if "prompt_messages" in columns:
-        return chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
-    return prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
+        whole = chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
+    else:
+        whole = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
+    return whole if most is None else [tokens[-most:] for tokens in whole]
 
 
 def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -14,7 +14,6 @@ from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Request, Response
-from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -155,7 +154,9 @@ class DynamicSampler:
         counts = {"prompts": len(groups), "filtered_groups": len(groups) - wanted, "unfilled_groups": unfilled}
         # Metrics are averaged over ranks, so each rank reports its count times `world`: the average is then the total.
         metrics = {f"dynamic_sampling/{name}": float(number * world) for name, number in counts.items()}
-        return self._columns(kept) | {self.operation.writes: _rewards(kept)}, metrics | self._spread(kept, groups)
+        return self._columns(kept) | {self.operation.writes: _rewards(kept)}, metrics | self.operation.draws_from.metrics | self._spread(
+            kept, groups
+        )
 
     def _sample(self, wanted: int) -> list[Group]:
         """Draw and decode until `wanted` groups differ or the rounds are used up. Returns all drawn groups in the data order."""
@@ -184,7 +185,7 @@ class DynamicSampler:
         position = self.drawn * self.context.world + self.context.rank
         self.drawn += 1
         item = source.item(position)
-        prompt = encoded_prompts(self.context.tokenizer(rollout.generator.path), source.columns([item]))[0]
+        prompt = rollout.encoded(self.context, source.columns([item]))[0]
         seeds = [seed_of(rollout.generator.seed, position, member) for member in range(rollout.group_size)]
         requests = [Request(f"{rollout.prefix}{position}.{m}", prompt, rollout.sampling, seed) for m, seed in enumerate(seeds)]
         for request in requests:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns, rows_of_rank
+from rlgraph.data.rows import Dataset
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import encoded_prompts
@@ -15,11 +16,12 @@ from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat
-from rlgraph.nodes.prompts import Dataset, Prompts, plural, prompts
+from rlgraph.nodes.prompts import Prompts, plural, prompts
 from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rollout.fitting import most_tokens
 from rlgraph.nodes.rollout.responses import columns_of, truncated
 from rlgraph.nodes.rollout.rollout import Generator, check_prompts
 from rlgraph.nodes.rollout.val_metrics import summary
@@ -121,10 +123,11 @@ class Answer(Operation):
         return lambda step, columns: self.fire(context, step)
 
     def fire(self, context: Context, step: int) -> dict[str, Column]:
-        count = self.questions.count if self.due(step) else 0
+        count = self.questions.size if self.due(step) else 0
         mine = rows_of_rank(count, context.rank, context.world)
-        asking = self.questions.columns([self.questions.data[i] for i in mine])
-        encoded = encoded_prompts(context.tokenizer(self.generator.path), asking) if mine else []
+        asking = self.questions.columns([self.questions.row(i) for i in mine])
+        most = most_tokens(self.questions.overlong, context, self.generator.max_context, self.sampling) if mine else None
+        encoded = encoded_prompts(context.tokenizer(self.generator.path), asking, most) if mine else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
         # The seeds are the same at each evaluation, so that two evaluations differ by their weights alone, and are not those of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
@@ -177,12 +180,12 @@ class Grade(Operation):
         found["response_length/mean"] = mask.sum(-1).float().mean().item()
         found["response/truncated"] = truncated(columns).float().mean().item()
         found["version"] = float(versions.max())
-        return {}, {f"{self.prefix}/{name}": value for name, value in found.items()}
+        return {}, {f"{self.prefix}/{name}": value for name, value in (found | self.questions.metrics).items()}
 
     @cached_property
     def items(self) -> dict[str, list[Any]]:
         """The columns of the whole data set, in its order."""
-        data = [self.questions.data[i] for i in range(self.questions.count)]
+        data = [self.questions.row(i) for i in range(self.questions.size)]
         columns = self.questions.columns(data)
         texts: dict[str, list[Any]] = {name: list(columns[name]) for name in ("prompt_texts", "prompt_messages") if name in columns}
         fields = {plural(field): [item[field] for item in data] for field in self.questions.fields}

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
+from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
-from rlgraph.engines.hf_models.encoding import encoded_prompts, prompt_tokens
+from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
@@ -21,6 +22,7 @@ from rlgraph.nodes.environments.multi_turn import MultiTurnLoop
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, admission_rule
+from rlgraph.nodes.rollout.fitting import fit_prompts, most_tokens
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
 from rlgraph.setting_types import Named, Range
 from rlgraph.settings import Count, Dtype, Natural, checked
@@ -168,6 +170,7 @@ class Generator(Model):
             prefix=f"{name}: ",
             admission=admission_rule(name, weights, interrupt, continuous, source),
             source=source if continuous else None,
+            overlong=source.overlong if isinstance(source, Prompts) else Overlong(),
         )
         return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
 
@@ -208,6 +211,7 @@ class Rollout(Operation):
     prefix: str  # of the ids of its requests
     admission: BatchAdmission
     source: Any  # of the next prompts, for a continuous rollout: it draws them before they are due
+    overlong: Overlong = field(default_factory=Overlong)
 
     def declare(self, name: str, prompts: Output, weights: Feedback | None) -> Output:
         """Declare the node that samples responses to the prompts of another node."""
@@ -279,6 +283,11 @@ class Rollout(Operation):
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
+    def encoded(self, context: Context, columns: Columns) -> list[list[int]]:
+        """Encode the prompts of a batch; cut off the beginning of long ones, where their data set says so."""
+        most = most_tokens(self.overlong, context, self.generator.max_context, self.sampling)
+        return encoded_prompts(context.tokenizer(self.generator.path), columns, most)
+
     def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
         """Make a request for each response of this rank, by part.
 
@@ -286,7 +295,7 @@ class Rollout(Operation):
         """
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        encoded, places = encoded_prompts(context.tokenizer(self.generator.path), columns), ids.tolist()
+        encoded, places = self.encoded(context, columns), ids.tolist()
         return [
             [
                 Request(
@@ -319,7 +328,6 @@ def declared_context(path: str) -> int | None:
 
 def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
     """Check model and prompts. Raises DataError for a folder that is no model, or a prompt that leaves no room for a response."""
-    from rlgraph.engines.hf_models.chat_template import check_conversations
     from rlgraph.engines.hf_models.model_files import check_tokenizer
     from rlgraph.engines.hf_models.pretrained import check_model
 
@@ -337,14 +345,4 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
         raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
     if not isinstance(source, Prompts):
         return
-    columns = source.columns([source.data[i] for i in range(len(source.data))])
-    if source.chat is not None:
-        encoded = check_conversations(generator.path, tokenizer, [str(text) for text in columns["prompt_messages"]])
-    else:
-        encoded = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
-    for index, tokens in enumerate(encoded):
-        if not 0 < len(tokens) <= room:
-            raise DataError(
-                f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node.name}' has room for 1 to {room}: "
-                f"a context of {context} less {context - room} for the response; drop the prompt, or lower max_tokens"
-            )
+    fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens)

@@ -1,0 +1,8 @@
+"""Data for `rg.prompts` and `rg.evaluate`: files, data sets of the hub and published schemas, as `rg.data.verl("train.parquet")`."""
+
+from rlgraph.data.files import jsonl, parquet
+from rlgraph.data.hub import huggingface
+from rlgraph.data.rows import Rows, rows
+from rlgraph.data.schemas import aime, conversational, dapo_math, gsm8k, verl
+
+__all__ = ["Rows", "aime", "conversational", "dapo_math", "gsm8k", "huggingface", "jsonl", "parquet", "rows", "verl"]

@@ -1,0 +1,168 @@
+"""Rows of files: parquet and JSON lines, one file or several, by path, folder or glob."""
+
+import bisect
+import glob
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rlgraph.data.rows import Dataset, Policy, Row, Rows, in_order, made, present_row
+from rlgraph.errors import DataError, shown
+from rlgraph.settings import Count, checked
+
+Paths: TypeAlias = str | Path | Sequence[str | Path]
+BATCH = 1024  # rows
+SUFFIXES = (".parquet", ".jsonl", ".json")
+INSTALL = "pip install 'rlgraph-dataflow[data]'"
+
+
+@checked(DataError)
+def parquet(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
+    """Read parquet files: a path, a folder, a glob as "data/*.parquet", or a list of these.
+
+        rows = rg.data.parquet("train.parquet", prompt="question", answer="reward_model.ground_truth")
+
+    `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Only the columns of the fields are read. Arrow gives every
+    nested mapping the keys of all rows; those that are None are left out again. Raises DataError for a path without files.
+    """
+    return _read(files_of(paths, (".parquet",)), fields, overlong, max_prompt_tokens, kind="parquet")
+
+
+@checked(DataError)
+def jsonl(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
+    """Read JSON lines, or JSON files with a list of rows: a path, a folder, a glob as "data/*.jsonl", or a list of these.
+
+        rows = rg.data.jsonl("train.jsonl", answer="reward_model.ground_truth")
+
+    `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError for a path without files, and for a line
+    that is no JSON.
+    """
+    return _read(files_of(paths, (".jsonl", ".json")), fields, overlong, max_prompt_tokens, kind="json")
+
+
+def read(paths: Paths, *convert: Any, overlong: Policy, max_prompt_tokens: int | None) -> Rows:
+    """Read files of any kind, by their suffixes, through the functions `convert`."""
+    return _read(files_of(paths, SUFFIXES), {}, overlong, max_prompt_tokens, *convert)
+
+
+def _read(
+    files: Sequence[Path], fields: Mapping[str, str], overlong: Policy, max_prompt_tokens: int | None, *convert: Any, kind: str = ""
+) -> Rows:
+    wanted = {"prompt": "prompt", **fields} if fields else {}
+    parts = [_table(file, wanted) if (kind or file.suffix[1:]) == "parquet" else _lines(file) for file in files]
+    source = parts[0] if len(parts) == 1 else Several(tuple(parts))
+    name = f"'{files[0]}'" if len(files) == 1 else f"'{files[0]}' and {len(files) - 1} more files"
+    if len(source) == 0:
+        raise DataError(f"{name}: no rows; a data set has at least one")
+    return made(source, name, fields, overlong, max_prompt_tokens, *convert)
+
+
+def files_of(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
+    """List the files of paths, folders and globs, each in the order of its name. Raises DataError for one without files."""
+    found: list[Path] = []
+    for path in [paths] if isinstance(paths, str | Path) else list(paths):
+        if not isinstance(path, str | Path):
+            raise DataError(f"{shown(path)} is no path of a file; give text or a pathlib.Path")
+        place = Path(path).expanduser()
+        if place.is_dir():
+            here = sorted(file for file in place.iterdir() if file.suffix in suffixes)
+        elif place.exists():
+            here = [place]
+        else:
+            here = [Path(file) for file in sorted(glob.glob(str(place), recursive=True))]
+        if not here:
+            raise DataError(f"'{path}': no such file, and no folder or glob with files of {' or '.join(suffixes)}; check the path")
+        found += here
+    if not found:
+        raise DataError("no paths are given; a data set is read from at least one file")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows of an Arrow table."""
+
+    table: Any
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return present_row(self.table.slice(index, 1).to_pylist()[0])
+
+    def __iter__(self) -> Iterator[Row]:
+        """Read all rows, by batches: ten times as fast as one by one."""
+        return (present_row(row) for batch in self.table.to_batches(BATCH) for row in batch.to_pylist())
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Rows of JSON, parsed when they are read."""
+
+    file: str
+    lines: Sequence[tuple[int, bytes]]  # the number of each line, and its text
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> Row:
+        number, text = self.lines[index]
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {shown(text)}") from None
+        if not isinstance(row, Mapping):
+            raise DataError(f"line {number} of '{self.file}' is {shown(row)}; each line is a mapping, as {{\"prompt\": …}}")
+        return row
+
+
+@dataclass(frozen=True, eq=False)
+class Several:
+    """The rows of several sources, one after another."""
+
+    parts: tuple[Dataset, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", list(itertools.accumulate(len(part) for part in self.parts)))
+
+    def __len__(self) -> int:
+        ends: list[int] = self.ends  # type: ignore[attr-defined]
+        return ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        ends: list[int] = self.ends  # type: ignore[attr-defined]
+        part = bisect.bisect_right(ends, index)
+        return self.parts[part][index - (ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[Row]:
+        return itertools.chain.from_iterable(in_order(part) for part in self.parts)
+
+
+def _table(file: Path, fields: Mapping[str, str]) -> Table:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DataError(f"'{file}': parquet is read by pyarrow, which is not installed: {INSTALL}") from None
+    try:
+        columns = parquet.read_schema(file).names
+        tops = {path if path in columns else path.partition(".")[0] for path in fields.values()}
+        return Table(parquet.read_table(file, columns=[name for name in columns if name in tops] if fields else None))
+    except (OSError, ArrowException) as error:
+        raise DataError(f"'{file}' cannot be read as parquet: {type(error).__name__}: {error!s:.200}") from None
+
+
+def _lines(file: Path) -> Dataset:
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"'{file}' cannot be read: {error}") from None
+    if text.lstrip()[:1] == b"[":
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"'{file}' is no JSON: {error!s:.120}") from None
+        return list(rows)
+    return Lines(str(file), [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()])

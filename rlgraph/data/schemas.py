@@ -1,0 +1,217 @@
+"""Rows of published schemas: verl's, TRL's conversational one, GSM8K, DAPO-Math and AIME. From files, or from the hub by id."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlgraph.data.files import SUFFIXES, Paths, files_of, read
+from rlgraph.data.hub import loaded
+from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
+from rlgraph.errors import DataError, shown
+from rlgraph.settings import Count, Name, checked
+
+STEPS = 'Let\'s think step by step and output the final answer after "####".'
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+MEDIA = ("images", "videos", "audios")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@checked(DataError)
+def verl(paths: Paths, *, prompt: Name = "prompt", overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
+    """Read data as verl has it, as it is: parquet or JSON files with messages under `prompt` and `reward_model.ground_truth`.
+
+        data = rg.data.verl("train.parquet", overlong="drop", max_prompt_tokens=1024)
+
+    A row has the `prompt`, the ground truth as the text `answer`, `data_source` and, where rows have them, `ability`, `agent_name`,
+    `extra_info.index` as the text `index`, and `extra_info` as JSON. Raises DataError for rows of another schema and for pictures,
+    films and sounds.
+    """
+    rows = read(paths, overlong=overlong, max_prompt_tokens=max_prompt_tokens)
+    return rows.map(_Verl(prompt, _optional(rows[0])))
+
+
+class _Verl:
+    """Converts rows of verl's schema. All rows get the fields of the first one; a text that a row lacks is empty."""
+
+    def __init__(self, prompt: str, optional: tuple[str, ...]) -> None:
+        self.prompt, self.optional = prompt, optional
+
+    def __call__(self, row: Row) -> Row:
+        media = [name for name in MEDIA if row.get(name)]
+        if media:
+            raise DataError(f"has {media[0]}; rlgraph takes text alone: leave the row out")
+        made = {"prompt": at(row, self.prompt), "answer": as_text(at(row, "reward_model.ground_truth"))}
+        made |= {name: as_text(row.get(name)) for name in self.optional if name != "index"}
+        if "index" in self.optional:
+            made["index"] = as_text(_mapping(row.get("extra_info")).get("index"))
+        return made
+
+
+def _optional(first: Row) -> tuple[str, ...]:
+    here = tuple(name for name in ("data_source", "ability", "agent_name", "extra_info") if first.get(name) is not None)
+    return (*here, "index") if _mapping(first.get("extra_info")).get("index") is not None else here
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def as_text(value: Any) -> str:
+    """Write a value as text: text as it is, None as no text, anything else as JSON.
+
+    >>> as_text("073"), as_text(73), as_text(None), as_text({"a": [1]})
+    ('073', '73', '', '{"a": [1]}')
+    """
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(present(value), ensure_ascii=False, default=str)
+
+
+@checked(DataError)
+def conversational(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
+    """Read data in TRL's formats: rows with `prompt`, with `prompt` and `completion`, or with `messages`, as text or as messages.
+
+        data = rg.data.conversational("train.jsonl")
+
+    A row has the `prompt` and, as the text `answer`, the completion, or the last message of the assistant, which leaves the prompt.
+    `tools` (a list or its JSON) and `chat_template_kwargs` go to the chat template. Other fields stay, those that are neither text
+    nor numbers as JSON. Raises DataError for rows of another schema.
+    """
+    rows = read(paths, overlong=overlong, max_prompt_tokens=max_prompt_tokens)
+    return rows.map(conversational_row)
+
+
+def conversational_row(row: Row) -> Row:
+    """Convert a row of one of TRL's formats."""
+    made = {name: _field(value) for name, value in row.items() if name not in ("prompt", "completion", "messages", "tools")}
+    made |= {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+    if "prompt" in row:
+        answer = {"answer": _said(row["completion"])} if "completion" in row else {}
+        return {"prompt": row["prompt"], **answer, **made}
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"has the fields {shown(list(row))}; a row of TRL's formats has 'prompt', or 'messages'")
+    answered = messages[-1].get("role") == "assistant"
+    return {"prompt": messages[:-1] if answered else messages, "answer": _said(messages[-1:]) if answered else "", **made}
+
+
+def _field(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else as_text(value)
+
+
+def _said(completion: Any) -> str:
+    """Take the text of a completion: text, or messages of the assistant."""
+    return completion if isinstance(completion, str) else "\n".join(as_text(message.get("content")) for message in completion or ())
+
+
+@checked(DataError)
+def gsm8k(
+    source: Paths = "openai/gsm8k",
+    split: Name = "train",
+    *,
+    instruction: str = STEPS,
+    overlong: Policy = "error",
+    max_prompt_tokens: Count | None = None,
+) -> Rows:
+    """Read GSM8K, grade-school mathematics: from files, a folder of them, or its hub id. `instruction` follows each question.
+
+        train, test = (rg.data.gsm8k("gsm8k/", split) for split in ("train", "test"))
+
+    A row has the `prompt` as a message, and as `answer` the number after "####", without commas. Files in verl's schema are read as
+    they are. Raises DataError for rows of another schema.
+    """
+    return _problems(source, split, "main", _Gsm8k(instruction), overlong, max_prompt_tokens)
+
+
+class _Gsm8k:
+    def __init__(self, instruction: str) -> None:
+        self.instruction = instruction
+
+    def __call__(self, row: Row) -> Row:
+        solution = str(at(row, "answer"))
+        if "####" not in solution:
+            raise DataError(f"has answer={shown(solution)}; an answer of GSM8K ends with '#### ' and a number")
+        answer = solution.rpartition("####")[2].strip().replace(",", "")
+        return {"prompt": asked(at(row, "question"), self.instruction), "answer": answer, "data_source": "openai/gsm8k"}
+
+
+def asked(question: str, instruction: str) -> list[dict[str, str]]:
+    """Make the message of a question with an instruction."""
+    return [{"role": "user", "content": f"{question} {instruction}".rstrip()}]
+
+
+@checked(DataError)
+def dapo_math(
+    source: Paths = "BytedTsinghua-SIA/DAPO-Math-17k",
+    split: Name = "train",
+    *,
+    overlong: Policy = "error",
+    max_prompt_tokens: Count | None = None,
+) -> Rows:
+    """Read DAPO-Math-17k: from files or its hub id. Its copies of a prompt, about a hundred each, become one row.
+
+        data = rg.data.dapo_math("dapo-math-17k.parquet", overlong="drop", max_prompt_tokens=2048)
+
+    A row is as one of `rg.data.verl`. Raises DataError for rows of another schema.
+    """
+    return _problems(source, split, None, None, overlong, max_prompt_tokens).distinct()
+
+
+@checked(DataError)
+def aime(
+    source: Paths = "HuggingFaceH4/aime_2024",
+    split: Name = "train",
+    *,
+    instruction: str = BOXED,
+    overlong: Policy = "error",
+    max_prompt_tokens: Count | None = None,
+) -> Rows:
+    """Read problems of AIME in any of their published schemas: from files or a hub id. `instruction` follows each problem.
+
+        held_out = rg.data.aime("aime-2024.parquet")
+
+    A row has the `prompt` as a message, and the whole number as `answer`, without zeros in front. Files in verl's schema keep their
+    prompts; their 32 copies of a problem become one row: give `samples=32` to `rg.evaluate`. Raises DataError for other schemas.
+    """
+    return _problems(source, split, None, _Aime(instruction), overlong, max_prompt_tokens).distinct()
+
+
+class _Aime:
+    def __init__(self, instruction: str) -> None:
+        self.instruction = instruction
+
+    def __call__(self, row: Row) -> Row:
+        lower = {name.lower(): value for name, value in row.items()}
+        answer = str(at(lower, "answer")).strip()
+        if not answer.isdigit():
+            raise DataError(f"has answer={shown(answer)}; an answer of AIME is a whole number of 0 to 999")
+        return {"prompt": asked(at(lower, "problem"), self.instruction), "answer": str(int(answer)), "data_source": "aime"}
+
+
+def _problems(
+    source: Paths, split: str, config: str | None, convert: Callable[[Row], Row] | None, overlong: Policy, most: int | None
+) -> Rows:
+    """Read files, or a data set of the hub, in verl's schema or, by `convert`, in the publisher's."""
+    if isinstance(source, str) and HUB_ID.fullmatch(source) and not Path(source).exists():
+        rows = Rows(loaded(source, split, config, None), f"'{source}'", (present_row,), overlong=Overlong(overlong, most))
+    else:
+        rows = read(_of_split(source, split), overlong=overlong, max_prompt_tokens=most)
+    first = rows[0]
+    if convert is None or "reward_model" in first:
+        return rows.map(_Verl("prompt", _optional(first)))
+    return rows.map(convert)
+
+
+def _of_split(source: Paths, split: str) -> Paths:
+    """Choose the files of a split in a folder, by their names; all of them where no name has it."""
+    if not isinstance(source, str | Path) or not Path(source).is_dir():
+        return source
+    below = [file for file in sorted(Path(source).rglob("*")) if file.suffix in SUFFIXES]
+    return [file for file in below if file.stem.startswith(split)] or below or files_of(source, SUFFIXES)

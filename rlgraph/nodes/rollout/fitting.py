@@ -1,0 +1,66 @@
+"""Prompts and the room that a rollout has for them: checked at the launch, dropped or cut off as their data set says."""
+
+from typing import Any
+
+from rlgraph import notices
+from rlgraph.data.rows import Overlong
+from rlgraph.engines.api import Sampling
+from rlgraph.engines.hf_models.chat_template import check_conversations
+from rlgraph.engines.hf_models.encoding import encoded_prompts
+from rlgraph.errors import DataError
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.prompts import Prompts
+
+
+def fit_prompts(node: str, path: str, tokenizer: Any, source: Prompts, context: int, response: int) -> None:
+    """Count the tokens of every prompt, and drop or count those that are too long.
+
+    Raises DataError for an empty prompt, for one that is too long where the data set does not say what becomes of it, and where none
+    is short enough.
+    """
+    columns = source.columns([source.data[index] for index in range(len(source.data))])
+    if source.chat is not None:
+        encoded = check_conversations(path, tokenizer, [str(text) for text in columns["prompt_messages"]])
+    else:
+        encoded = encoded_prompts(tokenizer, columns)
+    room = context - response
+    most = source.overlong.limit(room)
+    long = []
+    for index, tokens in enumerate(encoded):
+        if tokens and len(tokens) <= most:
+            continue
+        if not tokens or source.overlong.policy == "error":
+            limit = f"a context of {context} less {response} for the response" if most == room else "max_prompt_tokens of the data set"
+            raise DataError(
+                f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node}' has room for 1 to {most}: {limit}; lower "
+                "max_tokens, or drop such prompts, as rg.data.rows(data, overlong='drop')"
+            )
+        long.append(index)
+    _keep(node, source, long, most)
+
+
+def _keep(node: str, source: Prompts, long: list[int], most: int) -> None:
+    """Drop the rows `long` from the source, or only count them where they are cut off."""
+    source.kept.overlong = max(source.kept.overlong, len(long))
+    if not long:
+        return
+    drop = source.overlong.policy == "drop"
+    if drop:
+        gone = set(long)
+        left = range(len(source.data)) if source.kept.rows is None else source.kept.rows
+        source.kept.rows = [index for index in left if index not in gone]
+        source.kept.overlong = len(source.data) - len(source.kept.rows)
+        if not source.kept.rows:
+            raise DataError(
+                f"all {len(source.data)} prompts of the data set have more than {most} tokens, the room that node '{node}' has for them: "
+                "raise max_prompt_tokens or max_context, or lower max_tokens"
+            )
+    what = "are left out" if drop else "lose their beginning"
+    notices.here.say(f"{len(long)} of {len(source.data)} prompts of node '{node}' have more than {most} tokens and {what}")
+
+
+def most_tokens(overlong: Overlong, context: Context, max_context: int | None, sampling: Sampling) -> int | None:
+    """Compute the tokens of a prompt to which longer ones are cut off; None where none is."""
+    if overlong.policy != "truncate_left":
+        return None
+    return overlong.limit((max_context or context.engine.context_length()) - sampling.max_tokens)
