@@ -60,6 +60,13 @@ class Simulator:
         self.fires = {w: [e for e in plan.schedule.events if e.kind == "fire" and self.home[e.node] == w] for w in self.finished}
         self.around = {e.kind + " " + e.node + str(e.chunk): e.name for e in plan.schedule.events if e.kind in ("wake", "sleep")}
         self.channels = [self._channel(channel) for channel in plan.channels]
+        self.nodes = {node.name: node for node in plan.nodes}
+        self.read = {
+            (worker, node, kind): [c for c in self.channels if c.plan.kind == kind and node in c.users.get(worker, ())]
+            for node, worker in self.home.items()
+            for kind in ("order", "batch")
+        }
+        self.written = {node: [c for c in self.channels if c.plan.writer == node] for node in self.home}
         self.loops = [Weights(p, list(dict.fromkeys(self.home[r] for r in p.readers))) for p in plan.loops]
         self.awake: set[str] = set()
         self.ahead = plan.steps_ahead()
@@ -100,8 +107,9 @@ class Simulator:
                 while len(self.reported) < min(done - self.ahead[name] for name, done in self.finished.items()):
                     self.reported.append(self.now)
                 if not ready:
-                    ready = [p for holds, p in blocked if holds()]
-                    blocked = [(holds, p) for holds, p in blocked if p not in ready]
+                    holding = [holds() for holds, _ in blocked]
+                    ready = [p for (_, p), holds in zip(blocked, holding, strict=True) if holds]
+                    blocked = [each for each, holds in zip(blocked, holding, strict=True) if not holds] if ready else blocked
         assert len(self.reported) == self.steps, "a deadlock"
 
     def _worker(self, name: str) -> Process:
@@ -112,7 +120,7 @@ class Simulator:
             self.finished[name] += 1
 
     def _fire(self, worker: str, event: str, node: str, chunk: int, step: int) -> Process:
-        planned = self.plan.node(node)
+        planned = self.nodes[node]
         yield from self._take(worker, node, chunk, step, "order")
         for weights in self.loops:
             users = [n for n in self.plan.worker(worker).nodes if n in weights.plan.readers]
@@ -127,11 +135,11 @@ class Simulator:
             yield self.seconds[sleep]
             self.awake.discard(worker)
         message = step * planned.chunks + chunk
-        for channel in (c for c in self.channels if c.plan.writer == node and message + c.plan.credits >= 0):
+        for channel in (c for c in self.written[node] if message + c.plan.credits >= 0):
             yield channel.room
             assert channel.put == message
             channel.put += 1
-        for channel in (c for c in self.channels if node in c.users.get(worker, ())):
+        for channel in (*self.read[worker, node, "order"], *self.read[worker, node, "batch"]):
             wanted = self._messages(channel.plan, node, step, chunk)
             if node == channel.users[worker][-1] and (len(wanted) < channel.plan.chunks or chunk == planned.chunks - 1):
                 channel.released[worker] += len(channel.held[worker] & set(wanted))
@@ -142,7 +150,7 @@ class Simulator:
                 weights.published += 1
 
     def _take(self, worker: str, node: str, chunk: int, step: int, kind: str) -> Process:
-        for channel in (c for c in self.channels if c.plan.kind == kind and node in c.users.get(worker, ())):
+        for channel in self.read[worker, node, kind]:
             wanted = self._messages(channel.plan, node, step, chunk)
             if wanted.start < 0:
                 continue
@@ -152,7 +160,7 @@ class Simulator:
     def _messages(self, channel: PlannedChannel, node: str, step: int, chunk: int) -> range:
         """Of a channel whose chunks the node works on, its chunk; else all of a step."""
         first = step * channel.chunks - channel.credits
-        by_chunk = channel.chunks == self.plan.node(node).chunks > 1 and channel.stream is not None
+        by_chunk = channel.chunks == self.nodes[node].chunks > 1 and channel.stream is not None
         return range(first + chunk, first + chunk + 1) if by_chunk else range(first, first + channel.chunks)
 
     def _load(self, weights: Weights, worker: str, node: str, chunk: int, step: int) -> Process:

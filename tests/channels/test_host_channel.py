@@ -3,36 +3,18 @@
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from host_peer import START_S, peer
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
 LONG, SHORT = 20.0, 0.02
-START_S = 90.0  # a process that imports torch on a busy machine
-
-
-@pytest.fixture
-def peer(tmp_path):
-    """Return a function that starts the other end of the channel at the given address in a process of its own."""
-    started = []
-
-    def start(role: str, address: str, count: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, Path(__file__).with_name("peer.py"), role, address, str(count)], stdout=subprocess.PIPE)
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def handles() -> dict[int, str]:
@@ -260,48 +242,46 @@ def test_a_path_is_that_of_one_channel(tmp_path):
     writer.close()
 
 
-def test_messages_cross_between_processes(tmp_path, peer):
+def test_messages_cross_between_processes(tmp_path):
     address = str(tmp_path / "a")
-    peer("write", address, 50)
-    reader = HostReader("edge", b"key", address, START_S)
-    for step in range(50):
-        got = reader.take(step, LONG)
-        assert (got["x"].tolist(), got["who"]) == ([step] * 1000, ["écrivain"])
-        reader.release()
-    reader.close()
+    with peer("write", address, 50):
+        reader = HostReader("edge", b"key", address, START_S)
+        for step in range(50):
+            got = reader.take(step, LONG)
+            assert (got["x"].tolist(), got["who"]) == ([step] * 1000, ["écrivain"])
+            reader.release()
+        reader.close()
 
 
-def test_a_killed_writer_breaks_the_channel_within_a_second_and_leaves_nothing(tmp_path, peer):
+def test_a_killed_writer_breaks_the_channel_within_a_second_and_leaves_nothing(tmp_path):
     address = str(tmp_path / "a")
-    process = peer("write", address, 2)
-    reader = HostReader("edge", b"key", address, START_S)
-    kept = reader.take(0, LONG)["x"]
-    assert process.stdout.readline() == b"done\n"
-    assert shared_memory(process.pid) == {"/memfd:rlgraph edge (deleted)"}  # which has no name that could be left
-    killer = threading.Timer(0.2, process.kill)
-    killer.start()
-    reader.take(1, LONG)
-    since = time.monotonic()
-    with pytest.raises(ChannelBroken, match=rf"'edge', a reader, step 2: the writer \(process {process.pid}\) died"):
-        reader.take(2, LONG)
-    assert time.monotonic() - since < 1.2
-    assert kept.tolist() == [0] * 1000
-    reader.close()
+    with peer("write", address, 2) as (process, done):
+        reader = HostReader("edge", b"key", address, START_S)
+        kept = reader.take(0, LONG)["x"]
+        assert done.poll(LONG)
+        assert shared_memory(process.pid) == {"/memfd:rlgraph edge (deleted)"}  # which has no name that could be left
+        threading.Timer(0.2, process.kill).start()
+        reader.take(1, LONG)
+        since = time.monotonic()
+        with pytest.raises(ChannelBroken, match=rf"'edge', a reader, step 2: the writer \(process {process.pid}\) died"):
+            reader.take(2, LONG)
+        assert time.monotonic() - since < 1.2
+        assert kept.tolist() == [0] * 1000
+        reader.close()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_killed_reader_breaks_the_channel_within_a_second(tmp_path, peer):
+def test_a_killed_reader_breaks_the_channel_within_a_second(tmp_path):
     address = str(tmp_path / "a")
     writer = HostWriter("edge", 2, 1, b"key", address)
-    process = peer("read", address, 1)
-    for step in range(3):
-        writer.put(step, {"x": torch.full((1000,), step)}, START_S)
-    killer = threading.Timer(0.2, process.kill)
-    killer.start()
-    since = time.monotonic()
-    with pytest.raises(ChannelBroken, match=rf"'edge', the writer, step 3: a reader \(process {process.pid}\) died"):
-        writer.put(3, {}, LONG)
-    assert time.monotonic() - since < 1.2
+    with peer("read", address, 1) as (process, _):
+        for step in range(3):
+            writer.put(step, {"x": torch.full((1000,), step)}, START_S)
+        threading.Timer(0.2, process.kill).start()
+        since = time.monotonic()
+        with pytest.raises(ChannelBroken, match=rf"'edge', the writer, step 3: a reader \(process {process.pid}\) died"):
+            writer.put(3, {}, LONG)
+        assert time.monotonic() - since < 1.2
     writer.close()
 
 

@@ -3,19 +3,17 @@
 import gc
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from host_peer import START_S, peer
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.errors import ChannelBroken, ChannelError
 
-LONG, START_S = 20.0, 90.0
+LONG = 20.0
 HERE = "127.0.0.1:0"
 
 
@@ -49,17 +47,16 @@ def test_a_wrong_key_is_refused_over_tcp():
     writer.close()
 
 
-def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_within_a_second(tmp_path):
+def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_within_a_second():
     writer = HostWriter("edge", 2, 1, b"key", HERE)
-    process = subprocess.Popen([sys.executable, Path(__file__).with_name("peer.py"), "read", writer.address, "1"])
-    for step in range(3):
-        writer.put(step, {"x": torch.full((1000,), step)}, START_S)
-    threading.Timer(0.2, process.kill).start()
-    since = time.monotonic()
-    with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 3: a reader \(at 127.0.0.1, port \d+\) died"):
-        writer.put(3, {}, LONG)
-    assert time.monotonic() - since < 1.2
-    process.wait()
+    with peer("read", writer.address, 1) as (process, _):
+        for step in range(3):
+            writer.put(step, {"x": torch.full((1000,), step)}, START_S)
+        threading.Timer(0.2, process.kill).start()
+        since = time.monotonic()
+        with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 3: a reader \(at 127.0.0.1, port \d+\) died"):
+            writer.put(3, {}, LONG)
+        assert time.monotonic() - since < 1.2
     writer.close()
 
 

@@ -11,7 +11,7 @@ from nodes.outside import World, users, world
 
 from rlgraph.nodes.sandbox import Limits, ToolError, run
 
-SECONDS = float(os.environ.get("RLGRAPH_FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("RLGRAPH_FUZZ_SECONDS", "20"))
 LIMITS = Limits(seconds=4, memory_bytes=512 << 20, output_bytes=1 << 20, file_bytes=4 << 20)
 FUZZ = """
 import random
