@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgraph import api, data
 from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
-from rlgraph.api import compile, profile, record, replay, report, tune, watch
+from rlgraph.api import compile, export, profile, record, replay, report, tune, watch
 from rlgraph.columns import Columns
 from rlgraph.comparing import compare
 from rlgraph.compiler.cluster import Cluster, Precision
@@ -28,6 +28,7 @@ from rlgraph.errors import (
     ConfigError,
     DataError,
     DispatchError,
+    ExportError,
     GraphError,
     GuardError,
     NodeError,
@@ -86,6 +87,7 @@ __all__ = [
     "DataError",
     "DispatchError",
     "EngineSpec",
+    "ExportError",
     "Generator",
     "Graph",
     "GraphError",
@@ -127,6 +129,7 @@ __all__ = [
     "declare",
     "doctor",
     "evaluate",
+    "export",
     "feedback",
     "filter_groups",
     "filter_truncated",

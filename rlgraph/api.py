@@ -15,6 +15,8 @@ from rlgraph.compiler.transport import with_transport
 from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of
+from rlgraph.engines.hf_export.folder import Exported
+from rlgraph.engines.hf_export.layout import ExportDtype
 from rlgraph.errors import DataError, PlanError, PlanWarning
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
@@ -22,6 +24,7 @@ from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
 from rlgraph.render.mermaid import mermaid
+from rlgraph.render.model_card import model_card
 from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.text import text
 from rlgraph.setting_types import Range
@@ -39,7 +42,9 @@ __all__ = [
     "compile",
     "draw",
     "draw_ray",
+    "export",
     "launch",
+    "model_card",
     "profile",
     "ray_dag",
     "record",
@@ -159,12 +164,14 @@ def launch(
     keep: Count = 2,
     restarts: Natural = 0,
     fresh: bool = False,
+    export_every: Count | None = None,
     transport: str | None = None,
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.sendable import check_sendable
+    from rlgraph.runtime.exports.models import chosen, trained_models
 
     graph = _checked_source(plan)
     check_sendable(graph)
@@ -173,15 +180,39 @@ def launch(
         raise PlanError(
             f"the plan is for {plan.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() instead"
         )
-    chosen = dispatch or ("calls" if plan.cluster.hosts > 1 else "compiled_graph")
-    if chosen == "compiled_graph" and plan.cluster.hosts > 1:
+    dispatch_name = dispatch or ("calls" if plan.cluster.hosts > 1 else "compiled_graph")
+    if dispatch_name == "compiled_graph" and plan.cluster.hosts > 1:
         raise PlanError(
             f"dispatch='compiled_graph' and {plan.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
             "launch with dispatch='calls'"
         )
-    recovery = _recovery(checkpoint, every, keep, restarts, fresh)
+    recovery = _recovery(checkpoint, every, keep, restarts, fresh, export_every)
+    if export_every is not None:
+        chosen(trained_models(graph, plan), None, "launch(export_every=)")
     plan = plan if transport is None else with_transport(plan, transport)
-    return Job(graph, plan, dispatch_name=chosen, deadline_s=deadline_s, recovery=recovery)
+    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery)
+
+
+@checked(PlanError)
+def export(checkpoint: str | Path, folder: str | Path, dtype: ExportDtype = "bfloat16", policy: str | None = None) -> Exported:
+    """Write a model of a checkpoint as a Hugging Face folder, as `Job.export` does for a running job.
+
+    >>> import rlgraph as rg
+    >>> rg.export("runs/grpo/checkpoints", "model")  # doctest: +SKIP
+    Exported(folder=PosixPath('model'), step=740, dtype='bfloat16', parameters=134515008, bytes=269060344)
+    >>> rg.export("no/checkpoints", "model", dtype="float32")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; give a folder as `step-00000100`, or ...
+
+    The checkpoint is one as `step-00000740`, or a folder of them, whose newest is meant. It reads what any number of ranks saved, one shard
+    of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models, as `policy="critic"`.
+
+    Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
+    room, and a model whose own folder is gone; nothing is left then.
+    """
+    from rlgraph.runtime.exports.checkpoint import export_checkpoint
+
+    return export_checkpoint(checkpoint, folder, dtype, policy, model_card)
 
 
 def run_here(plan: Plan) -> "LocalJob":
@@ -226,15 +257,19 @@ def _checked_source(plan: Plan) -> Graph:
     return plan.source
 
 
-def _recovery(checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool) -> "Recovery | None":
+def _recovery(
+    checkpoint: str | Path | None, every: int, keep: int, restarts: int, fresh: bool, export_every: int | None
+) -> "Recovery | None":
     """Make the checkpoint settings of a launch; None without a folder. Raises PlanError for settings without a folder."""
     from rlgraph.runtime.checkpoint.store import Recovery
 
     if checkpoint is None:
-        if (every, keep, restarts, fresh) != (10, 2, 0, False):
-            raise PlanError("launch(every=, keep=, restarts=, fresh=) are about checkpoints; say where: launch(checkpoint='folder', ...)")
+        if (every, keep, restarts, fresh, export_every) != (10, 2, 0, False, None):
+            raise PlanError(
+                "launch(every=, keep=, restarts=, fresh=, export_every=) are about checkpoints; say where: launch(checkpoint='folder', ...)"
+            )
         return None
-    return Recovery(Path(checkpoint), every, keep, restarts, fresh)
+    return Recovery(Path(checkpoint), every, keep, restarts, fresh, export_every)
 
 
 @checked(PlanError)

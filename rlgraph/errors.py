@@ -175,3 +175,7 @@ class DispatchError(RlgraphError):
 
 class CheckpointError(RlgraphError):
     """A checkpoint cannot be written, or this run cannot continue from it."""
+
+
+class ExportError(RlgraphError):
+    """A model cannot be exported; nothing is left under the folder's name."""

@@ -18,6 +18,7 @@ from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph
 from rlgraph.settings import Count, Natural, Seconds, checked
 
 if TYPE_CHECKING:
+    from rlgraph.analysis.card_facts import CardFacts
     from rlgraph.analysis.run import Run
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
@@ -231,6 +232,7 @@ class Facade(Protocol):
     def draw(self, plan: "Plan", path: str | Path) -> None: ...
     def timeline(self, plan: "Plan", path: str | Path, steps: int) -> None: ...
     def report(self, run: "Run", path: str | Path) -> Path: ...
+    def model_card(self, plan: "Plan", facts: "CardFacts") -> str: ...
     def run_here(self, plan: "Plan") -> "LocalJob": ...
     def ray_dag(self, plan: "Plan", actors: Mapping[str, Any]) -> Any: ...
 
@@ -298,6 +300,7 @@ class Plan:
         keep: Count = 2,
         restarts: Natural = 0,
         fresh: bool = False,
+        export_every: Count | None = None,
         transport: str | None = None,
     ) -> "Job":
         """Make the job, for a `with` block: the block starts the workers on Ray and ends them when it is left.
@@ -308,6 +311,7 @@ class Plan:
         `checkpoint` is a folder: the job writes a checkpoint into it every `every` steps and at the end, and keeps the newest `keep`. A job
         whose folder holds checkpoints resumes from the newest (`fresh=True` moves them aside and starts anew). `restarts` is how often
         the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
+        `export_every` also writes the policy as a Hugging Face folder, `exports/step-…` in the folder of checkpoints, every so many steps.
         `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
 
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
@@ -322,6 +326,7 @@ class Plan:
             keep=keep,
             restarts=restarts,
             fresh=fresh,
+            export_every=export_every,
             transport=transport,
         )
 

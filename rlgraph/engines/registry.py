@@ -3,11 +3,15 @@
 A new engine is one file with a `SPEC` and one line in a table below. Nothing outside this folder compares an engine's name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
+import torch
+
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.costs.estimates import Estimates, Need, Workload, fully_sharded, master_weights, moments
 from rlgraph.engines.api import GenerateEngine, TrainEngine
 from rlgraph.engines.load import Place
@@ -46,12 +50,21 @@ class EngineSpec(Estimates):
         return setting in self.settings or (setting == "tensor_parallel" and self.spans_devices)
 
 
+@dataclass(frozen=True)
+class SavedShard:
+    """A box of a parameter in a saved state: `box` has no memory (its tensor is on the "meta" device), and `read` reads the tensor."""
+
+    box: WeightShard
+    read: Callable[[], torch.Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Estimates):
     """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` take its name or the spec itself.
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
-    fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`. The default estimates assume
+    fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`. `saved_shards(folder)` finds the
+    weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job exports. The default estimates assume
     float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host memory in `sleep`. While it loads, a
     rank is taken to hold the whole float32 weights, unless it `reads_shards`.
 
@@ -65,6 +78,7 @@ class TrainerSpec(Estimates):
     name: Name
     load: Callable[[Any, Place], TrainEngine]
     settings: tuple[TrainerSetting, ...] = ()
+    saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights
     memory_estimate: Callable[[Workload], Need] = fully_sharded

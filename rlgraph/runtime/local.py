@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,10 +13,15 @@ from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import Plan
 from rlgraph.compiler.schedule import Span
+from rlgraph.engines.hf_export.folder import Exported, check_target
+from rlgraph.engines.hf_export.layout import ExportDtype, ExportLayout
+from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.runtime.checkpoint.store import Checkpoints
+from rlgraph.runtime.exports.models import chosen, trained_models
+from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
 from rlgraph.runtime.measure import Step, bits, timings
 from rlgraph.runtime.worker.executor import Loop, Worker
 from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
@@ -34,7 +40,7 @@ class LocalJob:
         for worker in plan.workers:
             if worker.world > 1:
                 raise PlanError(f"worker '{worker.name}' is one of {worker.world} ranks, which need a process each; launch the plan on Ray")
-        self.plan = plan
+        self.plan, self._graph = plan, graph
         self._here: dict[str, Any] = {}  # what the ends of its channels share
         self.checkpoints = checkpoints
         if checkpoints is not None:
@@ -109,6 +115,21 @@ class LocalJob:
             if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
                 self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
 
+    @checked(PlanError)
+    def export(self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None) -> Exported:
+        """Write the trained model as a Hugging Face folder; see `Job.export`."""
+        where = f"export('{folder}')"
+        model = chosen(trained_models(self._graph, self.plan), policy, where)
+        check_target(folder)
+        check_source(model, where)
+        engine = next(p.worker.context.engine for p in self.progress.values() if p.worker.spec.worker.model == model.name)
+        card = model_card(self._graph, self.plan, model, self._finished, dtype, {}, {})
+
+        def write(path: Path, layout: ExportLayout) -> None:
+            write_shards(path, layout, engine.weight_shards())
+
+        return write_export(folder, Source(model, self._finished, card), dtype, [boxes(engine.weight_shards())], write)
+
     def _fire(self, step: int, until: int) -> None:
         """Fire every node that has not fired for `step`, of the workers that must reach it: they go to `until` plus their lookahead."""
         for event in self.plan.schedule.events:
@@ -141,4 +162,6 @@ class LocalJob:
             spans += times
         seconds = sum(s.end_s - s.start_s for s in spans)
         metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(step)}
+        if self.checkpoints is not None:
+            self.checkpoints.note(step, metrics)
         return Step(step, metrics, int(metrics.get("staleness/max", 0)), seconds)

@@ -7,6 +7,7 @@ import msgspec
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
 from rlgraph.compiler.plan import ChannelEnd
 from rlgraph.compiler.schedule import Sampled, Span
+from rlgraph.engines.hf_export.layout import ExportLayout, ShardBox
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -153,14 +154,42 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
+class DescribeShards(msgspec.Struct, tag=True, frozen=True):
+    """Describe the shards of the model that this worker trains; no step is at work."""
+
+
+class ShardsDescribed(msgspec.Struct, tag=True, frozen=True):
+    """What a worker holds of its model, after `step` steps."""
+
+    worker: str
+    step: int
+    boxes: list[ShardBox]
+
+
+class WriteShards(msgspec.Struct, tag=True, frozen=True):
+    """Write the shards of the model into the files of an export, which are there."""
+
+    folder: str
+    layout: ExportLayout
+
+
+class ShardsWritten(msgspec.Struct, tag=True, frozen=True):
+    """A worker has written its shards; or the disk `refused` them, with the number of the system's error."""
+
+    worker: str
+    refused: str = ""
+    number: int = 0
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Close everything and end."""
 
 
 MOST_BYTES = 1 << 26  # of a message; a report of many spans has some thousand
 
+Exporting: TypeAlias = DescribeShards | ShardsDescribed | WriteShards | ShardsWritten
 Message: TypeAlias = (
-    Hello | Opened | Join | Ready | Report | SampledRows | SampleRequest | Failure | Saved | NotSaved | Go | Save | Shutdown
+    Hello | Opened | Join | Ready | Report | SampledRows | SampleRequest | Failure | Saved | NotSaved | Go | Save | Exporting | Shutdown
 )
 
 _encoder = msgspec.msgpack.Encoder()

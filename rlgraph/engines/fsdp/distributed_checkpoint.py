@@ -4,6 +4,7 @@ torch.distributed.checkpoint does the work, but for its messages between ranks, 
 is read back can run code either.
 """
 
+import functools
 import os
 import pickle
 import warnings
@@ -16,17 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.fsdp import state_shards
 from rlgraph.engines.fsdp.exchange import RankFailed, of_all
+from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
 
 State = Mapping[str, torch.Tensor]  # DTensors where the ranks have rows of their own, else the same tensor on each
+WEIGHTS = "weights."  # begins their names in a state
 CONTENTS = "torch.distributed.checkpoint.metadata"
 ALLOWED = {  # what a table of contents is made of; a pickle that asks for anything else is refused
     *((CONTENTS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata")),
@@ -47,7 +52,7 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
         if not held:
             held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             held["exp_avg"], held["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        found[f"weights.{name}"] = parameter.detach()
+        found[f"{WEIGHTS}{name}"] = parameter.detach()
         found |= {f"moments.{name}.{key}": value for key, value in held.items()}
     return found
 
@@ -142,6 +147,37 @@ def read(folder: Path, state: State) -> None:
             load(dict(state), storage_reader=reader, no_dist=True)  # a rank finds by itself what it reads
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+
+
+def weights_of(folder: Path) -> Iterator[SavedShard]:
+    """Find the weights of a written state, in the boxes in which the ranks wrote them; each is read by itself.
+
+    Raises CheckpointError for a folder that holds no such state.
+    """
+    reader = _Reader(folder)
+    try:
+        contents = reader.read_metadata()
+    except (OSError, pickle.UnpicklingError, AssertionError) as error:
+        raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+    reader.set_up_storage_reader(contents, is_coordinator=False)
+    for name, held in contents.state_dict_metadata.items():
+        if name.startswith(WEIGHTS) and isinstance(held, TensorStorageMetadata):
+            for number, chunk in enumerate(held.chunks):
+                place = MetadataIndex(name, chunk.offsets, number)
+                empty = torch.empty(chunk.sizes, dtype=held.properties.dtype, device="meta")
+                box = WeightShard(name.removeprefix(WEIGHTS), tuple(held.size), tuple(chunk.offsets), empty)
+                yield SavedShard(box, functools.partial(_read_piece, reader, contents, place, empty))
+
+
+def _read_piece(reader: FileSystemReader, contents: Metadata, place: MetadataIndex, empty: torch.Tensor) -> torch.Tensor:
+    """Read one piece of a tensor, as it was written."""
+    into = torch.empty_like(empty, device="cpu")
+    at = torch.Size([0] * into.dim())
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({place.fqn: into}, contents, is_coordinator=False)
+    item = ReadItem(LoadItemType.TENSOR, MetadataIndex(place.fqn), at, place, at, into.size())
+    reader.read_data(LoadPlan([item]), planner).wait()
+    return into
 
 
 def writing_group(world: int, timeout: Any) -> Any:

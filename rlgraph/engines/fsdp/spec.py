@@ -1,11 +1,13 @@
 """The trainer "fsdp" for the registry."""
 
 import logging
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
-from rlgraph.engines.registry import TrainerSpec
+from rlgraph.engines.registry import SavedShard, TrainerSpec
 
 log = logging.getLogger("rlgraph.engines")
 
@@ -45,4 +47,17 @@ def load(model: Any, place: Place) -> TrainEngine:
     )
 
 
-SPEC = TrainerSpec(name="fsdp", load=load, settings=("micro_batch_tokens", "recompute", "compiled", "self_test"), reads_shards=True)
+def saved_shards(folder: Path) -> Iterable[SavedShard]:
+    """Find the weights in a state that the engine saved."""
+    from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
+
+    return weights_of(folder)
+
+
+SPEC = TrainerSpec(
+    name="fsdp",
+    load=load,
+    settings=("micro_batch_tokens", "recompute", "compiled", "self_test"),
+    reads_shards=True,
+    saved_shards=saved_shards,
+)

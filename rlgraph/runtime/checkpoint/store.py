@@ -24,10 +24,12 @@ from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.checkpoint.fingerprint import difference, fingerprint
 from rlgraph.runtime.checkpoint.worker_snapshot import unfinished_name
+from rlgraph.runtime.exports.models import trained_models
 from rlgraph.runtime.messages import CheckpointShard, NotSaved, Saved
 from rlgraph.runtime.worker.spec import Resume, Start
 
 FORMAT = 1
+EXPORTS = "exports"  # the folder of exports, among the checkpoints
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Recovery:
     keep: int
     restarts: int = 0
     fresh: bool = False
+    export_every: int | None = None
+
+    def export(self, step: int) -> Path:
+        """The folder of the export after `step` steps."""
+        return self.folder / EXPORTS / _name(step)
 
 
 @dataclass
@@ -58,6 +65,7 @@ class Checkpoints:
     troubles: list[str] = field(default_factory=list)  # checkpoints that could not be written, in words, not yet told
     shards: dict[int, dict[str, CheckpointShard]] = field(default_factory=dict)
     failed: dict[int, set[str]] = field(default_factory=dict)  # the workers that could not write their shard
+    figures: dict[int, Mapping[str, float]] = field(default_factory=dict)  # metrics of steps that a model card tells
     _lock: int = -1
 
     def open(self) -> None:
@@ -149,6 +157,8 @@ class Checkpoints:
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
             "settings": graph_settings(self.graph, self.plan),
+            "models": msgspec.to_builtins(trained_models(self.graph, self.plan)),
+            "figures": {"first": self.figures.get(0, {}), "last": self.figures.get(step - 1, {})},
             "parts": [msgspec.to_builtins(shards[worker.name]) for worker in self.plan.workers],
         }
         _write(unfinished / "plan.json", self.plan.to_json())
@@ -161,27 +171,14 @@ class Checkpoints:
 
     def _check(self, folder: Path) -> None:
         """Raise CheckpointError unless the checkpoint is whole and of this graph."""
-        fix = f"; delete '{folder}' to go on from the one before, or launch with fresh=True"
-        try:
-            text = (folder / "manifest.json").read_text()
-            if hashlib.sha256(text.encode()).hexdigest() != (folder / "manifest.sha256").read_text():
-                raise CheckpointError(f"checkpoint '{folder}': manifest.json is not what was written{fix}")
-            manifest = json.loads(text)
-            for written in (w for shard in msgspec.convert(manifest["parts"], list[CheckpointShard]) for w in shard.written):
-                with (folder / written.path).open("rb") as data:
-                    found = hashlib.file_digest(data, "sha256").hexdigest()
-                if found != written.sha256:
-                    raise CheckpointError(f"checkpoint '{folder}': '{written.path}' is not what was written{fix}")
-        except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
-            raise CheckpointError(f"checkpoint '{folder}' is not whole ({error}){fix}") from None
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint '{folder}' has format {manifest['format']}, this version reads {FORMAT}{fix}")
+        manifest = checked_manifest(folder, f"; delete '{folder}' to go on from the one before, or launch with fresh=True")
         found = difference(manifest["graph"], fingerprint(self.graph, self.plan)) or difference(
             manifest["cursors"], self._cursors(self.newest)
         )
         if found:
             raise CheckpointError(f"checkpoint '{folder}' is of another graph: {found}; give another folder, or launch with fresh=True")
         self.set_aside = tuple(manifest["set_aside"])
+        self.figures = {0: manifest.get("figures", {}).get("first", {})}
 
     def _cursors(self, step: int) -> dict[str, Mapping[str, Any]]:
         """Collect the position of each source of data after `step` steps."""
@@ -190,19 +187,54 @@ class Checkpoints:
 
     def _put_away(self) -> None:
         """Move the checkpoints of earlier runs aside; nothing is deleted."""
-        steps = self._steps()
-        if steps:
+        steps, exports = self._steps(), self.recovery.folder / EXPORTS
+        if steps or exports.exists():
             names = (self.recovery.folder / f"earlier-{number}" for number in range(1, 10_000))
             earlier = next(path for path in names if not path.exists())
             earlier.mkdir()
             for step in steps:
                 self._path(step).rename(earlier / self._path(step).name)
+            if exports.exists():
+                exports.rename(earlier / EXPORTS)
+
+    def note(self, index: int, metrics: Mapping[str, float]) -> None:
+        """Remember the metrics of a step for the figures of a model card: those of the first one, and of steps not yet saved."""
+        self.figures = {step: found for step, found in self.figures.items() if step in (0, index) or step >= self.newest - 1}
+        self.figures[index] = metrics
 
     def _path(self, step: int) -> Path:
-        return self.recovery.folder / f"step-{step:08d}"
+        return self.recovery.folder / _name(step)
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.recovery.folder.glob("step-" + "[0-9]" * 8))
+        return sorted(checkpoint_steps(self.recovery.folder))
+
+
+def checked_manifest(folder: Path, fix: str = "; export an older one") -> dict[str, Any]:
+    """Read the manifest of a checkpoint, and compare all its files with it. Raises CheckpointError, which ends with `fix`."""
+    try:
+        text = (folder / "manifest.json").read_text()
+        if hashlib.sha256(text.encode()).hexdigest() != (folder / "manifest.sha256").read_text():
+            raise CheckpointError(f"checkpoint '{folder}': manifest.json is not what was written{fix}")
+        manifest: dict[str, Any] = json.loads(text)
+        for written in (w for shard in msgspec.convert(manifest["parts"], list[CheckpointShard]) for w in shard.written):
+            with (folder / written.path).open("rb") as data:
+                found = hashlib.file_digest(data, "sha256").hexdigest()
+            if found != written.sha256:
+                raise CheckpointError(f"checkpoint '{folder}': '{written.path}' is not what was written{fix}")
+    except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"checkpoint '{folder}' is not whole ({error}){fix}") from None
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint '{folder}' has format {manifest['format']}, this version reads {FORMAT}{fix}")
+    return manifest
+
+
+def checkpoint_steps(folder: Path) -> dict[int, Path]:
+    """Find the checkpoints in a folder, by their steps."""
+    return {int(path.name.removeprefix("step-")): path for path in folder.glob("step-" + "[0-9]" * 8)}
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _write(file: Path, text: str) -> None:

@@ -20,9 +20,12 @@ from rlgraph.compiler.schedule import Sampled, Span
 from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.trace import Trace
-from rlgraph.errors import CheckpointError, PlanError, RlgraphError
+from rlgraph.engines.hf_export.folder import Exported
+from rlgraph.engines.hf_export.layout import ExportDtype
+from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.driver.exporting import JobExports
 from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
 from rlgraph.runtime.driver.restarts import Restarts
@@ -66,6 +69,7 @@ class Job:
         self._sample_request: SampleRequest | None = None
         self._sampled_rows: dict[int, list[SampledRows]] = {}
         self.before_commit: Callable[[], None] = lambda: None  # what a recorder still has to write of the steps of a checkpoint
+        self._exports = JobExports(graph, plan, self._checkpoints)
 
     def _new_session(self, start: Start | None = None, patience_s: float = 0.0) -> Session:
         dispatch_name, deadline_s = self._dispatch_name, self._deadline_s
@@ -129,7 +133,9 @@ class Job:
         self._asked += count
         while self._finished < (last := self._last()):
             self._session.check_runs()
-            yield self._next(last)
+            step = self._next(min(last, self._exports.next_due(self._finished)))
+            self._export_due()
+            yield step
             self._settle()
         if self._signals.asked is not None:
             self.close()
@@ -233,6 +239,9 @@ class Job:
         metrics = averaged(report.metrics for report in reports)
         metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         behind = int(metrics.get("staleness/max", 0))
+        self._exports.note(metrics)
+        if self._checkpoints is not None:
+            self._checkpoints.note(index, metrics)
         self._monitor.check(index, spans, behind, {slots.end: slots.peak for report in reports for slots in report.slots})
         self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
@@ -276,6 +285,39 @@ class Job:
         if text not in self.notices:
             self.notices = (*self.notices, text)
             self._say(text)
+
+    @checked(PlanError)
+    def export(self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None) -> Exported:
+        """Write the trained model as a Hugging Face folder, which transformers, vLLM and others load; `docs/export.md` says what is in it.
+
+            with plan.launch() as job:
+                for step in job.steps(100):
+                    ...
+                print(job.export("model"))  # model: 134,515,008 parameters after step 100, bfloat16, 0.27 GB
+
+        Every worker of the model writes its own rows, and none gathers it. Asked for between two steps, the workers first finish the
+        steps that are at work: `Exported.step` says how many steps the weights have seen. `policy` names one of several trained models.
+
+        Raises ExportError for a folder that exists or cannot be written, and for a disk without room: nothing is left, and the job goes on.
+        A worker that dies meanwhile is an error as in `steps`, unless a restart is left; then the export is to be asked for again.
+        """
+        self._session.check_runs()
+        try:
+            return self._exports.write(self._session, folder, dtype, policy)
+        except ExportError:
+            raise
+        except RlgraphError as error:
+            self._start_again(error)
+            raise ExportError(f"export('{folder}'): {str(error).splitlines()[0]}\nthe workers were started again; export later") from error
+
+    def _export_due(self) -> None:
+        """Make the export that is due after the last step. One that fails does not stop the run."""
+        folder = self._exports.due(self._finished)
+        if folder is not None:
+            try:
+                self.export(folder)
+            except ExportError as error:
+                self._say(f"{error}\nthe run goes on without this export")
 
     def spans(self) -> Sequence[Span]:
         """The spans of each worker so far, in seconds from the first tick."""

@@ -155,6 +155,17 @@ class Session:
         """Ask every worker to complete the checkpoint after `step` steps, all of which are done; `news` tells when it has."""
         self._group.tell(messages.Save(step))
 
+    def shards(self, model: str) -> Sequence[messages.ShardsDescribed]:
+        """Ask the workers of a model for the shards that they hold, once the steps in flight are done. Raises as `step` does."""
+        return self._guarded(lambda: self._group.shards(self._workers_of(model)))
+
+    def write_shards(self, model: str, order: messages.WriteShards) -> Sequence[messages.ShardsWritten]:
+        """Have the workers of a model write their shards of an export. Raises as `step` does."""
+        return self._guarded(lambda: self._group.write_shards(self._workers_of(model), order))
+
+    def _workers_of(self, model: str) -> Sequence[str]:
+        return [worker.name for worker in self.plan.workers if worker.model == model]
+
     def listen(self) -> None:
         """Wait for a worker's message. Raises as `step` does."""
         self._guarded(self._group.listen)

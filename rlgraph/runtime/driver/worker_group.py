@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import AuthenticationError
+from typing import TypeVar
 
 from rlgraph.channels.host.connection import Connection
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
@@ -21,6 +22,7 @@ from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog
 from rlgraph.runtime.worker.activity import described
 from rlgraph.runtime.worker.heartbeat import Heartbeat
 
+T = TypeVar("T")
 CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
 IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, where a peer may have gone away
 START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
@@ -46,6 +48,8 @@ class WorkerGroup:
         self._reports: dict[int, dict[str, messages.Report]] = {}
         self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
         self.sampled: list[messages.SampledRows] = []  # that nobody has taken yet
+        self._shards: dict[str, messages.ShardsDescribed] = {}
+        self._written: dict[str, messages.ShardsWritten] = {}
         self._failures: list[messages.Failure] = []
         self._dead: dict[str, str] = {}  # with the reason, if the connection gave one
 
@@ -76,9 +80,9 @@ class WorkerGroup:
         self.connections[hello.worker] = connection
         self._selector.register(connection, selectors.EVENT_READ, hello.worker)
 
-    def tell(self, message: messages.Message) -> None:
-        """Send a message to every worker that is still there."""
-        for connection in self.connections.values():
+    def tell(self, message: messages.Message, to: Collection[str] | None = None) -> None:
+        """Send a message to every worker that is still there, or to some of them."""
+        for connection in [connection for name, connection in self.connections.items() if to is None or name in to]:
             with contextlib.suppress(OSError):  # the worker is dead: the next `_listen` reports it
                 messages.send(connection, message)
 
@@ -120,6 +124,22 @@ class WorkerGroup:
         while not self._listen(self._names, since_s, self.deadline_s):
             if (silent_s := time.monotonic() - since_s) > 2 * self.deadline_s:
                 raise ChannelTimeout(f"no worker has said anything for {silent_s:.1f} s{self.watchdog.account([])}")
+
+    def shards(self, workers: Collection[str]) -> Sequence[messages.ShardsDescribed]:
+        """Ask workers for the shards that they hold, when no step is at work. Raises as `reports` does."""
+        return self._answers(messages.DescribeShards(), workers, self._shards)
+
+    def write_shards(self, workers: Collection[str], order: messages.WriteShards) -> Sequence[messages.ShardsWritten]:
+        """Have workers write their shards of an export, and wait for all of them. Raises as `reports` does."""
+        return self._answers(order, workers, self._written)
+
+    def _answers(self, order: messages.Message, workers: Collection[str], heard: dict[str, T]) -> Sequence[T]:
+        heard.clear()
+        self.tell(order, workers)
+        since_s = time.monotonic()
+        while missing := [name for name in workers if name not in heard]:
+            self._listen(missing, since_s, self.deadline_s)
+        return [heard[name] for name in workers]
 
     def until_gone(self, timeout_s: float) -> bool:
         """Wait until every worker has closed its end; False if the time ran out."""
@@ -183,6 +203,10 @@ class WorkerGroup:
                 self.saved.append(message)
             case messages.SampledRows():
                 self.sampled.append(message)
+            case messages.ShardsDescribed():
+                self._shards[name] = message
+            case messages.ShardsWritten():
+                self._written[name] = message
             case messages.Failure():
                 self._failures.append(message)
             case _:

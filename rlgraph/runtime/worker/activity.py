@@ -8,7 +8,7 @@ from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.compiler.time_sharing import sleep_event, wake_event
 
 ActivityKind: TypeAlias = Literal[
-    "idle", "open", "connect", "load_engine", "fire", "probe", "take", "put", "receive", "publish", "load", "wake", "sleep"
+    "idle", "open", "connect", "load_engine", "fire", "probe", "take", "put", "receive", "publish", "load", "wake", "sleep", "export"
 ]
 KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
 WAITS: frozenset[ActivityKind] = frozenset(("take", "put", "receive"))
@@ -20,8 +20,8 @@ class Activity:
     """What a worker began last: of which `node`, on which `edge` (a channel or a feedback edge), with which `version` of the weights.
 
     `idle` lies between two steps; `open`, `connect` and `load_engine` before the first. `take` waits for a message, `put` for room,
-    `receive` for a version. `probe` fires a node for one prompt alone, whose number in the batch is `prompt`. The others are events
-    of the plan.
+    `receive` for a version. `export` lies between two steps. `probe` fires a node for one prompt alone, whose number in the batch is
+    `prompt`. The others are events of the plan.
 
     >>> str(Activity("take", "update", "rollout")), str(Activity("load", "rollout", "weights", 3))
     ("waiting for channel 'rollout'", "loading version 3 of 'weights' before node 'rollout'")
@@ -84,6 +84,8 @@ def described(activity: Activity, plan: Plan | None = None) -> str:
             return f"loading version {version} of '{edge}' before node '{node}'"
         case "wake":
             return f"giving its engine the devices ('{wake_event(node)}')"
+        case "export":
+            return "writing its shards of an export"
         case "sleep":
             return f"taking the devices from its engine ('{sleep_event(node)}')"
 

@@ -6,6 +6,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlgraph import notices
@@ -16,9 +17,11 @@ from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Span
+from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.runtime import messages
+from rlgraph.runtime.exports.write import boxes
 from rlgraph.runtime.worker.activity import IDLE, Activity
 from rlgraph.runtime.worker.executor import Loop, Worker
 from rlgraph.runtime.worker.heartbeat import StatusWriter, status_path
@@ -170,6 +173,36 @@ class Process:
         except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
             self._fail(step, self.progress.worker.doing, error)
 
+    def _export(self, step: int, order: messages.DescribeShards | messages.WriteShards) -> None:
+        try:
+            if isinstance(order, messages.DescribeShards):
+                self._describe_shards()
+            else:
+                self._write_shards(order)
+        except Exception as error:  # noqa: BLE001 (the outer edge of a worker)
+            self._fail(step, "export", error)
+
+    def _describe_shards(self) -> None:
+        assert self.progress is not None
+        shards = self.progress.worker.context.engine.weight_shards()
+        self._tell(messages.ShardsDescribed(self.name, self.progress.fired, boxes(shards)))
+
+    def _write_shards(self, order: messages.WriteShards) -> None:
+        assert self.progress is not None
+        step = self.progress.fired
+
+        def on_bytes(count: int) -> None:  # enters the activity again, so that a large export is no stall
+            self.status.enter(step, Activity("export"))
+
+        on_bytes(0)
+        try:
+            write_shards(Path(order.folder), order.layout, self.progress.worker.context.engine.weight_shards(), on_bytes)
+        except OSError as error:
+            self._tell(messages.ShardsWritten(self.name, str(error), error.errno or 0))
+        else:
+            self._tell(messages.ShardsWritten(self.name))
+        self.status.enter(step, IDLE)
+
     def _tell(self, message: messages.Message) -> None:
         with self._speaking:
             messages.send(self.control, message)
@@ -199,6 +232,8 @@ class Process:
                 self.progress.worker.tap.request = message
             if isinstance(message, messages.Save):
                 self._save(message.step)
+            if isinstance(message, messages.DescribeShards | messages.WriteShards):
+                self._export(step, message)
             if isinstance(message, messages.Shutdown):
                 self.stopped = True
                 if self.progress is not None:

@@ -1,0 +1,155 @@
+"""The folder of an export: it grows under a hidden name beside its place, and one rename makes it whole.
+
+Room for all weights is taken before the first one is written, so a full disk is found at once. A killed export leaves only a hidden
+folder, which the next export to that place removes.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlgraph.engines.hf_export.layout import INDEX, ExportDtype, ExportLayout
+from rlgraph.errors import ExportError
+
+GROWING = ".export"  # ends the hidden name
+NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "the system does not allow files so large"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export that is whole: its folder, the steps of the run that its weights have seen, their dtype, number and bytes.
+
+    `print` shows it on one line.
+    """
+
+    folder: Path
+    step: int
+    dtype: ExportDtype
+    parameters: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.parameters:,} parameters after step {self.step}, {self.dtype}, {self.bytes / 1e9:.2f} GB"
+
+
+def check_target(folder: str | Path) -> Path:
+    """Check the place of an export before anything starts, and return it as an absolute path.
+
+    Raises ExportError if there is something already, or its parent cannot be written.
+    """
+    target = Path(os.path.abspath(folder))
+    if os.path.lexists(target):
+        raise ExportError(
+            f"export('{folder}'): there is something of this name; an export replaces nothing: give another name, or remove it"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"export('{folder}'): its parent folder cannot be made ({error}); give a folder that can") from None
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ExportError(f"export('{folder}'): '{target.parent}' cannot be written; give a folder that can")
+    return target
+
+
+class GrowingExport:
+    """An export that is being written, under a hidden name; `finish` makes it whole, `discard` leaves nothing.
+
+    A context manager: left before `finish`, it discards. Raises ExportError for a place that `check_target` refuses, and where the disk
+    has no room.
+    """
+
+    def __init__(self, folder: str | Path, layout: ExportLayout) -> None:
+        self.target, self._layout = check_target(folder), layout
+        self.path = self.target.parent / f".{self.target.name}-{secrets.token_hex(4)}{GROWING}"
+        self._lock = -1
+        _sweep(self.target)
+
+    def __enter__(self) -> "GrowingExport":
+        try:
+            self.path.mkdir(mode=0o700)
+            self._lock = _locked(self.path)
+            self._take_room()
+        except OSError as error:
+            self.discard()
+            raise self.failed(error) from error
+        except BaseException:
+            self.discard()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def _take_room(self) -> None:
+        for file in self._layout.files:
+            handle = os.open(self.path / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(handle, 0, file.bytes)
+                os.pwrite(handle, file.header, 0)
+            finally:
+                os.close(handle)
+        if len(self._layout.files) > 1:
+            (self.path / INDEX).write_text(self._layout.index())
+
+    def finish(self) -> None:
+        """Sync what lies in the folder, and give it its name. Raises ExportError if the disk fails or the name is taken by now."""
+        try:
+            for file in (file for file in self.path.rglob("*") if file.is_file()):
+                _sync(file)
+            self.path.chmod(0o755)
+            _sync(self.path)
+            if os.path.lexists(self.target):
+                raise FileExistsError(errno.EEXIST, "somebody else made it meanwhile")
+            self.path.rename(self.target)
+            _sync(self.target.parent)
+        except OSError as error:
+            raise self.failed(error) from error
+
+    def discard(self) -> None:
+        """Remove what has not become whole."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def failed(self, error: OSError) -> ExportError:
+        why = NO_ROOM.get(error.errno or 0)
+        if why is None:
+            return ExportError(f"export('{self.target}'): {type(error).__name__}: {error}; nothing is left there")
+        free = shutil.disk_usage(self.target.parent).free
+        return ExportError(
+            f"export('{self.target}'): {why}: it takes {self._layout.bytes / 1e9:.3f} GB as {self._layout.dtype}, and {free / 1e9:.3f} GB "
+            "are free there; make room or give a folder on another disk. Nothing is left there"
+        )
+
+
+def _locked(path: Path) -> int:
+    """Lock a folder while this process lives, so that no other one takes it for a dead one's; -1 where the file system has no locks."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return -1
+    return handle
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed exports to the same place have left."""
+    for left in target.parent.glob(f".{target.name}-????????{GROWING}"):
+        handle = _locked(left)
+        if handle >= 0:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,120 @@
+"""The layout of exported weights: which safetensors file holds a parameter, and at which byte, before any weight is written.
+
+Every rank writes its own boxes to these places, so no rank needs what another one holds.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+import torch
+
+Numbers: TypeAlias = tuple[int, ...]
+ExportDtype: TypeAlias = Literal["bfloat16", "float32"]
+DTYPES: Mapping[str, tuple[str, torch.dtype]] = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
+MOST_FILE_BYTES = 5_000_000_000  # as hubs ask for; a larger parameter gets a file of its own
+ALIGNMENT = 8  # of the first tensor, as in files that safetensors writes
+INDEX = "model.safetensors.index.json"
+
+assert set(DTYPES) == set(get_args(ExportDtype))
+
+
+class ShardBox(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a parameter that a rank holds, without its tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a parameter: it begins at byte `begin` of file number `file`. `source` is the trainer's name of it."""
+
+    name: str
+    source: str
+    shape: Numbers
+    file: int
+    begin: int
+
+
+class ExportFile(msgspec.Struct, frozen=True, array_like=True):
+    """A safetensors file: its name, its header with the 8 bytes of length in front, and its size."""
+
+    name: str
+    header: bytes
+    bytes: int
+
+
+class ExportLayout(msgspec.Struct, frozen=True, array_like=True):
+    """All files of an export and the places of its parameters, in `dtype`. It travels to the ranks that write.
+
+    >>> layout = planned({"norm.weight": ("norm.weight", (4,)), "head.weight": ("head.weight", (2, 4))}, "bfloat16")
+    >>> [(slot.name, slot.begin - layout.slots[0].begin) for slot in layout.slots]
+    [('head.weight', 0), ('norm.weight', 16)]
+    """
+
+    dtype: ExportDtype
+    files: list[ExportFile]
+    slots: list[Slot]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(prod(slot.shape) for slot in self.slots)
+
+    def index(self) -> str:
+        """Write the index of the files, as JSON."""
+        total = self.bytes - sum(len(file.header) for file in self.files)
+        places = {slot.name: self.files[slot.file].name for slot in self.slots}
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+
+
+def planned(parameters: Mapping[str, tuple[str, Numbers]], dtype: ExportDtype, most_bytes: int = MOST_FILE_BYTES) -> ExportLayout:
+    """Plan the files of parameters, given by their exported names as (trainer's name, shape): layer 2 before layer 10.
+
+    A single file is `model.safetensors`; several are numbered, as `model-00001-of-00002.safetensors`.
+    """
+    width = DTYPES[dtype][1].itemsize
+    groups: list[list[str]] = []
+    size = most_bytes + 1
+    for name in sorted(parameters, key=_natural):
+        own = prod(parameters[name][1]) * width
+        if size + own > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += own
+    files, slots = [], []
+    for number, names in enumerate(groups):
+        title = "model.safetensors" if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        header, ends = _header({name: parameters[name][1] for name in names}, dtype)
+        begins = [0, *ends[:-1]]
+        slots += [Slot(name, *parameters[name], number, len(header) + begin) for name, begin in zip(names, begins, strict=True)]
+        files.append(ExportFile(title, header, len(header) + ends[-1]))
+    return ExportLayout(dtype, files, slots)
+
+
+def _header(shapes: Mapping[str, Numbers], dtype: ExportDtype) -> tuple[bytes, Sequence[int]]:
+    """Write the header of a file, and where each of its tensors ends behind it."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends: list[int] = []
+    for name, shape in shapes.items():
+        begin = ends[-1] if ends else 0
+        ends.append(begin + prod(shape) * DTYPES[dtype][1].itemsize)
+        entries[name] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [begin, ends[-1]]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, ends
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

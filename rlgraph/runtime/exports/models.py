@@ -1,0 +1,48 @@
+"""The trained models of a graph, as an export and a checkpoint name them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from rlgraph.compiler.plan import Plan
+from rlgraph.errors import ExportError
+from rlgraph.graph.nodes import Graph
+from rlgraph.nodes.training.training import TrainedModel
+
+
+class TrainedEntry(msgspec.Struct, frozen=True):
+    """A trained model: its name in the plan, the folder it came from, what it scores, and the trainer that saves it."""
+
+    name: str
+    path: str
+    scores: Literal["log_probs", "values"]
+    trainer: str
+
+
+def trained_models(graph: Graph, plan: Plan) -> tuple[TrainedEntry, ...]:
+    """List the models that the graph trains and that have a Hugging Face folder, in the order of their updates."""
+    found: dict[str, TrainedEntry] = {}
+    for node in graph.nodes:
+        model = node.model
+        if node.traits.work == "train" and isinstance(model, TrainedModel):
+            name = plan.node(node.name).model or node.name
+            found.setdefault(name, TrainedEntry(name, model.path, model.scores, model.spec.name))
+    return tuple(found.values())
+
+
+def chosen(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:
+    """Choose the model to export: the one of this name, or the graph's only policy.
+
+    Raises ExportError where none is meant, or several may be.
+    """
+    names: Mapping[str, TrainedEntry] = {model.name: model for model in models}
+    if not names:
+        raise ExportError(f"{where}: the graph trains no model that has a Hugging Face folder; there is nothing to export")
+    if policy is not None and policy not in names:
+        raise ExportError(f"{where} has policy={policy!r}; the trained models are {list(names)}: name one of them")
+    policies = [model for model in models if model.scores == "log_probs"]
+    only = policies if len(policies) == 1 else list(models)
+    if policy is None and len(only) > 1:
+        raise ExportError(f"{where}: the graph trains {list(names)}; say which one: policy={next(iter(names))!r}")
+    return names[policy] if policy is not None else only[0]

@@ -1,0 +1,83 @@
+"""Write an export: describe what the ranks hold, lay out the files, let each rank write its boxes, add the rest, make it whole."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlgraph.analysis.card_facts import CardFacts
+from rlgraph.analysis.graph_settings import graph_settings
+from rlgraph.channels.weights.shards import WeightShard, parameters
+from rlgraph.compiler.plan import Plan
+from rlgraph.engines.hf_export.companions import write_companions
+from rlgraph.engines.hf_export.folder import Exported, GrowingExport
+from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, ExportDtype, ExportLayout, ShardBox, planned
+from rlgraph.engines.hf_export.names import exported
+from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.errors import ExportError, RlgraphError
+from rlgraph.graph.nodes import Graph
+from rlgraph.runtime.exports.models import TrainedEntry
+
+Metrics = Mapping[str, float]
+WriteBoxes = Callable[[Path, ExportLayout], None]  # on every rank; raises OSError or RlgraphError if one of them fails
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported: the model, the steps that its weights have seen, and the model card."""
+
+    model: TrainedEntry
+    step: int
+    card: str
+
+
+def boxes(shards: Iterable[WeightShard]) -> list[ShardBox]:
+    """Describe the boxes of a rank that it alone, or first of several, is to write."""
+    return [
+        ShardBox(shard.name, tuple(shard.global_shape), tuple(shard.offsets), tuple(shard.tensor.shape))
+        for shard in shards
+        if not shard.replica
+    ]
+
+
+def check_source(model: TrainedEntry, where: str) -> None:
+    """Raise ExportError if the folder that the model came from, whose config and tokenizer an export takes, is no longer there."""
+    try:
+        check_model(model.path)
+    except RlgraphError as error:
+        raise ExportError(f"{where}: config and tokenizer of '{model.name}' come from its folder, which cannot be used: {error}") from None
+
+
+def write_export(
+    folder: str | Path,
+    source: Source,
+    dtype: ExportDtype,
+    ranks: Sequence[Sequence[ShardBox]],
+    write: WriteBoxes,
+    most_file_bytes: int = MOST_FILE_BYTES,
+) -> Exported:
+    """Write an export of what the ranks hold. Raises ExportError, with nothing left, if it cannot become whole."""
+    where, model = f"export('{folder}')", source.model
+    whole = parameters([[_described(box) for box in rank] for rank in ranks])  # every element is held once
+    shapes = {name: parameter.shape for name, parameter in whole.items()}
+    layout = planned(exported(shapes, model.path, model.scores, where), dtype, most_file_bytes)
+    with GrowingExport(folder, layout) as growing:
+        try:
+            write_companions(growing.path, Path(model.path), dtype, model.scores)
+            (growing.path / CARD).write_text(source.card, encoding="utf-8")
+            write(growing.path, layout)
+        except OSError as error:
+            raise growing.failed(error) from error
+        growing.finish()
+    return Exported(growing.target, source.step, dtype, layout.parameters, layout.bytes)
+
+
+def model_card(graph: Graph, plan: Plan, model: TrainedEntry, step: int, dtype: ExportDtype, first: Metrics, last: Metrics) -> str:
+    """Write the model card of a run of the graph."""
+    return plan.facade.model_card(plan, CardFacts(model.name, model.path, step, dtype, graph_settings(graph, plan), first, last))
+
+
+def _described(box: ShardBox) -> WeightShard:
+    return WeightShard(box.name, box.shape, box.offsets, torch.empty(box.size, device="meta"))
