@@ -287,6 +287,11 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) 
     engines, adds what engines and ranks take there, and what waking and sleeping take.
 
     Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and the errors of `launch` and of the steps.
+
+    >>> import rlgraph as rg
+    >>> rg.profile([], rg.Cluster(cpus=2))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rlgraph.errors.PlanError: profile([]): graphs profiled together are at least one, with the same nodes; they ...
     """
     graphs = [graph] if isinstance(graph, Graph) else list(graph)
     plans = [compile(each, cluster) for each in graphs]

@@ -61,6 +61,15 @@ def record(
 
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
     each step, and reports on the steps since then. `quiet` prints nothing.
+
+    >>> import tempfile, rlgraph as rg
+    >>> @rg.node(reads="prompt_texts", writes="rewards")
+    ... def brevity(batch):
+    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    >>> plan = rg.compile(rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=4))), rg.Cluster(cpus=2))
+    >>> with plan.launch() as job:  # doctest: +SKIP
+    ...     print([step.index for step in rg.record(job, 3, tempfile.mkdtemp(), quiet=True)])
+    [0, 1, 2]
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -70,6 +70,11 @@ def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None =
     recorded firing is played again; on another number of devices its seconds are scaled by the cost functions fitted to the run.
 
     Raises PlanError if the record is missing or too short, or the plan does not allow the change.
+
+    >>> import rlgraph as rg
+    >>> rg.replay("no/such/run", depth=1)
+    Traceback (most recent call last):
+    rlgraph.errors.PlanError: replay('no/such/run'): there is no such trace; rg.record writes trace.json into its folder
     """
     if isinstance(trace, str | Path):
         path = Path(trace)

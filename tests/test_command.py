@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from played import played
+from simulated_run import played
 from tunable import build
 
 import rlgraph as rg

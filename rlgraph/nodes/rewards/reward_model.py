@@ -22,6 +22,12 @@ class RewardModel(Model):
     `batch_tokens` bounds the tokens of a batch, padding included. `label` chooses the output of a model with several. Prompt and
     response go through the model's chat template; without one they are joined. `dtype` "auto" is bfloat16 if the device computes in
     it, else float32.
+
+    >>> import rlgraph as rg
+    >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data)
+    >>> rg.RewardModel("scorer", pool=rg.Pool("scores")).rewards(answers).columns
+    ('rewards',)
     """
 
     role: ClassVar[str] = "reward_model"

@@ -35,6 +35,13 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
     correction or a filter, replaces `response_mask`.
 
     Raises GraphError for a column that the estimator reads and no input carries.
+
+    >>> import rlgraph as rg
+    >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data, group_size=8)
+    >>> rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], answers)
+    >>> rg.advantages(answers, rewards, estimator=rg.GRPO()).columns
+    ('advantages',)
     """
     if not callable(estimator) or isinstance(estimator, type) or not hasattr(estimator, "reads"):
         raise GraphError(f"node '{name}' has estimator={shown(estimator)}; pass an estimator object, as estimator=rg.GRPO()")

@@ -40,6 +40,13 @@ def rollout_correction(
     Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` where an input carries it.
     Metrics: `rollout_corr/...`, see `rlgraph.algorithms.diagnostics`.
     Raises GraphError for a missing column, a setting without effect, or a value of the wrong kind.
+
+    >>> import rlgraph as rg
+    >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data)
+    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
+    >>> rg.rollout_correction(answers, policy.log_probs(answers), weights=rg.TruncatedIS(level="token")).columns
+    ('rollout_is_weights',)
     """
     correction = _correction(name, weights, rejections)
     rejects = isinstance(correction, RolloutCorrection) and bool(correction.rejections)
@@ -97,6 +104,13 @@ def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter
     Source: Yu et al., 2025, 2503.14476 (DAPO).
 
     Raises GraphError for a missing column.
+
+    >>> import rlgraph as rg
+    >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data, group_size=8)
+    >>> rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], answers)
+    >>> rg.filter_groups(answers, rewards).columns
+    ('loss_mask',)
     """
     reads = (metric, "group_ids", *mask_columns(inputs))
     return Output(declare(name, FunctionOperation(_Filter(metric)), inputs, reads=reads, writes=("loss_mask",)))

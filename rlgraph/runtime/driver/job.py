@@ -47,7 +47,17 @@ class Job:
     """A running plan; a context manager that ends the workers when it is left, whatever the reason.
 
     With a `recovery` it resumes from the newest checkpoint of the folder, writes further ones, and starts its workers again
-    when one of them fails.
+    when one of them fails. `launch` makes it:
+
+    >>> import rlgraph as rg
+    >>> @rg.node(reads="prompt_texts", writes="rewards")
+    ... def brevity(batch):
+    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    >>> graph = rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=4)))
+    >>> plan = rg.compile(graph, rg.Cluster(cpus=2))
+    >>> with plan.launch() as job:  # doctest: +SKIP
+    ...     print([step.index for step in job.steps(3)])
+    [0, 1, 2]
     """
 
     def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None) -> None:

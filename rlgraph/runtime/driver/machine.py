@@ -10,7 +10,12 @@ from rlgraph.engines.precision import device_precision
 
 
 def local_cluster() -> Cluster:
-    """Describe the GPUs and cores that this process may use: their number, their memory and the dtype that they compute in."""
+    """Describe the GPUs and cores that this process may use: their number, their memory and the dtype that they compute in.
+
+    >>> import os
+    >>> local_cluster().cpus == len(os.sched_getaffinity(0))
+    True
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = torch.cuda.get_device_properties(0) if gpus else None
     return Cluster(
