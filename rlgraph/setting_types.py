@@ -192,7 +192,7 @@ class Tuple:
 
 
 @dataclass(frozen=True)
-class Table:
+class MappingOf:
     """A mapping."""
 
     key: "SettingType | None"

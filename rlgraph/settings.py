@@ -19,12 +19,12 @@ from rlgraph.setting_types import (
     Flag,
     Function,
     Instance,
+    MappingOf,
     Named,
     OneOf,
     Range,
     Real,
     SettingType,
-    Table,
     Text,
     Tuple,
     Whole,
@@ -160,7 +160,7 @@ def _type(annotation: Any, range: Range = ANY) -> SettingType | None:
         endless = origin is not tuple or (len(arguments) == 2 and arguments[1] is Ellipsis)
         return Tuple(tuple(_type(argument) for argument in arguments[: 1 if endless else None]), endless, range)
     if origin in (dict, Mapping):
-        return Table(*(_type(argument) for argument in arguments))
+        return MappingOf(*(_type(argument) for argument in arguments))
     if origin is Callable or annotation is Callable:
         return Function(range)
     return _plain(annotation, range)
