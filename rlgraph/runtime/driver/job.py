@@ -50,14 +50,9 @@ class Job:
     when one of them fails. `launch` makes it:
 
     >>> import rlgraph as rg
-    >>> @rg.node(reads="prompt_texts", writes="rewards")
-    ... def brevity(batch):
-    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
-    >>> graph = rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=4)))
-    >>> plan = rg.compile(graph, rg.Cluster(cpus=2))
+    >>> plan = rg.compile(rg.Graph("sums", rg.prompts([{"prompt": "1 + 1 ="}], count=4)), rg.Cluster(cpus=2))
     >>> with plan.launch() as job:  # doctest: +SKIP
-    ...     print([step.index for step in job.steps(3)])
-    [0, 1, 2]
+    ...     rewards = [step.metrics["critic/rewards/mean"] for step in job.steps(3)]
     """
 
     def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None) -> None:
