@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlgraph.compiler.precision import AUTO
+from rlgraph.engines.amx import leave_out_broken_amx
 from rlgraph.engines.precision import device_precision
 
 
@@ -53,5 +54,6 @@ def score_engine(model: Any, place: Place) -> Any:
 
 
 def dtype_of(model: Any, place: Place) -> str:
-    """The dtype that a model computes in: its own, or for "auto" that of the device."""
+    """The dtype that a model computes in: its own, or for "auto" that of the device. Every engine asks for it before it computes."""
+    leave_out_broken_amx()
     return device_precision(place.device).dtype if model.dtype == AUTO else str(model.dtype)

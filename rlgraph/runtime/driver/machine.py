@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.engines.amx import leave_out_broken_amx
 from rlgraph.engines.precision import device_precision
 
 
@@ -16,6 +17,7 @@ def local_cluster() -> Cluster:
     >>> local_cluster().cpus == len(os.sched_getaffinity(0))
     True
     """
+    leave_out_broken_amx()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = torch.cuda.get_device_properties(0) if gpus else None
     return Cluster(
