@@ -1,4 +1,5 @@
-"""The chunked log-probs and the RMS norm of a training pass beside Liger's kernels: time, memory and error, on one GPU.
+"""The chunked log-probs and the RMS norm of a training pass beside Liger's kernels, and the head with and without whole logits: time,
+memory and error, on one GPU.
 
     python benchmarks/kernels.py [--json PATH]
     python benchmarks/kernels.py --smoke          # ours alone, small, on a CPU
@@ -13,15 +14,18 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm
 
+from rlgraph.engines.forward.fused_head import Scored, head_scores
 from rlgraph.engines.forward.log_probs import token_scores
 
 VOCAB, ROWS, CHECKED, REPEATS = 151936, 8192, 64, 15
+HEADS = {"head of 0.6B": (16384, 1024), "head of 8B": (16384, 4096), "head of 32B": (8192, 5120)}  # tokens, hidden
 NORMS = {"hidden of 4B": (8192, 2560), "heads of 4B": (8192 * 32, 128), "hidden of SmolLM2": (32768, 576)}
 Pass = Callable[[], torch.Tensor]
 
@@ -81,6 +85,32 @@ def log_probs(device: str, liger: Any) -> dict[str, Any]:
     return {name: row | {"worst_error_nats": errors[name]} for name, row in timed(passes, device).items()}
 
 
+def head(device: str, shape: tuple[int, int]) -> dict[str, Any]:
+    """Compare log-probs and entropies `[N]` of states `[N, H]` by the head `[V, H]`, with both gradients: whole logits, or a few rows."""
+    rows, hidden = shape if device == "cuda" else (CHECKED * 4, shape[1])
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    linear = torch.nn.Linear(hidden, VOCAB, bias=False, device=device, dtype=dtype)
+    states = torch.randn(rows, hidden, device=device, dtype=dtype).requires_grad_()
+    tokens, grads = torch.randint(VOCAB, (rows,), device=device), torch.randn(2, rows, device=device)
+
+    def run(*, fused: bool, entropy: bool) -> torch.Tensor:
+        states.grad = linear.weight.grad = None
+        found = head_scores(linear, states, tokens, Scored(lambda logits: logits, entropy=entropy), fused=fused)
+        torch.autograd.backward(found, list(grads[: len(found)]))
+        return found[0].detach()
+
+    passes: dict[str, Pass] = {
+        f"{'fused' if fused else 'whole logits'}{', entropy' if entropy else ''}": partial(run, fused=fused, entropy=entropy)
+        for entropy in (False, True)
+        for fused in (False, True)
+    }
+    exact = linear.weight.detach()
+    true = (states[:CHECKED].detach().float() @ exact.float().t()).double().log_softmax(-1).gather(-1, tokens[:CHECKED, None])[:, 0]
+    errors = {name: float((one()[:CHECKED].double() - true).abs().max()) for name, one in passes.items()}
+    return {name: row | {"worst_error_nats": errors[name]} for name, row in timed(passes, device).items()}
+
+
 def norm(device: str, liger: Any, shape: tuple[int, int]) -> dict[str, Any]:
     """Compare the RMS norm `[N, D]` in bfloat16, with its gradients."""
     rows, width = shape if device == "cuda" else (CHECKED, shape[1])
@@ -115,6 +145,12 @@ def main() -> None:
         import liger_kernel.transformers.functional as liger  # type: ignore[import-not-found, no-redef]
     found: dict[str, Any] = {"log_probs": log_probs(device, liger)}
     print(json.dumps(found, indent=1), flush=True)
+    for name, shape in HEADS.items():
+        try:
+            found[name] = head(device, shape)
+        except torch.OutOfMemoryError as error:  # a smaller GPU still measures the others
+            found[name] = {"error": str(error).splitlines()[0]}
+        print(name, json.dumps(found[name], indent=1), flush=True)
     for name, shape in NORMS.items():
         found[f"rms_norm, {name}"] = norm(device, liger, shape)
         print(name, json.dumps(found[f"rms_norm, {name}"], indent=1), flush=True)

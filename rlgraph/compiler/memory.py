@@ -49,7 +49,9 @@ def needs(
     if staged:
         host["weights in staging"] = staged
     if host:
-        spare = sum(host.get(what, 0) for what in ("keys and values", "activations"))  # a host allocates pages when they are touched
+        spare = sum(
+            host.get(what, 0) for what in ("keys and values", "activations", "logits")
+        )  # a host allocates pages when they are touched
         total = sum(host.values())
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
     later = {need.pool: need.least_bytes for need in found}
@@ -89,6 +91,7 @@ def _need(
         trained="train" in works,
         micro_batch_tokens=model.traits.micro_batch_tokens or 0,
         recompute=model.traits.recompute,
+        fused_head=model.traits.fused_head,
     )
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 
@@ -153,6 +156,7 @@ FIXES = {
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "activations": "lower micro_batch_tokens, or set recompute=True",
+    "logits": "set fused_head=True, or lower micro_batch_tokens",
     "keys and values": "lower max_context or max_tokens",
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",

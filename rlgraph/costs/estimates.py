@@ -16,6 +16,8 @@ FILE = 2  # bytes of a number in a model's files
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
 ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
 PIECE_BYTES = 1 << 24  # of a file in memory at once while a sharded model is read: large enough that copying it hides opening it
+LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
+SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once, and how many float32 copies of them that takes
 SEQUENCES = 256  # that an engine decodes at once, at most
 # The shares of a device's peaks that well-tuned engines reach; assumptions, which a profile replaces.
 PREFILL, DECODING = 0.5, 0.6
@@ -38,7 +40,8 @@ class Workload:
 
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
-    generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone.
+    generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
+    pass has the logits of all its tokens (None: it has none).
     """
 
     shape: ModelShape
@@ -52,6 +55,7 @@ class Workload:
     trained: bool = False
     micro_batch_tokens: int = 0
     recompute: bool = False
+    fused_head: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,20 @@ def _ranks(work: Workload, weights: int) -> Need:
     layers = shape.layers if work.trained else 1
     gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize
     runs = {"activations": tokens * shape.hidden * layers * kept * work.itemsize // 2, "gathered layers": gathered}
+    if work.fused_head is not None:
+        runs["logits"] = _logits(work, tokens)
     return Need(stays, runs, sum(runs.values()))
+
+
+def _logits(work: Workload, tokens: int) -> int:
+    """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
+    numbers = tokens * work.shape.vocab
+    scoring = SCORE_COPIES * 4 * min(numbers, SCORED_AT_ONCE)
+    if not work.trained:
+        return min(numbers, LOGITS_AT_ONCE) * work.itemsize + scoring
+    if work.fused_head and numbers > LOGITS_AT_ONCE:
+        return 2 * LOGITS_AT_ONCE * work.itemsize + scoring + 4 * work.shape.vocab * work.shape.hidden
+    return 2 * numbers * work.itemsize + scoring
 
 
 def compute_weights(parameters: int, itemsize: int) -> int:

@@ -172,6 +172,8 @@ class ModelTraits:
 
     `recompute` says that the forward pass keeps only the input of each layer for the backward pass.
 
+    `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
+
     `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
     `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
@@ -185,6 +187,7 @@ class ModelTraits:
     estimates: "Estimates | None" = None
     micro_batch_tokens: int | None = None
     recompute: bool = False
+    fused_head: bool | None = None
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None

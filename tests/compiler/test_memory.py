@@ -246,6 +246,33 @@ def test_experts_that_are_fused_while_they_load_are_counted() -> None:
     assert being_read(experts) == PIECE_BYTES + 2 * (128 * 2 * 768 * 2048 * 2)  # gate and up of a layer, apart and together
 
 
+def logits_of(model: str, fused_head: bool | None, **settings: Any) -> rg.Graph:
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), max_context=4096)
+    policy = rg.Policy(model, pool=rg.Pool("train"), fused_head=fused_head, **settings)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=64), group_size=8)
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    return rg.Graph("logits", step.metrics)
+
+
+def test_whole_logits_are_counted_and_a_fused_head_holds_a_few_rows_of_them(tmp_path: Path) -> None:
+    model, vocab, hidden = folder(tmp_path / "m", QWEN3_8B), 151936, 4096
+    whole, fused, follows = (
+        parts(rg.compile(logits_of(model, asked, recompute=recompute), rg.Cluster(gpus=16)), "a GPU of 'train'")["logits"]
+        for asked, recompute in ((False, True), (True, False), (None, True))
+    )
+    scoring = 5 * 4 * (1 << 27)
+    assert whole == 2 * 2 * 16384 * vocab + scoring
+    assert fused == follows == 2 * 2 * (1 << 28) + scoring + 4 * vocab * hidden < whole
+
+
+def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tmp_path: Path) -> None:
+    model, cluster = folder(tmp_path / "m", QWEN3_8B), rg.Cluster(gpus=64, gpu_memory_bytes=28 * GIB)
+    few = {"recompute": True, "micro_batch_tokens": 40960}
+    with pytest.raises(PlanError, match=r"logits \d+\.\d GiB.*; set fused_head=True, or lower micro_batch_tokens"):
+        rg.compile(logits_of(model, False, **few), cluster)
+    rg.compile(logits_of(model, True, **few), cluster)
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
 def test_a_memory_size_that_cannot_be_is_refused(wrong: object) -> None:
     with pytest.raises(PlanError, match="whole number of bytes above 0"):

@@ -10,7 +10,7 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, ValueLossFn
-from rlgraph.engines.forward.log_probs import sum_pi_squared, token_scores
+from rlgraph.engines.forward.fused_head import Scored, head_scores
 from rlgraph.engines.forward.packing import MicroBatch
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
@@ -57,13 +57,15 @@ class Head(torch.nn.Module, ABC):
 class PolicyHead(Head):
     """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
 
-    `path` is a folder, or a model that is in memory already.
+    `path` is a folder, or a model that is in memory already. `fused` keeps the logits of all tokens out of memory while it trains: see
+    `head_scores`.
     """
 
     prefix, loss_name = "actor", "actor/pg_loss"
 
-    def __init__(self, path: str | Path | torch.nn.Module) -> None:
+    def __init__(self, path: str | Path | torch.nn.Module, *, fused: bool = False) -> None:
         super().__init__()
+        self._fused = fused
         if isinstance(path, torch.nn.Module):
             self.model = path
         else:
@@ -78,10 +80,9 @@ class PolicyHead(Head):
     def forward(
         self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        logits = self._shape(self.model.get_output_embeddings()(predicting_states(backbone_of(self.model), micro_batch)))
-        log_probs, entropies = token_scores(logits, micro_batch.targets, temperature=temperature, entropy=entropy)
-        more = sum_pi_squared(logits, temperature=temperature) if squares else entropies
-        return (log_probs,) if more is None else (log_probs, more)
+        states = predicting_states(backbone_of(self.model), micro_batch)
+        scored = Scored(self._shape, temperature, entropy, squares)
+        return head_scores(self.model.get_output_embeddings(), states, micro_batch.targets, scored, fused=self._fused)
 
     def loss(
         self, loss: PolicyLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals

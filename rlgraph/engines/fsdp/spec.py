@@ -32,7 +32,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     if place.world > 1:
         meet(place.rendezvous, place.rank, place.world, place.listen_fd)
     return FsdpEngine(
-        PolicyHead(model.path) if model.scores == "log_probs" else ValueHead(model.path),
+        PolicyHead(model.path, fused=model.fuses_head) if model.scores == "log_probs" else ValueHead(model.path),
         optimizer=model.optimizer,
         rank=place.rank,
         world=place.world,
@@ -57,7 +57,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
 SPEC = TrainerSpec(
     name="fsdp",
     load=load,
-    settings=("micro_batch_tokens", "recompute", "compiled", "self_test"),
+    settings=("micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head"),
     reads_shards=True,
     saved_shards=saved_shards,
 )

@@ -1,6 +1,6 @@
 """The critic: value estimates, and the update that fits them to returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -30,6 +30,7 @@ class Critic(TrainedModel):
 
     role: ClassVar[str] = "critic"
     scores: ClassVar[Literal["log_probs", "values"]] = "values"
+    fused_head: bool | None = field(default=None, init=False)  # its head has one output
 
     @checked()
     def values(self, *inputs: Output, name: str = "values") -> Output:

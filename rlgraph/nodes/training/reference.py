@@ -26,6 +26,7 @@ class Reference(TrainedModel):
     role: ClassVar[str] = "reference"
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
     recompute: bool = field(default=False, init=False)
+    fused_head: bool | None = field(default=None, init=False)
 
     @checked()
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:

@@ -37,6 +37,9 @@ class TrainedModel(Model):
     * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
     * `data_parallel`: the number of data-parallel processes. None: one for each GPU of the pool, one on the host.
     * `recompute`: keeps only the input of each layer for the backward pass. It saves memory and takes a third more time.
+    * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
+      are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
+      always so.
     * `compiled`: fuses the kernels of each layer, at a slower start.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
@@ -47,6 +50,7 @@ class TrainedModel(Model):
     micro_batch_tokens: Count = 16384
     dtype: Dtype = "auto"
     recompute: bool = False
+    fused_head: bool | None = None
     compiled: bool = False
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
@@ -66,9 +70,20 @@ class TrainedModel(Model):
         return self.data_parallel
 
     @property
+    def fuses_head(self) -> bool:
+        """Whether logits are computed again in the backward pass: as `fused_head` says, or else if activations are."""
+        return self.recompute if self.fused_head is None else self.fused_head
+
+    @property
     def traits(self) -> ModelTraits:
         tokens = self.micro_batch_tokens
-        return ModelTraits(dtype=self.dtype, estimates=self.spec, micro_batch_tokens=tokens, recompute=self.recompute)
+        return ModelTraits(
+            dtype=self.dtype,
+            estimates=self.spec,
+            micro_batch_tokens=tokens,
+            recompute=self.recompute,
+            fused_head=self.fuses_head if self.scores == "log_probs" else None,
+        )
 
     def load(self, context: Any) -> Any:
         return self.spec.load(self, context)

@@ -1,0 +1,90 @@
+"""Scores of tokens from hidden states, a few rows at a time: no matrix of tokens by vocabulary is ever whole.
+
+The head's product, the log-probs and the entropies of some rows are computed and let go. The backward pass computes these rows again,
+which is one more product of the head, and adds their share of the head's gradient up in float32. On two cores, for 2,048 tokens of 49,152
+words and 576 hidden units with entropies, that takes 308 MB instead of 942 MB and 1.6 times the time of the head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from rlgraph.costs.estimates import LOGITS_AT_ONCE
+from rlgraph.engines.forward.log_probs import sum_pi_squared, token_scores
+
+AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What is computed of the logits: `shape` makes them of the head's output, `temperature` is that of the sampling."""
+
+    shape: Callable[[torch.Tensor], torch.Tensor]
+    temperature: float = 1.0
+    entropy: bool = False
+    squares: bool = False
+
+    def __call__(self, output: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Give the log-probs `[N]` of `tokens [N]`, then entropies or sums of squares `[N]` if asked for, of a head's output `[N, V]`."""
+        logits = self.shape(output)
+        log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy)
+        more = sum_pi_squared(logits, temperature=self.temperature) if self.squares else entropies
+        return (log_probs,) if more is None else (log_probs, more)
+
+
+def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: Scored, *, fused: bool) -> tuple[torch.Tensor, ...]:
+    """Score `tokens [N]` by the linear map `head` of `states [N, H]`.
+
+    Without gradients it takes a few rows at a time. With them it does so only if `fused`, since the backward pass then computes the logits
+    again. A head that is no plain linear map is computed whole.
+    """
+    learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
+    at_once = rows_at_once(head.weight)
+    if type(head) is not torch.nn.Linear or len(states) <= at_once or (learns and not fused):
+        return scored(head(states), tokens)
+    if not learns:
+        parts = [scored(head(states[rows]), tokens[rows]) for rows in _chunks(len(states), at_once)]
+        return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+    found: tuple[torch.Tensor, ...] = _FusedScores.apply(states, head.weight, head.bias, tokens, scored, at_once)
+    return found
+
+
+def rows_at_once(weight: torch.Tensor) -> int:
+    """Count the rows whose logits are in memory at once, for a head `[V, H]`."""
+    return max(1, AT_ONCE[weight.device.type] // weight.shape[0])
+
+
+class _FusedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scored: Scored, at_once: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(states, weight, bias, tokens)
+        ctx.scored, ctx.at_once = scored, at_once
+        parts = [scored(linear(states[rows], weight, bias), tokens[rows]) for rows in _chunks(len(states), at_once)]
+        return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, bias, tokens = ctx.saved_tensors
+        of_states = torch.empty_like(states)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows in _chunks(len(states), ctx.at_once):
+            output = linear(states[rows], weight, bias).requires_grad_()
+            with torch.enable_grad():
+                found = ctx.scored(output, tokens[rows])
+            used = [(part, grad[rows]) for part, grad in zip(found, grads, strict=True) if part.requires_grad]
+            (of_output,) = torch.autograd.grad([part for part, _ in used], output, [grad for _, grad in used])
+            torch.mm(of_output, weight, out=of_states[rows])
+            of_weight += of_output.t() @ states[rows]
+            if of_bias is not None:
+                of_bias += of_output.sum(0, dtype=torch.float32)
+        return of_states, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
