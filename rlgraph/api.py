@@ -17,7 +17,7 @@ from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import ExportDtype
-from rlgraph.errors import DataError, PlanError, PlanWarning
+from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
 from rlgraph.record import record
@@ -149,7 +149,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     from rlgraph.recording.watch import Watch
 
     if not Path(folder).is_dir():
-        raise DataError(f"watch({str(folder)!r}): there is no such folder; give the one that rlgraph.record(job, steps, folder) writes")
+        raise DataError(f"watch({shown(str(folder))}): no such folder; give the one that rlgraph.record(job, steps, folder) writes")
     return Watch(Path(folder), port)
 
 

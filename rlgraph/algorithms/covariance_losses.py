@@ -10,7 +10,7 @@ import torch
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import count, keep, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction
 
 
@@ -53,7 +53,7 @@ class ClipCov(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low >= self.high:
-            raise GraphError(f"ClipCov(low={self.low!r}, high={self.high!r}): no covariance is between them; swap them")
+            raise GraphError(f"ClipCov(low={shown(self.low)}, high={shown(self.high)}): no covariance is between them; swap them")
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         plain = tokens.advantages * tokens.ratio

@@ -46,9 +46,9 @@ class Rejection:
         if self.low is None:
             return
         if not self.statistic.endswith("k1"):
-            raise GraphError(f"Rejection({self.statistic!r}, low={self.low!r}): only k1 has a lower bound; leave it out")
+            raise GraphError(f"Rejection({shown(self.statistic)}, low={shown(self.low)}): only k1 has a lower bound; leave it out")
         if self.low > self.high:
-            raise GraphError(f"Rejection(low={self.low!r}, high={self.high!r}): the lower bound is above the upper; swap them")
+            raise GraphError(f"Rejection(low={shown(self.low)}, high={shown(self.high)}): the lower bound is above the upper; swap them")
 
     @classmethod
     def from_verl(cls, option: str, threshold: str | float) -> "Rejection":

@@ -10,7 +10,7 @@ from rlgraph import settings
 from rlgraph.algorithms.inputs import check_mask
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
-from rlgraph.errors import DataError, GraphError
+from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.settings import Positive
 
 
@@ -108,7 +108,7 @@ class IcePop(ImportanceWeights):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low > self.high:
-            raise GraphError(f"IcePop(low={self.low!r}, high={self.high!r}): the lower bound is above the upper; swap them")
+            raise GraphError(f"IcePop(low={shown(self.low)}, high={shown(self.high)}): the lower bound is above the upper; swap them")
 
     def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)

@@ -104,7 +104,7 @@ class SpecTable(Generic[S]):
         Raises GraphError if another spec has that name.
         """
         if self._known.setdefault(spec.name, spec) is not spec:
-            raise GraphError(f"register({type(spec).__name__}(name={spec.name!r})): there is one of that name; choose another name")
+            raise GraphError(f"register({type(spec).__name__}(name={shown(spec.name)})): there is one of that name; choose another name")
 
     def find(self, asked: str | S) -> S:
         """Look up a spec by its name; a spec is returned as it is."""

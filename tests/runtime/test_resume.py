@@ -75,6 +75,14 @@ def test_a_loop_that_is_left_early_goes_on_from_the_newest_checkpoint(tmp_path: 
     assert found[:newest] + again == oracle(graph, len(found) + 2)
 
 
+def test_a_loop_left_at_a_checkpoint_has_it_though_later_steps_are_at_work(tmp_path: Path) -> None:
+    with job(fakes.vector_loop(1), tmp_path, dispatch="forked") as left:
+        for step in left.steps(1000):
+            if step.index == 2:
+                break
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_signal_lets_depth_plus_two_steps_finish_and_saves_them(depth: int, tmp_path: Path) -> None:
     given = []

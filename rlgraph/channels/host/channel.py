@@ -28,7 +28,7 @@ from rlgraph.channels.host.shared_memory import map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import ChannelError
+from rlgraph.errors import ChannelError, shown
 
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
@@ -340,7 +340,7 @@ class HostReader(_HostEnd):
                 self._segments[full.slot] = map_segment(self._connection.receive_handle(), full.segment)  # views keep the old memory alive
             held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
             if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
-                raise ProtocolError(f"{full!r}, which fits no free slot")
+                raise ProtocolError(f"{shown(full)}, which fits no free slot")
         except (EOFError, OSError) as error:
             return protocol.disconnected(error)
         return None

@@ -22,6 +22,7 @@ from rlgraph.channels.host.shared_memory import map_segment, segment_of
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
 from rlgraph.channels.remote.transfer import DeviceBuffers, HungUp, LinkStore, PairComm, PeerFailed, watched
+from rlgraph.errors import shown
 
 STALL_S = 120.0  # a process may hold its interpreter for long; a host that is gone is found by keep-alive
 FAREWELL_S = 10.0  # for the other host to read the last bytes
@@ -176,7 +177,7 @@ class _Outward(_Relay):
     def _send_apart(self, message: Posted | Arrived) -> None:
         """Send the slot's device bytes. They arrive even if the writer has ended by now."""
         if message.slot not in self.leaving or self.comm is None:
-            raise ProtocolError(f"{message!r}, but no bytes are under way in that slot")
+            raise ProtocolError(f"{shown(message)}, but no bytes are under way in that slot")
         if isinstance(message, Posted):
             self.unrequested = None
             watched(self.comm.send(self.leaving[message.slot]), [self.remote], STALL_S, self.comm.check)
@@ -212,7 +213,7 @@ class _Inward(_Relay):
 
     def _receive_apart(self, full: Full) -> None:
         if self.buffers is None or self.comm is None:
-            raise ProtocolError(f"{full!r}, but the ends agreed on no carrier")
+            raise ProtocolError(f"{shown(full)}, but the ends agreed on no carrier")
         if not _receives.acquire(timeout=STALL_S):
             raise RuntimeError(f"other transfers to this process took {STALL_S:g} s")
         try:

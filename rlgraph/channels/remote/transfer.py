@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.protocol import CarrierName, Failed, KeyValue
-from rlgraph.errors import ChannelError
+from rlgraph.errors import ChannelError, shown
 
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class LinkStore(Store):
             if isinstance(message, Failed):
                 raise PeerFailed(message.reason)
             if not isinstance(message, KeyValue):
-                raise ProtocolError(f"{message!r}, while the two ends set up their communicator")
+                raise ProtocolError(f"{shown(message)}, while the two ends set up their communicator")
             self._known[message.key] = message.value
 
     def end(self) -> None:

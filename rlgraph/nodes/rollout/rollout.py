@@ -81,8 +81,8 @@ class Generator(Model):
             )
         if self.memory is not None and self.pool.cpus is not None:
             raise GraphError(
-                f"Generator(memory={self.memory}, pool=Pool({self.pool.name!r}, cpus={self.pool.cpus})): memory is a share of a GPU's; "
-                "leave it out on host cores"
+                f"Generator(memory={self.memory}, pool=Pool({shown(self.pool.name)}, cpus={self.pool.cpus})): memory is a share of "
+                "a GPU's; leave it out on host cores"
             )
         object.__setattr__(self, "_spec", engine_of(self))
 

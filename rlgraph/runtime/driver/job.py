@@ -38,16 +38,14 @@ from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
 
 KEPT_SPANS = 100_000  # some thousand steps
-KEPT_SAMPLED = 2_000
-KEPT_STEPS = 50_000
+KEPT_SAMPLED, KEPT_STEPS = 2_000, 50_000
 HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be started again
 
 
 class Job:
     """A running plan; a context manager that ends the workers when it is left, whatever the reason.
 
-    With a `recovery` it resumes from the newest checkpoint of the folder, writes further ones, and starts its workers again
-    when one of them fails. `launch` makes it:
+    With a `recovery` it resumes from the newest checkpoint, writes further ones, and starts workers that fail again. `launch` makes it:
 
     >>> import rlgraph as rg
     >>> plan = rg.compile(rg.Graph("sums", rg.prompts([{"prompt": "1 + 1 ="}], count=4)), rg.Cluster(cpus=2))
@@ -393,6 +391,8 @@ class Job:
         with held("ending the workers"):
             self._session.close()
             if self._checkpoints is not None:
+                if not self._session.failed:  # workers that end write their shards first, also where the loop was left early
+                    self._settle()
                 self._checkpoints.close()
         self._signals.restore()
 

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from rlgraph.compiler.plan import Plan
-from rlgraph.errors import ExportError
+from rlgraph.errors import ExportError, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.training.training import TrainedModel
 
@@ -40,7 +40,7 @@ def chosen(models: Sequence[TrainedEntry], policy: str | None, where: str) -> Tr
     if not names:
         raise ExportError(f"{where}: the graph trains no model that has a Hugging Face folder; there is nothing to export")
     if policy is not None and policy not in names:
-        raise ExportError(f"{where} has policy={policy!r}; the trained models are {list(names)}: name one of them")
+        raise ExportError(f"{where} has policy={shown(policy)}; the trained models are {list(names)}: name one of them")
     policies = [model for model in models if model.scores == "log_probs"]
     only = policies if len(policies) == 1 else list(models)
     if policy is None and len(only) > 1:
