@@ -1,6 +1,7 @@
 """Data-parallel ranks of a trainer, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,3 +59,29 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
     engine.close()
     dist.destroy_process_group()
+
+
+def score_on_ranks(folder: Path, out: Path, world: int, batch_tokens: int, texts: tuple[list[str], list[str]]) -> list[torch.Tensor]:
+    """Return the scores of a reward model as each rank found them, and after them the number of batches each has computed."""
+    given = str(folder), out, world, batch_tokens, texts
+    ranks = [server.Process(target=be_scorer, args=(rank, *given), daemon=True) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+    assert [rank.exitcode for rank in ranks] == [0] * world
+    return [torch.load(out / f"{rank}.scores.pt") for rank in range(world)]
+
+
+def be_scorer(rank: int, folder: str, out: Path, world: int, batch_tokens: int, texts: tuple[list[str], list[str]]) -> None:
+    from rlgraph.engines.load import score_engine
+
+    torch.set_num_threads(1)
+    place = SimpleNamespace(rank=rank, world=world, rendezvous=f"file://{out}/scorers", listen_fd=-1, device="cpu")
+    model = SimpleNamespace(path=folder, dtype="float32", label=None, batch_tokens=batch_tokens)
+    engine = score_engine(model, place)
+    forward, computed = engine._forward, []
+    engine._forward = lambda rows: computed.append(len(rows)) or forward(rows)
+    twice = [engine.scores(*texts) for _ in range(2)]
+    assert torch.equal(*twice)
+    torch.save(torch.cat([twice[0], torch.tensor([len(computed) / 2])]), out / f"{rank}.scores.pt")

@@ -88,6 +88,12 @@ def whole(work: Workload) -> Need:
     return _ranks(work, work.itemsize)
 
 
+def replicated(work: Workload) -> Need:
+    """Estimate the memory of a model that each of its ranks holds whole, in the dtype it computes in."""
+    need = _ranks(work, work.itemsize)
+    return Need({"weights": work.shape.parameters * work.itemsize}, need.runs, need.least)
+
+
 def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
     per_parameter = {"weights": weights} | ({"optimizer": OPTIMIZER, "gradients": GRADIENT} if work.trained else {})
@@ -179,7 +185,7 @@ class Estimates:
 
 GENERATING = Estimates()
 TRAINING = Estimates(sleep_bytes=moments, memory_estimate=whole)
-SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=whole)
+SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=replicated)
 
 
 def default_estimates(works: Collection[Work]) -> Estimates:

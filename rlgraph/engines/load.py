@@ -44,13 +44,24 @@ class Place(Protocol):
 
 
 def score_engine(model: Any, place: Place) -> Any:
-    """Load a `RewardModel`."""
+    """Load a `RewardModel`; its ranks meet at `place.rendezvous`."""
     import torch
 
+    from rlgraph.engines.fsdp.rendezvous import add_up, meet
     from rlgraph.engines.transformers.scorer import ScoreEngine
 
-    dtype = getattr(torch, dtype_of(model, place))
-    return ScoreEngine(model.path, device=place.device, dtype=dtype, label=model.label, batch_tokens=model.batch_tokens)
+    if place.world > 1:
+        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
+    return ScoreEngine(
+        model.path,
+        device=place.device,
+        dtype=getattr(torch, dtype_of(model, place)),
+        label=model.label,
+        batch_tokens=model.batch_tokens,
+        rank=place.rank,
+        world=place.world,
+        add_up=add_up,
+    )
 
 
 def dtype_of(model: Any, place: Place) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import score_on_ranks
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -43,6 +44,38 @@ def test_a_batch_is_scored_as_each_text_alone(tmp_path: Path, policy_folder: Pat
     found = engine(folder, batch_tokens=batch_tokens).scores(PROMPTS, RESPONSES)
     assert found.tolist() == pytest.approx(alone, abs=1e-5)
     assert len(set(alone)) == 4
+
+
+@pytest.mark.parametrize(("world", "batch_tokens"), [(2, 60), (3, 100), (2, 10_000)])
+def test_several_ranks_score_as_one_bit_for_bit(tmp_path: Path, policy_folder: Path, world: int, batch_tokens: int) -> None:
+    folder = reward_folder(tmp_path / "reward", policy_folder)
+    texts = [f"{prompt} {i}" for i in range(6) for prompt in PROMPTS], [response * (i % 3) for i in range(6) for response in RESPONSES]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = engine(folder, batch_tokens=batch_tokens).scores(*texts)
+    finally:
+        torch.set_num_threads(threads)
+    found = score_on_ranks(folder, tmp_path, world, batch_tokens, texts)
+    assert all(torch.equal(of_rank[:-1], alone) for of_rank in found)
+    computed = [int(of_rank[-1]) for of_rank in found]
+    assert max(computed) - min(computed) <= 1, "each rank computes its share"
+    assert sum(computed) > 1 or batch_tokens == 10_000
+
+
+def test_a_pool_of_several_devices_has_a_rank_on_each_and_each_holds_the_model(policy_folder: Path) -> None:
+    folder, weights = str(policy_folder), []
+    prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    rollout = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1)).rollout(prompts, group_size=2)
+    policy = rg.Policy(folder, pool=rg.Pool("train", gpus=1))
+    for devices in (1, 3):
+        rewards = rg.RewardModel(folder, pool=rg.Pool("judge", gpus=devices)).rewards(prompts, rollout)
+        step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+        plan = rg.compile(rg.Graph("judged", step.metrics), rg.Cluster(gpus=2 + devices, cpus=8))
+        assert [(w.rank, w.world) for w in plan.workers if w.pool == "judge"] == [(rank, devices) for rank in range(devices)]
+        weights.append(next(dict(need.parts) for need in plan.memory if need.place == "a GPU of 'judge'"))
+    held = [next(size for part, size in parts.items() if "weights" in part) for parts in weights]
+    assert held[0] == held[1] > 0
 
 
 def test_texts_are_put_into_the_models_chat_template(tmp_path: Path, policy_folder: Path) -> None:

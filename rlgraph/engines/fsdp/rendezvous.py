@@ -1,5 +1,6 @@
 """The rendezvous of the ranks of one model: a file on one host, a socket between hosts."""
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
@@ -28,3 +29,8 @@ def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
         master_listen_fd=listen_fd if rank == 0 else None,
     )
     dist.init_process_group(backends(), store=store, rank=rank, world_size=world)
+
+
+def add_up(tensor: torch.Tensor) -> None:
+    """Sum a tensor of the host over the ranks that have met, in place."""
+    dist.all_reduce(tensor)

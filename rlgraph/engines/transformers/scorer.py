@@ -1,6 +1,6 @@
 """A reward model: one number for a prompt and a response, from a Hugging Face sequence-classification model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,24 @@ from rlgraph.errors import DataError
 class ScoreEngine:
     """Scores texts in batches of at most `batch_tokens` tokens, padding included, the longest first.
 
+    Ranks get the same texts, score every `world`-th batch, and add up what they found: each score is computed as on one rank, bit for
+    bit. `add_up(scores)` sums a tensor of the host over the ranks, in place.
+
     Raises DataError for a folder without such a model, or whose model gives several numbers and `label` chooses none.
     """
 
-    def __init__(self, path: str | Path, *, device: str, dtype: torch.dtype, label: int | None, batch_tokens: int) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        label: int | None,
+        batch_tokens: int,
+        rank: int = 0,
+        world: int = 1,
+        add_up: Callable[[torch.Tensor], None] = lambda scores: None,
+    ) -> None:
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         self._context = check_model(path).context_length
@@ -33,6 +47,7 @@ class ScoreEngine:
         if label is not None and not 0 <= label < labels:
             raise DataError(f"model '{path}' gives {labels} number(s) a text, so there is no label={label}; choose 0 to {labels - 1}")
         self._device, self._label, self._batch_tokens = device, label or 0, batch_tokens
+        self._rank, self._world, self._add_up = rank, world, add_up
 
     def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> torch.Tensor:
         """Compute the rewards `[B]` float32. Raises DataError for a text longer than the model's context."""
@@ -44,8 +59,11 @@ class ScoreEngine:
                     "lower max_tokens, drop long prompts, or take a model of a longer context"
                 )
         found = torch.zeros(len(rows))
-        for places in _batches([len(tokens) for tokens in rows], self._batch_tokens):
-            found[torch.tensor(places)] = self._forward([rows[place] for place in places])
+        for number, places in enumerate(_batches([len(tokens) for tokens in rows], self._batch_tokens)):
+            if number % self._world == self._rank:
+                found[torch.tensor(places)] = self._forward([rows[place] for place in places])
+        if self._world > 1:
+            self._add_up(found)  # a score and zeros: no rounding
         return found
 
     def _encoded(self, prompt: str, response: str) -> list[int]:

@@ -19,7 +19,15 @@ from rlgraph.settings import Count, Dtype, Natural, checked
 class RewardModel(Model):
     """A sequence-classification model that scores a response to a prompt. `path` is a folder in Hugging Face format.
 
-    `batch_tokens` bounds the tokens of a batch, padding included. `label` chooses the output of a model with several. Prompt and
+    >>> import rlgraph as rg
+    >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=1)
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts)
+    >>> rg.RewardModel("judge", pool=rg.Pool("judge", gpus=4)).rewards(prompts, rollout).columns
+    ('rewards',)
+
+    Each device of its pool holds the model and scores its share of the batches; the scores are those of one device, bit for bit.
+    `batch_tokens` bounds the tokens of a batch, padding included: a step of fewer tokens than `batch_tokens` for each device leaves
+    devices idle. `label` chooses the output of a model with several. Prompt and
     response go through the model's chat template; without one they are joined. `dtype` "auto" is bfloat16 if the device computes in
     it, else float32.
 
@@ -34,10 +42,6 @@ class RewardModel(Model):
     dtype: Dtype = "auto"
     batch_tokens: Count = 16384
     label: Natural | None = None
-
-    @property
-    def ranks(self) -> int | None:
-        return 1
 
     @property
     def traits(self) -> ModelTraits:

@@ -1,19 +1,24 @@
 """Dynamic sampling: a rollout that keeps the groups whose rewards differ, and draws other prompts in place of the rest.
 
 A batch holds the first groups of the data order whose rewards differ, however long each takes to decode. A constant group gives its
-place to the next prompt at once, and a prompt starts only when the batch needs it, so no prompt is lost and none is trained twice.
+place to the next prompt at once, and a prompt starts only when a batch needs it, so no prompt is lost and none is trained twice.
+
+With `continuous` the groups of batch k + 1 decode beside the last of batch k. If batch k then lacks one, it takes the first of batch
+k + 1, which draws another: groups only ever move to an earlier batch, so the bound on staleness holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from itertools import islice
+from typing import Annotated
 
 import torch
 
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
-from rlgraph.engines.api import Request, Response
+from rlgraph.engines.api import Request
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -23,6 +28,7 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rollout.group_stream import Group, batch_of_next, batches, kept
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
 from rlgraph.nodes.rollout.rollout import Rollout
 from rlgraph.setting_types import Range
@@ -43,6 +49,7 @@ class Refill:
     `reward` is a function as for `rg.reward`. The generator's process calls it as soon as a group is complete; decoding waits for it.
     The rewards become the column `writes` of the rollout. A step draws at most `rounds` times the prompts that it trains on. If too
     few groups differ by then, the earliest constant groups fill the batch, and `dynamic_sampling/unfilled_groups` counts them.
+    With `continuous=True` the next batch draws and decodes beside the last groups of this one.
 
     Metrics: `dynamic_sampling/prompts` counts the drawn prompts, `.../filtered_groups` the groups left out. `critic/rewards/drawn_mean`
     is the mean reward of all samples; `critic/rewards/mean` is that of the trained ones. Source: Yu et al., 2025, 2503.14476.
@@ -87,10 +94,6 @@ class Refill:
             raise GraphError(f"{where} has refill= and tools=; a refill is for single turns: use rg.filter_groups instead")
         if rollout.chunks > 1:
             raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch is known when its last group is: choose one")
-        if rollout.admission.continuous:
-            raise GraphError(
-                f"{where} has refill= and continuous=True, but which prompts the next batch has is known when this one is full: choose one"
-            )
         check_column(name, self.writes)
 
 
@@ -119,97 +122,107 @@ class DynamicRollout(Operation):
         return DynamicSampler(self, context)
 
 
-@dataclass(eq=False)
-class Group:
-    """The requests to one prompt, their responses by request id, and their rewards once all responses are there."""
-
-    position: int
-    item: Mapping[str, Any]
-    requests: Sequence[Request]
-    responses: dict[str, Response] = field(default_factory=dict)
-    rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def constant(self) -> bool:
-        """Whether all rewards are exactly equal."""
-        return bool((self.rewards == self.rewards[0]).all())
-
-
 @dataclass
 class DynamicSampler:
-    """Samples the batch of one rank at each firing. The rank draws every `world`-th prompt and goes on where its previous step ended."""
+    """Samples the batch of one rank at each firing. The rank draws every `world`-th prompt and goes on where its previous batch ended.
+
+    `groups` are those drawn for the batch that is due and for later ones, in the data order; `newest` is the last batch that may draw.
+    """
 
     operation: DynamicRollout
     context: Context
-    drawn: int = 0
+    passed: int = 0  # prompts of this rank in batches that have left
+    newest: int = -1
+    groups: list[Group] = field(default_factory=list)
+    waiting: dict[str, Group] = field(default_factory=dict)  # by request
+    calls: Counter[str] = field(default_factory=Counter)  # of the reward, since the last batch
 
     def __call__(self, step: int, columns: Columns) -> Fired:
-        world = self.context.world
-        wanted = len(rows_of_rank(self.operation.draws_from.count, self.context.rank, world))
-        groups = self._sample(wanted)
-        differing = [group for group in groups if not group.constant]
-        unfilled = wanted - len(differing)
-        kept = differing + [group for group in groups if group.constant][:unfilled]
-        kept.sort(key=lambda group: group.position)
-        counts = {"prompts": len(groups), "filtered_groups": len(groups) - wanted, "unfilled_groups": unfilled}
+        self.newest = max(self.newest, step)
+        world, wanted = self.context.world, self.wanted
+        batch = self._sample(step) if wanted else []
+        self.groups = self.groups[len(batch) :]
+        self.passed += len(batch)
+        trained = kept(batch, wanted)
+        unfilled = sum(group.constant for group in trained)
+        counts = {"prompts": len(batch), "filtered_groups": len(batch) - wanted, "unfilled_groups": unfilled}
         # Metrics are averaged over ranks, so each rank reports its count times `world`: the average is then the total.
         metrics = {f"dynamic_sampling/{name}": float(number * world) for name, number in counts.items()}
-        return self._columns(kept) | {self.operation.writes: _rewards(kept)}, metrics | self.operation.draws_from.metrics | self._spread(
-            kept, groups
-        )
+        metrics |= self.operation.draws_from.metrics | self._spread(trained, batch)
+        return self._columns(trained) | {self.operation.writes: _rewards(trained)}, metrics
 
-    def _sample(self, wanted: int) -> list[Group]:
-        """Draw and decode until `wanted` groups differ or the rounds are used up. Returns all drawn groups in the data order."""
-        done: list[Group] = []
-        waiting: dict[str, Group] = {}  # by request
-        missing, left = wanted, wanted * self.operation.rounds
-        open_groups = 0
-        while missing:
-            self.context.report_progress(wanted - missing, wanted, "groups that differ")
-            for _ in range(min(missing - open_groups, left)):
-                group = self._draw()
-                waiting |= {request.id: group for request in group.requests}
-                open_groups, left = open_groups + 1, left - 1
-            if not open_groups:
-                break
-            complete = self._advance(waiting)
-            self._score(complete)
-            open_groups -= len(complete)
-            missing -= sum(not group.constant for group in complete)
-            done += complete
-        return sorted(done, key=lambda group: group.position)
+    @property
+    def wanted(self) -> int:
+        """The groups of a batch that this rank samples."""
+        return len(rows_of_rank(self.operation.draws_from.count, self.context.rank, self.context.world))
 
-    def _draw(self) -> Group:
-        """Submit the requests to the next prompt of this rank."""
+    def _sample(self, step: int) -> Sequence[Group]:
+        """Decode until the batch that is due is complete. Returns all its groups, those that are left out too, in the data order."""
+        while True:
+            self._draw(step)
+            due = next(self._batches(), None)
+            if due is not None and not any(group.rewards is None for group in due):
+                return due
+            differing = sum(group.rewards is not None and not group.constant for group in due or self.groups)
+            self.context.report_progress(differing, self.wanted, "groups that differ")
+            if self._join(step):
+                self._draw(step)
+            self._score(self._advance())
+
+    def _batches(self) -> Iterator[Sequence[Group]]:
+        return batches(self.groups, self.wanted, self.wanted * self.operation.rounds)
+
+    def _draw(self, step: int) -> None:
+        """Submit the requests to the next prompts of this rank, as many as the batches that have joined need."""
         rollout, source = self.operation.rollout, self.operation.draws_from
-        position = self.drawn * self.context.world + self.context.rank
-        self.drawn += 1
-        item = source.item(position)
-        prompt = rollout.encoded(self.context, source.columns([item]))[0]
-        seeds = [seed_of(rollout.generator.seed, position, member) for member in range(rollout.group_size)]
-        requests = [Request(f"{rollout.prefix}{position}.{m}", prompt, rollout.sampling, seed) for m, seed in enumerate(seeds)]
-        for request in requests:
-            self.context.engine.submit(request)
-        return Group(position, item, requests)
+        while step + batch_of_next(self.groups, self.wanted, self.wanted * self.operation.rounds) <= self.newest:
+            position = (self.passed + len(self.groups)) * self.context.world + self.context.rank
+            item = source.item(position)
+            prompt = rollout.encoded(self.context, source.columns([item]))[0]
+            seeds = [seed_of(rollout.generator.seed, position, member) for member in range(rollout.group_size)]
+            requests = [Request(f"{rollout.prefix}{position}.{m}", prompt, rollout.sampling, seed) for m, seed in enumerate(seeds)]
+            group = Group(position, item, requests)
+            self.groups.append(group)
+            for request in requests:
+                self.context.engine.submit(request)
+                self.waiting[request.id] = group
 
-    def _advance(self, waiting: dict[str, Group]) -> list[Group]:
-        """Take new weights if the rollout allows interrupts, decode one step, and return the groups that it completes."""
-        rollout = self.operation.rollout
-        if rollout.admission.interrupt and self.context.arrivals is not None:
-            self.context.arrivals.poll()
+    def _join(self, step: int) -> bool:
+        """Take new weights and let the next batches draw, as far as the rule allows: once at most half of the newest still decodes."""
+        rule, arrivals, before = self.operation.rollout.admission, self.context.arrivals, self.newest
+        if rule.interrupt and arrivals is not None:
+            arrivals.poll()
+        while self.newest < step + rule.ahead() and self._tail(self.newest - step):
+            needed = rule.needs(self.newest + 1)
+            if not rule.interrupt and arrivals is not None:
+                arrivals.wait(needed)
+            if self.context.version < needed:
+                break
+            self.newest += 1
+            self._draw(step)
+        return self.newest > before
+
+    def _tail(self, number: int) -> bool:
+        """Tell whether at most half of the responses of a batch still decode; it is counted from the one that is due."""
+        found = next(islice(self._batches(), number, None), None)
+        return found is not None and 2 * sum(group.running for group in found) <= self.wanted * self.operation.rollout.group_size
+
+    def _advance(self) -> list[Group]:
+        """Decode one step, and return the groups that it completes."""
         complete = []
-        for name, response in self.context.engine.step(rollout.prefix).items():
-            group = waiting.pop(name)
+        for name, response in self.context.engine.step(self.operation.rollout.prefix).items():
+            group = self.waiting.pop(name)
             group.responses[name] = response
-            if len(group.responses) == len(group.requests):
+            if not group.running:
                 complete.append(group)
         return complete
 
     def _score(self, groups: Sequence[Group]) -> None:
         if groups:
-            rewards = self.operation.scoring.graded(self.context, self._columns(groups)).tensor
-            for group, own in zip(groups, rewards.view(len(groups), -1), strict=True):
-                group.rewards = own
+            graded = self.operation.scoring.graded(self.context, self._columns(groups))
+            self.calls.update(rows=len(graded.scores), retries=graded.retries, defaults=graded.defaults)
+            for group, own in zip(groups, graded.tensor.view(len(groups), -1), strict=True):
+                group.score(own)
 
     def _columns(self, groups: Sequence[Group]) -> dict[str, Column]:
         """Build the columns of responses and prompts, one row a response."""
@@ -220,21 +233,25 @@ class DynamicSampler:
             [request.prompt for _, request in rows], responses, positions
         )
 
-    def _spread(self, kept: Sequence[Group], groups: Sequence[Group]) -> dict[str, float]:
-        if not kept:
+    def _spread(self, trained: Sequence[Group], batch: Sequence[Group]) -> dict[str, float]:
+        if not trained:
             return {}
-        rewards = _rewards(kept)
-        spread = {"mean": rewards.mean(), "max": rewards.max(), "min": rewards.min(), "drawn_mean": _rewards(groups).mean()}
-        return {f"critic/{self.operation.writes}/{name}": value.item() for name, value in spread.items()}
+        rewards = _rewards(trained)
+        spread = {"mean": rewards.mean(), "max": rewards.max(), "min": rewards.min(), "drawn_mean": _rewards(batch).mean()}
+        found = {name: value.item() for name, value in spread.items()}
+        if self.operation.scoring.retry is not None:
+            found |= {name: self.calls[name] / max(self.calls["rows"], 1) for name in ("retries", "defaults")}
+            self.calls.clear()
+        return {f"critic/{self.operation.writes}/{name}": value for name, value in found.items()}
 
     def state(self) -> dict[str, int]:
-        """Return the state for a checkpoint: the number of prompts that this rank has drawn."""
-        return {"drawn": self.drawn}
+        """Return the state for a checkpoint: the prompts of batches that have left. A resume draws those that decode ahead again."""
+        return {"drawn": self.passed}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Restore a `state` from a checkpoint."""
-        self.drawn = state["drawn"]
+        self.passed = state["drawn"]
 
 
 def _rewards(groups: Sequence[Group]) -> torch.Tensor:
-    return torch.cat([torch.empty(0), *(group.rewards for group in groups)])
+    return torch.cat([torch.empty(0), *(group.rewards for group in groups if group.rewards is not None)])
