@@ -15,9 +15,10 @@ from rlgraph.costs.functions import NodeCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.doctor.diagnosis import doctor
 from rlgraph.engines.api import Sampling
-from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.hf_models.pretrained import model_folder
 from rlgraph.engines.registry import EngineSpec, TrainerSpec
+from rlgraph.engines.schedules import WSD, Constant, Cosine, Linear
 from rlgraph.errors import (
     CertificateError,
     ChannelBroken,
@@ -69,6 +70,7 @@ __all__ = [
     "GAE",
     "GRPO",
     "RLOO",
+    "WSD",
     "AdamW",
     "CertificateError",
     "ChannelBroken",
@@ -81,7 +83,9 @@ __all__ = [
     "Cluster",
     "Columns",
     "ConfigError",
+    "Constant",
     "Context",
+    "Cosine",
     "Costs",
     "Critic",
     "DataError",
@@ -95,8 +99,10 @@ __all__ = [
     "Guards",
     "Job",
     "Lengths",
+    "Linear",
     "Model",
     "ModelTraits",
+    "Muon",
     "NodeCost",
     "NodeError",
     "NodeTraits",

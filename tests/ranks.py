@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.engines.forward.heads import PolicyHead, ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
 
 MICRO_BATCH_TOKENS = 16
@@ -33,15 +33,42 @@ def refused(*_: object) -> None:
     raise AssertionError("an object of another rank is unpickled")
 
 
+def muon_bits() -> bool:
+    """Whether this rank's rows of a step of Muon, from equal gradients, have the bits of the step of whole matrices."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    from rlgraph.engines.fsdp.muon import MuonWithAdamW
+
+    class Layers(torch.nn.Module):
+        def __init__(self, weights: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.layers = torch.nn.ParameterList(weights)
+
+    draw = torch.Generator().manual_seed(0)
+    weights, gradients = ([torch.randn(*shape, generator=draw) for shape in ((6, 4), (5, 8), (1, 3))] for _ in range(2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = Layers([weight.clone() for weight in weights])
+    cut = Layers([distribute_tensor(weight, mesh, [Shard(0)]) for weight in weights])
+    for model in (whole, cut):
+        optimizer = MuonWithAdamW(model, Muon(lr=1e-2, weight_decay=0.1))  # type: ignore[arg-type]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if isinstance(parameter, DTensor) else gradient
+        for _ in range(2):
+            optimizer.step()
+    pairs = zip(whole.parameters(), cut.parameters(), strict=True)
+    return all(torch.equal(one, many.full_tensor()) for one, many in pairs)  # type: ignore[operator]
+
+
 def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     distributed_c10d._tensor_to_object = refused  # type: ignore[assignment]
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     batch = returns_of(batch_of(LENGTHS, holes=True))
-    head, loss = (PolicyHead(folder), WeightedLikelihood(entropy=0.1)) if kind == "policy" else (ValueHead(folder), ValueLoss())
+    head, loss = (PolicyHead(folder), WeightedLikelihood(entropy=0.1)) if kind != "critic" else (ValueHead(folder), ValueLoss())
     engine = FsdpEngine(
         head,
-        optimizer=AdamW(lr=1e-2, eps=1e-3),
+        optimizer=Muon(lr=1e-2, eps=1e-3, weight_decay=0.1) if kind == "muon" else AdamW(lr=1e-2, eps=1e-3),
         rank=rank,
         world=world,
         dtype=torch.float32,
@@ -57,6 +84,8 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     write()
     engine.load(out / "stored")
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
+    if kind == "muon":
+        torch.save({"bits": muon_bits()}, out / f"{rank}.gathered.pt")
     engine.close()
     dist.destroy_process_group()
 

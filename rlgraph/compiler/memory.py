@@ -92,6 +92,7 @@ def _need(
         micro_batch_tokens=model.traits.micro_batch_tokens or 0,
         recompute=model.traits.recompute,
         fused_head=model.traits.fused_head,
+        one_moment=model.traits.one_moment,
     )
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 

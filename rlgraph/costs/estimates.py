@@ -41,7 +41,7 @@ class Workload:
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
     generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
-    pass has the logits of all its tokens (None: it has none).
+    pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer.
     """
 
     shape: ModelShape
@@ -56,6 +56,7 @@ class Workload:
     micro_batch_tokens: int = 0
     recompute: bool = False
     fused_head: bool | None = None
+    one_moment: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
     per_parameter = {"weights": weights} | ({"optimizer": OPTIMIZER, "gradients": GRADIENT} if work.trained else {})
     stays = {what: size * shape.parameters // work.workers for what, size in per_parameter.items()}
+    if work.trained and work.one_moment and shape.experts <= 1:
+        stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
     tokens = min(work.micro_batch_tokens, int(-(-work.rows // work.workers) * work.longest))
     kept = 2 if not work.trained or work.recompute else ACTIVATION  # of a layer: its input, or all
     layers = shape.layers if work.trained else 1

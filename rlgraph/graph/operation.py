@@ -174,6 +174,8 @@ class ModelTraits:
 
     `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
 
+    `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
+
     `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
     `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
@@ -188,6 +190,7 @@ class ModelTraits:
     micro_batch_tokens: int | None = None
     recompute: bool = False
     fused_head: bool | None = None
+    one_moment: bool = False
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None

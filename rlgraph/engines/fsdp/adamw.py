@@ -1,9 +1,11 @@
-"""Settings of the optimizer."""
+"""Settings of the optimizers."""
 
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from rlgraph import settings
+from rlgraph.engines.schedules import Schedule
+from rlgraph.errors import GraphError
 from rlgraph.setting_types import Range
 from rlgraph.settings import AtLeastZero, Natural, Positive
 
@@ -12,9 +14,13 @@ Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at 
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW that clips the norm of the gradients to `grad_clip`. The learning rate rises linearly over `warmup_steps` optimizer steps.
+    """AdamW that clips the norm of the gradients to `grad_clip`.
 
-    Raises GraphError for a value out of its range. Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
+    The learning rate follows `schedule`, as `rg.Cosine(warmup_steps=10, steps=1000)`. Without one it is constant after `warmup_steps`
+    optimizer steps, over which it rises linearly, to `lr / warmup_steps` in the first.
+
+    Raises GraphError for a value out of its range, and for `warmup_steps` beside a schedule, which has its own.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
 
     >>> import rlgraph as rg
     >>> optimizer = rg.AdamW(lr=1e-6, warmup_steps=2)
@@ -28,10 +34,44 @@ class AdamW:
     weight_decay: AtLeastZero = 0.0
     grad_clip: Annotated[float, Range(above=0, rule="a norm above 0; 1e9 does not clip")] = 1.0
     warmup_steps: Natural = 0
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
+        if self.schedule is not None and self.warmup_steps:
+            own, kind = type(self).__name__, type(self.schedule).__name__
+            raise GraphError(
+                f"{own}(warmup_steps={self.warmup_steps}, schedule={kind}(…)): a schedule has its own warm-up; write "
+                f"schedule=rg.{kind}(warmup_steps={self.warmup_steps}, …)"
+            )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0."""
+        if self.schedule is not None:
+            return self.lr * self.schedule(step)
         return self.lr * min(1.0, (step + 1) / max(self.warmup_steps, 1))
+
+
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """Muon for the matrices of the layers, and AdamW for embeddings, heads, norms, biases and fused experts.
+
+    A matrix moves along its momentum with all singular values set to about 1 by `ns_steps` Newton-Schulz iterations. With
+    `adjust_lr="match_rms_adamw"` its step is as large as AdamW's, so both take the same `lr`; "original" is the rule of the source, for
+    rates about 0.02. `betas` and `eps` are those of AdamW. The step is that of torch's Muon; on a CPU the iterations are in float32.
+
+    Ranks that hold rows of a matrix gather it for the iterations, one matrix at a time; equal gradients give the same bits as on one rank.
+    A matrix has one moment, where AdamW has two.
+
+    Raises GraphError as `rg.AdamW` does. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+
+    >>> import rlgraph as rg
+    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.Muon(lr=1e-6, schedule=rg.Constant(warmup_steps=5)))
+    >>> policy.optimizer.momentum
+    0.95
+    """
+
+    momentum: Decay = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Range(least=1, most=99)] = 5
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"

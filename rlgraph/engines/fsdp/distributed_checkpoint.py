@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.fsdp import state_shards
 from rlgraph.engines.fsdp.exchange import RankFailed, of_all
+from rlgraph.engines.fsdp.muon import first_moments
 from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
 
@@ -50,8 +51,7 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
     for name, parameter in parameters:
         held = optimizer.state[parameter]
         if not held:
-            held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            held["exp_avg"], held["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            held.update(first_moments(optimizer, parameter))
         found[f"{WEIGHTS}{name}"] = parameter.detach()
         found |= {f"moments.{name}.{key}": value for key, value in held.items()}
     return found

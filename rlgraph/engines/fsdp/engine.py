@@ -19,6 +19,7 @@ from rlgraph.engines.forward.packing import MicroBatch, pack, pack_flat, plan_mi
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.exchange import gathered
+from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import full, join, local, placed, prepare_layers, shard
@@ -68,9 +69,7 @@ class FsdpEngine:
         self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
         if head.folder is not None:
             load_shards(head, self._device)
-        self._optimizer = torch.optim.AdamW(
-            head.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, fused=True
-        )
+        self._optimizer = made(optimizer, head)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._on_progress = on_progress
         self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard

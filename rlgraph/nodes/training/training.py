@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Loss
-from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Model, Node, Output, declare
@@ -83,6 +83,7 @@ class TrainedModel(Model):
             micro_batch_tokens=tokens,
             recompute=self.recompute,
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
+            one_moment=isinstance(self.optimizer, Muon),
         )
 
     def load(self, context: Any) -> Any:
