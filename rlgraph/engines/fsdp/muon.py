@@ -47,7 +47,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return id(parameter) in self._matrices
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # nothing here takes a closure
         """Take one step with the gradients that are there."""
         for group in self.param_groups:
             learnt = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -74,7 +74,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             adamw(
                 parameters,
                 [parameter.grad for parameter in parameters if parameter.grad is not None],
-                *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")),
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
                 [],
                 [state["step"] for state in states],
                 fused=True,
