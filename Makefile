@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Two tests at a time: they wait for processes to start more than they compute.
 TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
 
-.PHONY: demo test test-gpu check oracle setup clean
+.PHONY: demo test test-gpu check docs oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock requirements/from_source.lock pyproject.toml
@@ -32,6 +32,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(TESTS)
+
+# The site, into site/. A link that leads nowhere is an error; the tests build it too.
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
 
 # The golden results that the tests of the algorithms compare with, written anew by verl itself, in an environment of its own.
 oracle: .venv-oracle/.ready

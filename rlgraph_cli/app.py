@@ -133,16 +133,24 @@ def tune(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a recorded run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: finished, killed, or still going on.")],
     out: Annotated[Path | None, typer.Option(help="Where to write the page [default: RUN/run.html].")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page to this machine until Ctrl-C; it follows the run.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --watch; 0 is any that is free.")] = 0,
 ) -> None:
-    """Write the report of a recorded run anew, as one HTML file."""
-    from rlgraph import api
-    from rlgraph.analysis.run import Run
+    """Write the report of a run as one HTML file, or serve it while the run goes on."""
+    if watch and out:
+        raise typer.BadParameter("--watch serves the page and --out writes it; choose one")
+    if port and not watch:
+        raise typer.BadParameter("--port is the port of --watch")
+    import rlgraph as rg
 
-    path = out or run / "run.html"
-    api.report(Run.load(run), path)
-    typer.echo(str(path))
+    if not watch:
+        typer.echo(str(rg.report(run, out)))
+        return
+    with rg.watch(run, port) as view:
+        typer.echo(view.url)
+        view.wait()
 
 
 @app.command()

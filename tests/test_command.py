@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +116,7 @@ def test_tune_ranks_the_values_that_a_setting_lists(recipe: Path) -> None:
 
 
 REFUSED = {
+    "a page both served and written": (["report", "a", "--watch", "--out", "page.html"], 2, "--watch serves the page and --out writes it"),
     "an unknown option": (["plan", "lengths.py", "--drow", "x.svg"], 2, "No such option: --drow"),
     "an unknown key": (["plan", "lengths.py", "cuont=3"], 2, "error: setting 'cuont': Key 'cuont' not in 'Config'. Did you mean: 'count'?"),
     "a picture of another kind": (["plan", "lengths.py", "--draw", "x.png"], 1, "error: draw('x.png'): a plan is drawn as .svg or .mmd"),
@@ -220,6 +223,21 @@ def test_report_and_compare_read_recorded_runs(runs: Path) -> None:
     assert (
         ended.stdout == f"{rg.compare(runs / 'a', runs / 'b')}\n".replace(f"{runs}/", "") or "generator of rollout: engine" in ended.stdout
     )
+
+
+def test_report_serves_the_page_of_a_run_until_ctrl_c(runs: Path) -> None:
+    command = [sys.executable, "-m", "rlgraph", "report", "a", "--watch"]
+    with subprocess.Popen(command, cwd=runs, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            url = serving.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:")
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                assert "<title>grpo" in answer.read().decode()
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(60) == 0
+        finally:
+            serving.kill()
 
 
 def test_doctor_checks_this_machine_and_its_exit_code_says_whether_there_is_a_problem(tmp_path: Path) -> None:
