@@ -268,6 +268,13 @@ def test_doctor_knows_a_port_that_is_taken_and_a_path_that_is_too_long() -> None
     assert [check.state for check in system.temporary_checks("/tmp")][1:] == []
 
 
+def test_doctor_tries_bfloat16_and_names_the_limit_that_makes_it_work() -> None:
+    assert devices.trial_check(lambda limit: True).state == "ok"
+    check = devices.trial_check(lambda limit: limit == "AVX2")
+    assert (check.state, "ONEDNN_MAX_CPU_ISA=AVX2" in check.fix) == ("problem", True)
+    assert devices.trial_check(lambda limit: False).fix == "give models dtype='float32'"
+
+
 def test_doctor_compares_versions_with_the_supported_ranges() -> None:
     needed = versions.Requirement("torch>=2.11")
     assert versions.package_check(needed, "2.13.0+cpu").state == "ok"

@@ -3,8 +3,9 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -17,6 +18,8 @@ MEASURED = (9, 0)  # the compute capability of the GPUs that rlgraph was measure
 DEMO_BYTES = 8 << 30  # of memory, for training the smallest real model on cores
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 QUERY_S = 20.0
+TRIAL = "import torch; torch.nn.Linear(64, 64, dtype=torch.bfloat16)(torch.ones(64, 64, dtype=torch.bfloat16))"
+SMALLER = ("AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX2")  # limits of oneDNN, the fastest first; the first two leave bfloat16
 
 
 def device_checks() -> Iterator[Check]:
@@ -36,6 +39,8 @@ def device_checks() -> Iterator[Check]:
         yield precision_check("dtype auto on GPUs", cluster.gpu_precision)
     if cluster.cpu_precision is not None:
         yield precision_check("dtype auto on cores", cluster.cpu_precision)
+        if cluster.cpu_precision.dtype == "bfloat16":
+            yield trial_check(_multiplies)
 
 
 def gpu_check(gpus: int, driver: bool, cuda: str | None) -> Check:
@@ -98,6 +103,26 @@ def precision_check(name: str, precision: Precision) -> Check:
     limited = precision.dtype == "float32" and "limited" in precision.why
     fix = f"unset {', '.join(limits)}" if limited and limits else ""
     return Check(name, "warning" if fix else "ok", f"{precision.dtype}: {precision.why}", fix)
+
+
+def trial_check(works: Callable[[str], bool]) -> Check:
+    """Multiply in bfloat16 in a process of its own. A virtual machine may name instructions, as AMX, that end the process.
+
+    `works` tells whether the trial succeeds under a limit of oneDNN; "" is none.
+
+    >>> trial_check(lambda limit: limit == "AVX512_CORE_FP16").fix
+    'export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, before anything starts'
+    """
+    if works(""):
+        return Check("bfloat16 on cores", "ok", "a trial works")
+    limit = next((limit for limit in SMALLER if works(limit)), None)
+    fix = f"export ONEDNN_MAX_CPU_ISA={limit}, before anything starts" if limit else "give models dtype='float32'"
+    return Check("bfloat16 on cores", "problem", "a trial ends its process: the CPU names instructions that it does not run", fix)
+
+
+def _multiplies(limit: str) -> bool:
+    variables = os.environ | ({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})
+    return subprocess.run([sys.executable, "-c", TRIAL], env=variables, capture_output=True, check=False).returncode == 0
 
 
 def _asked(*command: str) -> str | None:
