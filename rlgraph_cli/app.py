@@ -41,6 +41,13 @@ class By(StrEnum):
     gpu_s_per_sample = "gpu_s_per_sample"
 
 
+class Dtype(StrEnum):
+    """What `export` writes weights in."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 def main() -> None:
     """Run the command line. The exit code is 2 for a wrong call or setting, 1 for any other failure."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -129,6 +136,20 @@ def tune(
 
     measured = rg.Costs.from_file(costs) if costs else None
     typer.echo(str(rg.tune(build, cluster, measured, by=by.value, max_staleness=max_staleness, **choices)))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them, whose newest is meant.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    dtype: Annotated[Dtype, typer.Option(help="What the weights are written in.")] = Dtype.bfloat16,
+    policy: Annotated[str | None, typer.Option(help="Which model, where several are trained.")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face folder."""
+    import rlgraph as rg
+
+    made = rg.export(checkpoint, out, dtype.value, policy)
+    typer.echo(f"{made.folder}: after step {made.step}, {made.parameters:,} parameters in {made.dtype}, {made.bytes:,} bytes")
 
 
 @app.command()

@@ -11,12 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from digests import ITEMS, odd_tokens
 from simulated_run import played
 from tunable import build
 
 import rlgraph as rg
 from rlgraph.doctor import devices, system, versions
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import ConfigError
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.local import LocalJob
 from rlgraph_cli import recipe as recipes
 from rlgraph_cli.choices import choices_of
 
@@ -80,7 +84,7 @@ def test_help_lists_the_commands_and_loads_nothing_heavy(tmp_path: Path) -> None
         [sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout.splitlines()[-1] == "0 []"
-    assert all(name in ended.stdout for name in ("plan", "run", "tune", "report", "compare", "doctor"))
+    assert all(name in ended.stdout for name in ("plan", "run", "tune", "export", "report", "compare", "doctor"))
 
 
 def test_plan_prints_and_draws_the_plan_and_starts_nothing(recipe: Path) -> None:
@@ -238,6 +242,30 @@ def test_report_serves_the_page_of_a_run_until_ctrl_c(runs: Path) -> None:
             assert serving.wait(60) == 0
         finally:
             serving.kill()
+
+
+def test_export_writes_the_newest_checkpoint(tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "tiny"))
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=4), dtype="float32")
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+    weights = rg.feedback("weights", depth=0)
+    rollout = generator.rollout(rg.prompts(ITEMS, count=2), weights, group_size=2)
+    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    graph = rg.Graph("tiny", step.metrics)
+    plan = rg.compile(graph, rg.Cluster(cpus=2))
+    with LocalJob(graph, plan, Checkpoints(graph, plan, Recovery(tmp_path / "checkpoints", 1, 2))) as job:
+        assert len(list(job.steps(1))) == 1
+    ended = rlgraph("export", "checkpoints", "model", "--dtype", "float32", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("model: after step 1, ")
+    rg.export(tmp_path / "checkpoints", tmp_path / "again", "float32")
+    written = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")}
+    assert written
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").glob("*.safetensors")} == written
+    refused = rlgraph("export", "checkpoints", "model", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
 
 
 def test_doctor_checks_this_machine_and_its_exit_code_says_whether_there_is_a_problem(tmp_path: Path) -> None:
