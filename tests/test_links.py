@@ -18,7 +18,18 @@ FOLDERS = ("", "rlgraph", "benchmarks", "benchmarks/results", "recipes", "tests"
 ENDINGS = "py|md|json|jsonl|lock|npz|svg|toml|txt"
 WRITTEN = {  # by a run, a user or another library, in a folder of theirs
     *("run.json", "run.html", "report.html", "timeline.json", "trace.json", "metrics.jsonl", "plan.json", "manifest.json", "config.json"),
-    *("tokenizer.json", "generation_config.json", "costs.yaml", "my.yaml", "plan.svg", "RECIPE.py", "FILE.yaml"),
+    *(
+        "tokenizer.json",
+        "generation_config.json",
+        "costs.yaml",
+        "my.yaml",
+        "plan.svg",
+        "RECIPE.py",
+        "FILE.yaml",
+        "sums.py",
+        "gpus.py",
+        "train.py",
+    ),
 }
 
 
