@@ -1,0 +1,70 @@
+"""The recipe of mathematics trains models of several families unchanged, and exports a folder that others load."""
+
+import json
+import shutil
+from pathlib import Path
+
+import forked
+import pytest
+from templates import model_with
+from test_recipes import run
+from tiny import tiny_qwen
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
+
+SMALL = [
+    "engine=transformers",
+    "prompts=2",
+    "group_size=2",
+    "steps=2",
+    "every=1",
+    "questions=4",
+    "samples=2",
+    "max_tokens=8",
+    "max_context=400",
+]
+FAMILIES = {"smollm2": None, "qwen2_5": "qwen2", "qwen3": "qwen3"}  # template, and the kind of weights if not Llama's
+
+
+def model_of(folder: Path, template: str) -> Path:
+    """Make a tiny model of a family with the chat template of that family."""
+    made = model_with(folder / "llama", template)
+    if (kind := FAMILIES[template]) is None:
+        return made
+    other = tiny_qwen(folder, kind, vocab=330)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(made / file, other / file)
+    return Path(other)
+
+
+@pytest.mark.parametrize("template", FAMILIES)
+def test_a_family_is_trained_validated_and_exported(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tmp_path, template)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    thinking = ["thinking=false"] if template == "qwen3" else []
+    run("mathematics", monkeypatch, *SMALL, f"model={model}", *thinking, "correction=decoupled_token_is", "out=run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {"val/acc/mean@2", "val/acc/best@2/mean", "val/acc/maj@2/mean", "val/pass@2", "val/chain_sum/acc/mean@2"} <= set(lines[-1])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    before = AutoModelForCausalLM.from_pretrained(model)
+    assert exported.config.model_type == before.config.model_type
+    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (exported, before)]
+    assert shapes[0] == shapes[1]
+    messages = [{"role": "user", "content": "1 + 1 ="}]
+    new, old = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "run/model", model))
+    assert new.apply_chat_template(messages, tokenize=False) == old.apply_chat_template(messages, tokenize=False)
+
+
+def test_no_held_out_question_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
+    from tasks.school import questions
+
+    held_out = questions(64, seed=1_000_003)
+    asked = {row["prompt"] for row in held_out}
+    train = questions(512, 0, frozenset(asked))
+    assert len(asked) == 64
+    assert len({row["prompt"] for row in train}) == 512
+    assert not asked & {row["prompt"] for row in train}
+    assert {row["data_source"] for row in train} == {row["data_source"] for row in held_out} == {"chain_sum", "products"}
