@@ -12,7 +12,9 @@ from pathlib import Path
 
 import forked
 import pytest
+from safetensors.torch import save_file
 
+import rlgraph as rg
 from rlgraph.errors import RlgraphError
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
@@ -37,6 +39,51 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     run(name, monkeypatch, *TINY, *MORE.get(name, []), "out=run")
     assert_complete(tmp_path, capsys.readouterr().out)
+
+
+def test_dapo_streams_and_validates_on_data_of_verl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    Path("train.jsonl").write_text(rows_of_verl())
+    data = ["train=train.jsonl", "validation=train.jsonl", "samples=2", "evaluate_every=1"]
+    run("dapo", monkeypatch, *TINY, "continuous=true", "max_prompt_tokens=150", "out=run", *data)
+    assert_complete(tmp_path, capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all({"val/acc/mean@2", "val/math/acc/maj@2/mean", "dynamic_sampling/prompts"} <= set(line) for line in lines)
+
+
+def test_dapo_at_the_published_scale_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECIPES["dapo"].parent)
+    shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **shape, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "train.jsonl").write_text(rows_of_verl())
+    recipe = runpy.run_path(str(RECIPES["dapo"]))
+    file = RECIPES["dapo"].parent / "configs" / "dapo_math.yaml"
+    given = [f"config={file}", f"model={tmp_path}", f"train={tmp_path}/train.jsonl", f"validation={tmp_path}/train.jsonl"]
+    cfg = rg.config(recipe["Config"], given)
+    assert (cfg.max_tokens, cfg.buffer_tokens, cfg.group_size, cfg.continuous) == (20480, 4096, 16, True)
+    plan = rg.compile(recipe["graph"](cfg), rg.Cluster(gpus=16, gpus_per_node=8, cpus=128, gpu="H200"))
+    assert plan.certificate.staleness_bound == 1
+    assert plan.certificate.deadlock_free
+
+
+def rows_of_verl() -> str:
+    rows = [
+        {
+            "data_source": "math",
+            "prompt": f"{a} + 1 =",  # text, since the tiny model has no chat template
+            "reward_model": {"style": "rule", "ground_truth": str(a + 1)},
+            "extra_info": {"index": str(a)},
+        }
+        for a in range(4)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.mark.ray
