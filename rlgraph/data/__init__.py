@@ -4,5 +4,19 @@ from rlgraph.data.files import jsonl, parquet
 from rlgraph.data.hub import huggingface
 from rlgraph.data.rows import Rows, rows
 from rlgraph.data.schemas import aime, conversational, dapo_math, gsm8k, verl
+from rlgraph.data.streams import Stream, stream
 
-__all__ = ["Rows", "aime", "conversational", "dapo_math", "gsm8k", "huggingface", "jsonl", "parquet", "rows", "verl"]
+__all__ = [
+    "Rows",
+    "Stream",
+    "aime",
+    "conversational",
+    "dapo_math",
+    "gsm8k",
+    "huggingface",
+    "jsonl",
+    "parquet",
+    "rows",
+    "stream",
+    "verl",
+]

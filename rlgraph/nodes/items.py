@@ -23,11 +23,18 @@ def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
         raise DataError(f"{name}: the data set is {shown(data)}; it is a list of items: read the file first, as rg.data.jsonl(path) does")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{name}: the data set is {shown(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) of it"
+            f"{name}: the data set is {shown(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) of it, or "
+            "the function that makes it"
         )
     if len(data) == 0:
         raise DataError(f"{name}: the data set is empty; it needs at least one item")
     first = read(data, 0)
+    check_first(name, first, prompt)
+    return first
+
+
+def check_first(name: str, first: Any, prompt: str) -> None:
+    """Raise DataError unless the first item is a mapping with a field `prompt`."""
     if not isinstance(first, Mapping):
         fix = f"give [{{'{prompt}': text}} for text in data]" if isinstance(first, str) else "give a list of dicts"
         raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping with the prompt under '{prompt}': {fix}")
@@ -36,7 +43,6 @@ def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
             f"{name}: the first item has {shown(sorted(map(str, first)))}; each item is a mapping with the prompt under '{prompt}': "
             "name its field with prompt="
         )
-    return first
 
 
 def read(data: Any, index: int) -> Any:

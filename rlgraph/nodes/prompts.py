@@ -10,12 +10,14 @@ import torch
 
 from rlgraph.columns import Column
 from rlgraph.data.rows import Dataset, Overlong, Rows, rows
+from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
-from rlgraph.nodes.items import check_data, check_item, check_names, column_of, fields_of, read
+from rlgraph.nodes.items import check_data, check_first, check_item, check_names, fields_of, read
+from rlgraph.nodes.prompt_source import PromptSource, plural
+from rlgraph.nodes.streamed_prompts import StreamedPrompts
 from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Natural, checked
 
@@ -31,7 +33,7 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompts(Operation):
+class Prompts(PromptSource):
     """Draw the prompts of a step. The choice depends on the seed and the step alone."""
 
     data: Dataset
@@ -44,31 +46,20 @@ class Prompts(Operation):
     kept: Kept = field(default_factory=Kept)
 
     @property
-    def traits(self) -> NodeTraits:
-        return NodeTraits(given=())
+    def first(self) -> Mapping[str, Any]:
+        return self.data[0]
 
     @property
     def prompt_characters(self) -> float | None:
         """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is no prompt."""
-        first = [self.data[index] for index in range(min(len(self.data), 8))]
-        try:
-            return sum(len(text) for item in first for text in self._texts(item)) / len(first)
-        except (DataError, KeyError):
-            return None
-
-    def _texts(self, item: Mapping[str, Any]) -> list[str]:
-        """Collect the texts of a prompt, of each of its messages."""
-        if self.chat is None:
-            return [item[self.prompt_field]]
-        return [str(message.get("content") or "") for message in self.chat.conversation("", item, self.prompt_field).messages]
+        return self.mean_characters(self.data[index] for index in range(min(len(self.data), 8)))
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: (self.batch(step, context.set_aside), self.metrics)
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """Count the prompts that the launch dropped or cut off, if there is a policy for them."""
-        return {} if self.overlong.policy == "error" else {"data/overlong_prompts": float(self.kept.overlong)}
+    def overlong_prompts(self) -> int:
+        return self.kept.overlong
 
     @property
     def size(self) -> int:
@@ -88,17 +79,6 @@ class Prompts(Operation):
         positions = self.positions(step, set_aside)
         ids = torch.tensor(positions, dtype=torch.int64)
         return {"prompt_ids": ids, **self.columns([self.item(position) for position in positions])}
-
-    def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-        """Build `prompt_texts` and one column for each further field, one row an item."""
-        first = self.data[0]
-        columns: dict[str, Column] = {}
-        if self.chat is None:
-            columns["prompt_texts"] = [item[self.prompt_field] for item in items]
-        else:
-            columns["prompt_texts"] = [self.chat.text("an item", item, self.prompt_field) for item in items]
-            columns["prompt_messages"] = [self.chat.conversation("an item", item, self.prompt_field).to_json() for item in items]
-        return columns | {plural(name): column_of([item[name] for item in items], first[name]) for name in self.fields}
 
     def positions(self, step: int, set_aside: Sequence[int] = ()) -> list[int]:
         """Choose the places of the data order that step `step` draws.
@@ -159,7 +139,7 @@ def _order(seed: int, epoch: int, size: int) -> list[int]:
 
 @checked(DataError)
 def prompts(
-    data: Dataset, count: PerStep, *, chat: Chat | None = None, seed: Natural = 0, prompt: Name = "prompt", name: Name = "prompts"
+    data: Dataset | Stream, count: PerStep, *, chat: Chat | None = None, seed: Natural = 0, prompt: Name = "prompt", name: Name = "prompts"
 ) -> Output:
     """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
 
@@ -171,7 +151,8 @@ def prompts(
     Each item is a mapping with the prompt under `prompt`; every other field becomes a column named in the plural, so that a reward
     reads `answer` as `answers`. A step may span epochs; one of a data set smaller than `count` draws items more than once.
 
-    The items are a list, rows of `rg.data` (files, data sets of the hub, published schemas) or another data set with a length.
+    The items are a list, rows of `rg.data` (files, data sets of the hub, published schemas) or another data set with a length. A
+    stream, as `rg.data.stream` or an IterableDataset, is drawn in its own order, and its rows are checked as they come.
 
     A prompt is text or a list of messages. The model reads text exactly as given; special tokens that it begins with are not added
     again. Messages are rendered by the chat template of the rollout's model, with the item's own `tools` and `chat_template_kwargs`
@@ -181,18 +162,39 @@ def prompts(
     The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
     or without a field that the first one has, or fields that are neither text nor numbers.
     """
+    if is_stream(data):
+        return _streamed(data, count, chat, seed, prompt, name)
+    assert not isinstance(data, Stream)
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, prompt)
+    chat, fields, writes = _columns(name, first, prompt, chat)
     overlong = data.overlong if isinstance(data, Rows) else Overlong()
+    return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat, overlong), (), reads=(), writes=writes, rows=count))
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data is a stream: `rg.data.stream`, an IterableDataset of datasets, or a function that yields rows."""
+    endless = type(data).__module__.partition(".")[0] == "datasets" and not hasattr(data, "__len__")
+    return isinstance(data, Stream) or endless or (callable(data) and not hasattr(data, "__getitem__"))
+
+
+def _streamed(data: Any, count: int, chat: Chat | None, seed: int, prompt: str, name: str) -> Output:
+    """Declare the source that reads a stream."""
+    if seed:
+        raise DataError(f"{name}: seed={seed} has no effect on a stream, which has an order of its own; shuffle it where it is made")
+    rows_of = data if isinstance(data, Stream) else stream(data)
+    _, first = next(StreamReader(rows_of))
+    check_first(name, first, prompt)
+    chat, fields, writes = _columns(name, first, prompt, chat)
+    source = StreamedPrompts(rows_of, count, prompt, fields, chat, first, rows_of.overlong)
+    return Output(declare(name, source, (), reads=(), writes=writes, rows=count))
+
+
+def _columns(name: str, first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[Chat | None, tuple[str, ...], tuple[str, ...]]:
+    """Choose the chat, the fields and the columns of a source by its first item. Raises DataError for one that cannot be used."""
     chat = chat or (Chat() if is_conversation(first[prompt]) else None)
     fields = fields_of(first, prompt, chat)
     check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})
     check_item(0, first, prompt, first, chat)
     own = ("prompt_texts", "prompt_ids") if chat is None else ("prompt_texts", "prompt_messages", "prompt_ids")
-    writes = (*own, *(plural(f) for f in fields))
-    return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat, overlong), (), reads=(), writes=writes, rows=count))
-
-
-def plural(field: str) -> str:
-    """Name the column of an item's field: `answer` becomes `answers`."""
-    return field if field.endswith("s") else field + "s"
+    return chat, fields, (*own, *(plural(f) for f in fields))

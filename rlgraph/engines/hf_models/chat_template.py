@@ -57,20 +57,20 @@ def chat_tokens(tokenizer: Any, conversations: Sequence[str]) -> list[list[int]]
     return tokens
 
 
-def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequence[str]) -> list[list[int]]:
-    """Encode the conversations of a whole data set, in its order.
+def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequence[str], first: int = 0) -> list[list[int]]:
+    """Encode the conversations of a data set, in its order, from item `first` on.
 
     Raises DataError naming the item for a model without a chat template, for a template that does not read what a conversation gives
     it, and for a conversation that the template refuses.
     """
     if not tokenizer.chat_template:
         raise DataError(
-            f"item 0 of the data set is a conversation, but the tokenizer of '{path}' has no chat template: take the instruct model, copy "
-            "its chat_template.jinja into the folder, or give prompts as text without chat="
+            f"item {first} of the data set is a conversation, but the tokenizer of '{path}' has no chat template: take the instruct "
+            "model, copy its chat_template.jinja into the folder, or give prompts as text without chat="
         )
     read = _words_read(tokenizer.chat_template)
     texts = []
-    for index, text in enumerate(conversations):
+    for index, text in enumerate(conversations, first):
         conversation = ChatPrompt.from_json(text)
         given = {**(conversation.template_kwargs or {}), **({"tools": ""} if conversation.tools else {})}
         unread = [name for name in given if name not in read]

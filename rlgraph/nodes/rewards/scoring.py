@@ -15,7 +15,7 @@ from rlgraph.columns import Column, Columns
 from rlgraph.errors import DataError, GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.prompts import plural
+from rlgraph.nodes.prompt_source import plural
 from rlgraph.nodes.rewards.calls import Calls, Scorer
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 from rlgraph.nodes.rewards.retry import ONCE, Retry

@@ -58,8 +58,8 @@ def admission_rule(node: str, weights: Feedback | None, interrupt: Running | Non
         )
     if continuous and source is not None and not isinstance(source, Prompts):
         raise GraphError(
-            f"node '{node}' has continuous=True, so it looks up the next prompts while it decodes, which only rlgraph.prompts can tell: "
-            "pass its output, or leave continuous out"
+            f"node '{node}' has continuous=True, so it looks up the next prompts while it decodes, which only rlgraph.prompts can tell, "
+            "and of a data set with a length: pass its output, read a stream into rg.data.rows(list(...)), or leave continuous out"
         )
     return BatchAdmission(interrupt, continuous, weights.depth if weights is not None else None)
 

@@ -73,7 +73,10 @@ class Refill:
         where = f"node '{name}'"
         source = prompts.node.operation
         if not isinstance(source, Prompts):
-            raise GraphError(f"{where} draws from the data order, but its prompts are of another node; pass the output of rg.prompts(...)")
+            raise GraphError(
+                f"{where} draws from the data order, but its prompts are of another node or of a stream; pass rg.prompts(rows) of rows "
+                "with a length"
+            )
         self._check(where, name, rollout)
         own = tuple(column for column in prompts.columns if column != "prompt_ids")
         carried = (*WRITES, *own)

@@ -11,12 +11,13 @@ from rlgraph.data.rows import Dataset
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import encoded_prompts
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat
-from rlgraph.nodes.prompts import Prompts, plural, prompts
+from rlgraph.nodes.prompt_source import plural
+from rlgraph.nodes.prompts import Prompts, is_stream, prompts
 from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
@@ -75,6 +76,8 @@ def evaluate(
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
     delay other nodes, and DataError as `rg.prompts` does.
     """
+    if is_stream(data):
+        raise DataError(f"node '{name}' evaluates on a stream, whose end is not known; read it into rows: rg.data.rows(list(…))")
     size = len(data) if hasattr(data, "__len__") and len(data) else 1
     questions = prompts(data, size, chat=chat, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)

@@ -10,6 +10,7 @@ from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.streamed_prompts import Room, StreamedPrompts
 
 
 def fit_prompts(node: str, path: str, tokenizer: Any, source: Prompts, context: int, response: int) -> None:
@@ -37,6 +38,13 @@ def fit_prompts(node: str, path: str, tokenizer: Any, source: Prompts, context: 
             )
         long.append(index)
     _keep(node, source, long, most)
+
+
+def expect_prompts(room: Room, tokenizer: Any, source: StreamedPrompts) -> None:
+    """Tell a stream the room of a rollout, against which its rows are checked as they come. Raises DataError if its first one fails."""
+    source.rooms.append(room)
+    if source.chat is not None:
+        check_conversations(room.path, tokenizer, [str(text) for text in source.columns([source.first])["prompt_messages"]])
 
 
 def _keep(node: str, source: Prompts, long: list[int], most: int) -> None:

@@ -20,10 +20,12 @@ from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.environments.multi_turn import MultiTurnLoop
 from rlgraph.nodes.environments.tools import Tools
+from rlgraph.nodes.prompt_source import PromptSource
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, admission_rule
-from rlgraph.nodes.rollout.fitting import fit_prompts, most_tokens
+from rlgraph.nodes.rollout.fitting import expect_prompts, fit_prompts, most_tokens
 from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
+from rlgraph.nodes.streamed_prompts import Room, StreamedPrompts
 from rlgraph.setting_types import Named, Range
 from rlgraph.settings import Count, Dtype, Natural, checked
 
@@ -170,7 +172,7 @@ class Generator(Model):
             prefix=f"{name}: ",
             admission=admission_rule(name, weights, interrupt, continuous, source),
             source=source if continuous else None,
-            overlong=source.overlong if isinstance(source, Prompts) else Overlong(),
+            overlong=source.overlong if isinstance(source, PromptSource) else Overlong(),
         )
         return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
 
@@ -343,6 +345,7 @@ def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: 
     room = context - sampling.max_tokens
     if room < 1:
         raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
-    if not isinstance(source, Prompts):
-        return
-    fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens)
+    if isinstance(source, StreamedPrompts):
+        expect_prompts(Room(node.name, generator.path, context, sampling.max_tokens), tokenizer, source)
+    if isinstance(source, Prompts):
+        fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens)
