@@ -2,11 +2,13 @@
 
 from rlgraph.data.files import jsonl, parquet
 from rlgraph.data.hub import huggingface
+from rlgraph.data.mixtures import Mix, mix
 from rlgraph.data.rows import Rows, rows
 from rlgraph.data.schemas import aime, conversational, dapo_math, gsm8k, verl
 from rlgraph.data.streams import Stream, stream
 
 __all__ = [
+    "Mix",
     "Rows",
     "Stream",
     "aime",
@@ -15,6 +17,7 @@ __all__ = [
     "gsm8k",
     "huggingface",
     "jsonl",
+    "mix",
     "parquet",
     "rows",
     "stream",

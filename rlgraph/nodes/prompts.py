@@ -1,20 +1,23 @@
 """Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch."""
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 import torch
 
 from rlgraph.columns import Column
+from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, Overlong, Rows, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
+from rlgraph.nodes.data_order import Mixed, Order, Shuffled
 from rlgraph.nodes.items import check_data, check_first, check_item, check_names, fields_of, read
 from rlgraph.nodes.prompt_source import PromptSource, plural
 from rlgraph.nodes.streamed_prompts import StreamedPrompts
@@ -30,6 +33,11 @@ class Kept:
 
     rows: list[int] | None = None
     overlong: int = 0  # the prompts that are dropped, or cut off
+    order: Order | None = None  # of these rows, made when it is first needed
+
+    def keep(self, rows: list[int] | None, overlong: int) -> None:
+        """Draw from these rows, in an order that is made anew."""
+        self.rows, self.overlong, self.order = rows, overlong, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +63,34 @@ class Prompts(PromptSource):
         return self.mean_characters(self.data[index] for index in range(min(len(self.data), 8)))
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: (self.batch(step, context.set_aside), self.metrics)
+        return lambda step, columns: self.fire(step, context.set_aside)
+
+    def fire(self, step: int, set_aside: Sequence[int]) -> Fired:
+        """Draw a step, and count the prompts of each data set of a mixture."""
+        columns = self.batch(step, set_aside)
+        if not isinstance(self.data, Mix) or not isinstance(self.order, Mixed):
+            return columns, self.metrics
+        ids = columns["prompt_ids"]
+        assert isinstance(ids, torch.Tensor)
+        parts = [self.order.part(place) for place in ids.tolist()]
+        counts = {f"data/mix/{name}": float(parts.count(number)) for number, name in enumerate(self.data.sources)}
+        return columns, self.metrics | counts
+
+    @property
+    def order(self) -> Order:
+        """The order of the rows that prompts are drawn from."""
+        if self.kept.order is None:
+            self.kept.order = self._mixed(self.data) if isinstance(self.data, Mix) else Shuffled(self.seed, self.size)
+        return self.kept.order
+
+    def _mixed(self, data: Mix) -> Mixed:
+        """Make the order of a mixture. Raises DataError for a data set of which no row is left."""
+        ends = data.ends if self.kept.rows is None else [bisect.bisect_left(self.kept.rows, end) for end in data.ends]
+        parts = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        for name, part in zip(data.sources, parts, strict=True):
+            if not part:
+                raise DataError(f"all prompts of data set '{name}' of the mixture are too long: raise max_prompt_tokens, or leave it out")
+        return Mixed(self.seed, self.count, parts, partial(data.at, self.seed))
 
     @property
     def overlong_prompts(self) -> int:
@@ -88,38 +123,34 @@ class Prompts(PromptSource):
         start = step * self.count
         since: dict[int, int] = {}  # item -> the first place at which it is passed over
         for position in sorted(set_aside, reverse=True):
-            since[self._index(position)] = position
+            since[self.order.row(position)] = position
         at = start
-        while at != (further := start + sum(self._passed(index, first, at) for index, first in since.items())):
+        while at != (further := start + sum(self.order.passed(index, first, at) for index, first in since.items())):
             at = further
-        kept = (position for position in itertools.count(at) if position < since.get(self._index(position), position + 1))
+        kept = (position for position in itertools.count(at) if position < since.get(self.order.row(position), position + 1))
         return list(itertools.islice(kept, self.count))
 
-    def _passed(self, index: int, first: int, before: int) -> int:
-        """Count an item's places in the data order from `first`, which is one of them, to `before`, which is not counted."""
-        if before <= first:
-            return 0
-        epoch, place = divmod(before, self.size)
-        return epoch - first // self.size + int(_order(self.seed, epoch, self.size).index(index) < place)
+    def cursor(self, step: int) -> dict[str, Any]:
+        """Describe the data order for a checkpoint: the next place after `step` steps, and the size and seed that make the order.
 
-    def _index(self, position: int) -> int:
-        epoch, place = divmod(position, self.size)
-        return _order(self.seed, epoch, self.size)[place]
-
-    def cursor(self, step: int) -> dict[str, int]:
-        """Describe the data order for a checkpoint: the next place after `step` steps, and the size and seed that make the order."""
-        return {"items": self.size, "seed": self.seed, "next": step * self.count}
+        Of a mixture also the sizes of its data sets and the shares of the next step.
+        """
+        here = {"items": self.size, "seed": self.seed, "next": step * self.count}
+        if not isinstance(self.data, Mix):
+            return here
+        sizes = {name: len(rows) for name, rows in self.data.sources.items()}
+        return {**here, "mix": sizes, "shares": self.data.at(self.seed, step)}
 
     def item(self, position: int) -> Mapping[str, Any]:
         """Read and check the item at a place of the endless order: one seeded permutation of the data set after another."""
-        index = self._index(position)
+        index = self.order.row(position)
         item = self.row(index)
         check_item(index, item, self.prompt_field, self.data[0], self.chat)
         return item
 
     def check(self, node: Node) -> None:
         """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
-        self.kept.rows, self.kept.overlong = None, 0  # the rollouts that read it count anew
+        self.kept.keep(None, 0)  # the rollouts that read it count anew
         first, started = self.data[0], 0
         for index in range(len(self.data)):
             item = read(self.data, index)
@@ -129,12 +160,6 @@ class Prompts(PromptSource):
             raise DataError(
                 f"node '{node.name}': every item has a system message of its own, so rg.Chat(system=…) has no effect: leave it out"
             )
-
-
-@lru_cache(maxsize=4)  # a batch spans one epoch or two
-def _order(seed: int, epoch: int, size: int) -> list[int]:
-    order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
-    return order
 
 
 @checked(DataError)
@@ -168,7 +193,7 @@ def prompts(
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, prompt)
     chat, fields, writes = _columns(name, first, prompt, chat)
-    overlong = data.overlong if isinstance(data, Rows) else Overlong()
+    overlong = data.overlong if isinstance(data, Rows | Mix) else Overlong()
     return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat, overlong), (), reads=(), writes=writes, rows=count))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns, rows_of_rank
+from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
@@ -78,6 +79,8 @@ def evaluate(
     """
     if is_stream(data):
         raise DataError(f"node '{name}' evaluates on a stream, whose end is not known; read it into rows: rg.data.rows(list(…))")
+    if isinstance(data, Mix):
+        raise DataError(f"node '{name}' evaluates on a mixture, whose weights have no effect there: evaluate on each of its data sets")
     size = len(data) if hasattr(data, "__len__") and len(data) else 1
     questions = prompts(data, size, chat=chat, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)

@@ -56,13 +56,14 @@ def _keep(node: str, source: Prompts, long: list[int], most: int) -> None:
     if drop:
         gone = set(long)
         left = range(len(source.data)) if source.kept.rows is None else source.kept.rows
-        source.kept.rows = [index for index in left if index not in gone]
-        source.kept.overlong = len(source.data) - len(source.kept.rows)
-        if not source.kept.rows:
+        kept = [index for index in left if index not in gone]
+        source.kept.keep(kept, len(source.data) - len(kept))
+        if not kept:
             raise DataError(
                 f"all {len(source.data)} prompts of the data set have more than {most} tokens, the room that node '{node}' has for them: "
                 "raise max_prompt_tokens or max_context, or lower max_tokens"
             )
+        _ = source.order  # a mixture of which a data set has no row left is refused here
     what = "are left out" if drop else "lose their beginning"
     notices.here.say(f"{len(long)} of {len(source.data)} prompts of node '{node}' have more than {most} tokens and {what}")
 

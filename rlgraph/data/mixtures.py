@@ -1,0 +1,95 @@
+"""Mixtures: several data sets drawn in proportion to their weights, which may change from step to step."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from rlgraph.data.rows import Dataset, Overlong, Row, Rows, rows
+from rlgraph.errors import DataError, shown
+from rlgraph.settings import checked
+
+Curriculum: TypeAlias = Callable[[int, int], Mapping[str, float]]  # of the seed and the step
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """Data sets by name, with the weights by which prompts are drawn from them. `rg.data.mix` makes it.
+
+    Its rows are those of all data sets, one after another.
+    """
+
+    sources: Mapping[str, Dataset]
+    weights: Mapping[str, float] | Curriculum
+    overlong: Overlong = field(default_factory=Overlong)
+
+    @property
+    def ends(self) -> list[int]:
+        """The row at which each data set ends."""
+        return list(itertools.accumulate(len(rows) for rows in self.sources.values()))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        ends = self.ends
+        number = bisect.bisect_right(ends, index)
+        name, rows = list(self.sources.items())[number]
+        try:
+            return rows[index - (ends[number - 1] if number else 0)]
+        except DataError as error:
+            raise DataError(f"data set '{name}' of the mixture: {error}") from None
+
+    def at(self, seed: int, step: int) -> list[float]:
+        """Compute the share of each data set at a step. Raises DataError for weights that are none."""
+        given = self.weights(seed, step) if callable(self.weights) else self.weights
+        where = f"the weights of the mixture at step {step}"
+        if not isinstance(given, Mapping) or set(given) != set(self.sources):
+            raise DataError(f"{where} are {shown(given)}; they give a number to each of {list(self.sources)}")
+        wrong = [name for name, weight in given.items() if not _is_weight(weight)]
+        if wrong or not sum(given.values()):
+            raise DataError(f"{where} are {shown(dict(given))}; each is a finite number of at least 0, and one is above 0")
+        total = sum(given.values())
+        return [given[name] / total for name in self.sources]
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+@checked(DataError)
+def mix(sources: Mapping[str, Any], weights: Mapping[str, float] | Curriculum) -> Mix:
+    """Mix data sets: each prompt is drawn from one of them by its weight, and each data set in a seeded order of its own.
+
+    >>> import rlgraph as rg
+    >>> easy, hard = [{"prompt": "1 + 1 ="}], [{"prompt": "17 * 23 ="}, {"prompt": "19 * 29 ="}]
+    >>> len(rg.data.mix({"easy": easy, "hard": hard}, weights={"easy": 3, "hard": 1}))
+    3
+    >>> def harder(seed, step):
+    ...     return {"easy": 1.0, "hard": min(step / 100, 4.0)}
+    >>> rg.prompts(rg.data.mix({"easy": easy, "hard": hard}, weights=harder), count=8)
+    the batch of 'prompts'
+
+    A function of `(seed, step)` is a curriculum. It gives the same weights for the same step whenever it is called, so that a job that
+    resumes draws what it would have drawn. The metrics `data/mix/NAME` count the prompts of a step. All data sets have the same fields,
+    and prompts that are too long are treated alike: the same `overlong` and `max_prompt_tokens`.
+
+    Raises DataError for weights that are not one for each data set, and for data sets that treat long prompts differently.
+    """
+    if not sources:
+        raise DataError("mix({}): a mixture has at least one data set")
+    found = {name: source if isinstance(source, Rows) else rows(source) for name, source in sources.items()}
+    first, *others = found.items()
+    for name, other in others:
+        if other.overlong != first[1].overlong:
+            raise DataError(
+                f"mix: the data sets '{first[0]}' and '{name}' treat long prompts differently, by {first[1].overlong} and "
+                f"{other.overlong}; give both the same overlong and max_prompt_tokens"
+            )
+    made = Mix(found, weights, first[1].overlong)
+    shares = made.at(0, 0)
+    if not callable(weights) and 0 in shares:
+        raise DataError(f"mix(weights={shown(dict(weights))}): a data set of weight 0 is never drawn; leave it out")
+    return replace(made, weights=weights if callable(weights) else dict(weights))
