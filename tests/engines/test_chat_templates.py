@@ -52,7 +52,7 @@ def sent(folder: Path, data: list[dict[str, Any]], chat: rg.Chat | None = None) 
     rollout = generator_of(folder).rollout(prompts).node
     columns = prompts.node.operation.batch(0)
     [requests] = rollout.operation.requests(Context(), columns)
-    order = [prompts.node.operation._index(place) for place in columns["prompt_ids"].tolist()]
+    order = [prompts.node.operation.order.row(place) for place in columns["prompt_ids"].tolist()]
     return [list(request.prompt) for _, request in sorted(zip(order, requests, strict=True), key=lambda pair: pair[0])]
 
 
