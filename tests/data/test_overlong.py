@@ -104,7 +104,9 @@ def test_prompts_lose_their_beginning_wherever_they_are_sent(folder: Path) -> No
 
     [[request]] = rollout.node.operation.requests(Context(engine=Engine()), prompts.node.operation.batch(0))
     _, refilled = launched(folder, data, count=1, refill=True)
-    refilled.node.operation.start(Context(engine=Engine()))._draw()
+    sampler = refilled.node.operation.start(Context(engine=Engine()))
+    sampler.newest = 0
+    sampler._draw(0)
     weights = rg.feedback("weights", depth=1)
     evaluation = rg.evaluate(rollout.node.model, data, weights, reward=right, every=1)
     evaluation.node.inputs[0].node.operation.fire(Context(engine=Engine()), 0)

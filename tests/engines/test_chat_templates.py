@@ -153,7 +153,9 @@ def test_every_way_to_sample_sends_the_same_conversation(models: dict[str, Path]
     prompts, weights = rg.prompts(data, count=1), rg.feedback("weights", depth=1)
     assert prompts.columns == ("prompt_texts", "prompt_messages", "prompt_ids", "answers")
     refilled = generator_of(folder).rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=length), name="refilled").node
-    refilled.operation.start(Context(engine=Engine()))._draw()
+    sampler = refilled.operation.start(Context(engine=Engine()))
+    sampler.newest = 0
+    sampler._draw(0)
     evaluation = rg.evaluate(generator_of(folder), data, weights, reward=of_messages, every=1)
     evaluation.node.inputs[0].node.operation.fire(Context(engine=Engine()), 0)
     assert asked == [wanted] * 3

@@ -70,11 +70,13 @@ def test_every_rollout_and_evaluation_sends_its_prompts_with_one_start(folder: P
     asked = [request.prompt for part in requests for request in part]
     engine = Asked()
     refilled = generator.rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=length), name="refilled").node
-    refilled.operation.start(Context(engine=engine))._draw()
+    sampler = refilled.operation.start(Context(engine=engine))
+    sampler.newest = 0
+    sampler._draw(0)
     evaluation = rg.evaluate(generator, data, weights, reward=length, every=1).node.inputs[0].node
     evaluation.operation.fire(Context(engine=engine), 0)
     asked += engine.asked
-    assert len(asked) == 2 + 2 + 2
+    assert len(asked) == 2 + 4 + 2
     assert all(list(prompt).count(begin) == 1 for prompt in asked)
 
 

@@ -77,13 +77,7 @@ def evaluate(
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
     delay other nodes, and DataError as `rg.prompts` does.
     """
-    if is_stream(data):
-        raise DataError(f"node '{name}' evaluates on a stream, whose end is not known; read it into rows: rg.data.rows(list(…))")
-    if isinstance(data, Mix):
-        raise DataError(f"node '{name}' evaluates on a mixture, whose weights have no effect there: evaluate on each of its data sets")
-    size = len(data) if hasattr(data, "__len__") and len(data) else 1
-    questions = prompts(data, size, chat=chat, prompt=prompt, name=name).node.operation
-    assert isinstance(questions, Prompts)
+    questions = _questions(name, data, chat, prompt)
     _check(name, questions, samples, sampling or generator.sampling, source)
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
@@ -97,6 +91,18 @@ def evaluate(
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
     grade = Grade(scored, questions, samples, passes, source, "val" if name == NAME else f"val/{name}")
     return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=(), due=due), "metrics")
+
+
+def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prompts:
+    """Make the source of an evaluation's items. Raises DataError for a stream, whose end is not known, and for a mixture."""
+    if is_stream(data):
+        raise DataError(f"node '{name}' evaluates on a stream, whose end is not known; read it into rows: rg.data.rows(list(…))")
+    if isinstance(data, Mix):
+        raise DataError(f"node '{name}' evaluates on a mixture, whose weights have no effect there: evaluate on each of its data sets")
+    size = len(data) if hasattr(data, "__len__") and len(data) else 1
+    questions = prompts(data, size, chat=chat, prompt=prompt, name=name).node.operation
+    assert isinstance(questions, Prompts)
+    return questions
 
 
 def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, source: str) -> None:
