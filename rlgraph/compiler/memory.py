@@ -10,7 +10,7 @@ from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.compiler.transport import staged_versions, weights_transport
-from rlgraph.costs.estimates import Need, Workload, default_estimates
+from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
@@ -45,6 +45,8 @@ def needs(
             ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
             for what, size in [*need.stays.items(), *need.runs.items()]:
                 host[what] = host.get(what, 0) + size * ranks
+    if offloaded := _host_moments(graph, workers, shapes):
+        host["optimizer"] = host.get("optimizer", 0) + offloaded
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:
         host["weights in staging"] = staged
@@ -56,6 +58,18 @@ def needs(
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
     later = {need.pool: need.least_bytes for need in found}
     return (*found, *(need for need in loading(graph, cluster, workers, shapes) if need.peak_bytes > later.get(need.pool, 0)))
+
+
+def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes) -> int:
+    """Estimate the moments that ranks keep on the fullest host."""
+    models = {node.name: node.model for node in graph.nodes if node.model is not None and node.traits.work == "train"}
+    held: dict[int, int] = {}
+    for worker in workers:
+        model = next((models[name] for name in worker.nodes if name in models), None)
+        if model is not None and model.traits.host_moments and model.path in shapes:
+            ranks = sum(other.model == worker.model for other in workers)
+            held[worker.host] = held.get(worker.host, 0) + OPTIMIZER * shapes[model.path].parameters // ranks
+    return max(held.values(), default=0)
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
@@ -93,6 +107,7 @@ def _need(
         recompute=model.traits.recompute,
         fused_head=model.traits.fused_head,
         one_moment=model.traits.one_moment,
+        host_moments=model.traits.host_moments and "train" in works,
     )
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 
@@ -156,6 +171,7 @@ FIXES = {
     "other engines on a host, pools of their own, or a smaller model",
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
+    "optimizer": 'set offload="moments", give that pool more devices, or use a smaller model',
     "activations": "lower micro_batch_tokens, or set recompute=True",
     "logits": "set fused_head=True, or lower micro_batch_tokens",
     "keys and values": "lower max_context or max_tokens",
@@ -165,8 +181,13 @@ FIXES = {
 
 
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
-    """Raise PlanError for a model with a share of a GPU's memory on a cluster without GPUs."""
+    """Raise PlanError for a model with a share of a GPU's memory, or with moments offloaded to the host, where it has no GPU."""
     for node in graph.nodes:
+        if node.model is not None and node.model.traits.host_moments and (not cluster.gpus or node.model.pool.cpus is not None):
+            raise PlanError(
+                f"graph '{graph.name}': the model of node '{node.name}' has offload='moments', which frees memory of a GPU, but it "
+                "trains on the host; leave it out there"
+            )
         share = node.model.traits.memory if node.model is not None else None
         if share is not None and not cluster.gpus:
             raise PlanError(

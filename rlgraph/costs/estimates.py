@@ -41,7 +41,8 @@ class Workload:
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
     generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
-    pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer.
+    pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
+    with `host_moments` its moments are on the host.
     """
 
     shape: ModelShape
@@ -57,6 +58,7 @@ class Workload:
     recompute: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
+    host_moments: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def replicated(work: Workload) -> Need:
 def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
     per_parameter = {"weights": weights} | ({"optimizer": OPTIMIZER, "gradients": GRADIENT} if work.trained else {})
+    if work.host_moments:
+        del per_parameter["optimizer"]
     stays = {what: size * shape.parameters // work.workers for what, size in per_parameter.items()}
     if work.trained and work.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
@@ -118,7 +122,8 @@ def _logits(work: Workload, tokens: int) -> int:
     if not work.trained:
         return min(numbers, LOGITS_AT_ONCE) * work.itemsize + scoring
     if work.fused_head and numbers > LOGITS_AT_ONCE:
-        return 2 * LOGITS_AT_ONCE * work.itemsize + scoring + 4 * work.shape.vocab * work.shape.hidden
+        head = work.shape.vocab * work.shape.hidden  # its gradient in float32, and what some rows add to it
+        return 2 * LOGITS_AT_ONCE * work.itemsize + scoring + (4 + work.itemsize) * head
     return 2 * numbers * work.itemsize + scoring
 
 

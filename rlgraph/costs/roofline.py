@@ -78,7 +78,8 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     works = {node.traits.work for node in graph.nodes if node.model is model}
     published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
-    sleeps = works & {"generate", "train"}  # what only scores keeps its memory
+    # What only scores keeps its memory, and a trainer's moments may be on the host already.
+    sleeps = works & {"generate", "train"} and not model.traits.host_moments
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
     seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)

@@ -172,6 +172,8 @@ class ModelTraits:
 
     `recompute` says that the forward pass keeps only the input of each layer for the backward pass.
 
+    `host_moments` says that the moments of its optimizer are in host memory while it trains.
+
     `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
 
     `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
@@ -189,6 +191,7 @@ class ModelTraits:
     estimates: "Estimates | None" = None
     micro_batch_tokens: int | None = None
     recompute: bool = False
+    host_moments: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
     max_context: int | None = None

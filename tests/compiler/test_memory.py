@@ -262,7 +262,7 @@ def test_whole_logits_are_counted_and_a_fused_head_holds_a_few_rows_of_them(tmp_
     )
     scoring = 5 * 4 * (1 << 27)
     assert whole == 2 * 2 * 16384 * vocab + scoring
-    assert fused == follows == 2 * 2 * (1 << 28) + scoring + 4 * vocab * hidden < whole
+    assert fused == follows == 2 * 2 * (1 << 28) + scoring + (4 + 2) * vocab * hidden < whole
 
 
 def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tmp_path: Path) -> None:
@@ -271,6 +271,24 @@ def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tm
     with pytest.raises(PlanError, match=r"logits \d+\.\d GiB.*; set fused_head=True, or lower micro_batch_tokens"):
         rg.compile(logits_of(model, False, **few), cluster)
     rg.compile(logits_of(model, True, **few), cluster)
+
+
+def test_offloaded_moments_are_counted_on_the_host_and_make_a_refused_plan_fit(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    few = {"recompute": True, "micro_batch_tokens": 4096}
+    with pytest.raises(PlanError, match=r'optimizer \d+\.\d GiB.*; set offload="moments", give that pool more devices'):
+        rg.compile(logits_of(model, None, **few), rg.Cluster(gpus=2, gpu_memory_bytes=100 * GIB))
+    plan = rg.compile(logits_of(model, None, offload="moments", **few), rg.Cluster(gpus=2, gpu_memory_bytes=100 * GIB))
+    assert "optimizer" not in parts(plan, "a GPU of 'train'")
+    assert parts(plan, "host")["optimizer"] == 8 * count
+    with pytest.raises(PlanError, match=r"on host, which has 50\.0 GiB"):
+        rg.compile(logits_of(model, None, offload="moments", **few), rg.Cluster(gpus=2, host_memory_bytes=50 * GIB))
+
+
+def test_moments_are_not_offloaded_where_no_gpu_trains(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_8B)
+    with pytest.raises(PlanError, match="offload='moments', which frees memory of a GPU, but it trains on the host"):
+        rg.compile(logits_of(model, None, offload="moments"), rg.Cluster(cpus=8))
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])

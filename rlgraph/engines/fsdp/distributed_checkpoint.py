@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.fsdp import state_shards
 from rlgraph.engines.fsdp.exchange import RankFailed, of_all
+from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.muon import first_moments
 from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
@@ -48,6 +49,8 @@ ALLOWED = {  # what a table of contents is made of; a pickle that asks for anyth
 def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Collect the live weights and moments by name. Moments that the optimizer would make at its first step are made now."""
     found: dict[str, torch.Tensor] = {}
+    if isinstance(optimizer, HostMomentsAdamW):
+        optimizer.make_state()
     for name, parameter in parameters:
         held = optimizer.state[parameter]
         if not held:

@@ -34,7 +34,8 @@ class FsdpEngine:
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
     kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
-    behind each other share one copy of their prompt, unless `shared` is False. `on_progress(done, total)` is called after
+    behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
+    memory, and brings those of one parameter at a time to the device in an optimizer step. `on_progress(done, total)` is called after
     each micro-batch of an update or of scores.
     """
 
@@ -52,6 +53,7 @@ class FsdpEngine:
         compiled: bool = False,
         flat: bool | None = None,
         shared: bool = True,
+        host_moments: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
@@ -69,7 +71,8 @@ class FsdpEngine:
         self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
         if head.folder is not None:
             load_shards(head, self._device)
-        self._optimizer = made(optimizer, head)
+        self._host_moments = host_moments
+        self._optimizer = made(optimizer, head, host_moments=host_moments)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._on_progress = on_progress
         self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
@@ -194,7 +197,12 @@ class FsdpEngine:
 
     def sleep(self) -> int | None:
         """Give back the device memory of the moments, which go to host memory, and of what no tensor is in."""
-        return self._offloaded.take_off() if self._device.type == "cuda" else None
+        if self._device.type != "cuda":
+            return None
+        if self._host_moments:  # they are there
+            torch.cuda.empty_cache()
+            return 0
+        return self._offloaded.take_off()
 
     def wake(self) -> None:
         """Be ready to compute again, the moments on the device."""

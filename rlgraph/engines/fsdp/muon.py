@@ -9,6 +9,7 @@ from torch.optim.adamw import adamw
 
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
+from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.sharding import full, local, placed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration; those of torch and of the source
@@ -16,11 +17,12 @@ EPS = 1e-7
 MOMENTUM = "momentum_buffer"
 
 
-def made(settings: AdamW, head: Head) -> torch.optim.Optimizer:
-    """Make the optimizer of a model whose parameters are sharded."""
+def made(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.optim.Optimizer:
+    """Make the optimizer of a model whose parameters are sharded; AdamW's moments may be in host memory."""
     if isinstance(settings, Muon):
         return MuonWithAdamW(head, settings)
-    return torch.optim.AdamW(head.parameters(), settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
+    kind = HostMomentsAdamW if host_moments else torch.optim.AdamW
+    return kind(head.parameters(), settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
 
 
 def first_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -43,6 +43,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         compiled=model.compiled,
         flat=flat,
         shared=shared,
+        host_moments=model.offload == "moments",
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -57,7 +58,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
 SPEC = TrainerSpec(
     name="fsdp",
     load=load,
-    settings=("micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head"),
+    settings=("micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head", "offload"),
     reads_shards=True,
     saved_shards=saved_shards,
 )

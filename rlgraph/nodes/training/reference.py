@@ -1,7 +1,7 @@
 """The reference: a model without an update. A KL term keeps the policy close to it, or it follows the policy on devices of its own."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.errors import GraphError
@@ -27,6 +27,7 @@ class Reference(TrainedModel):
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
     recompute: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)
+    offload: Literal["moments"] | None = field(default=None, init=False)
 
     @checked()
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:

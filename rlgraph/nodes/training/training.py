@@ -40,6 +40,8 @@ class TrainedModel(Model):
     * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
       always so.
+    * `offload`: "moments" keeps AdamW's moments in host memory, 8 bytes a parameter, and brings those of one parameter at a time to the
+      GPU in an optimizer step. The step has the same bits. It is for GPUs.
     * `compiled`: fuses the kernels of each layer, at a slower start.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
@@ -51,6 +53,7 @@ class TrainedModel(Model):
     dtype: Dtype = "auto"
     recompute: bool = False
     fused_head: bool | None = None
+    offload: Literal["moments"] | None = None
     compiled: bool = False
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
@@ -58,6 +61,10 @@ class TrainedModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.offload is not None and isinstance(self.optimizer, Muon):
+            raise GraphError(
+                f"{type(self).__name__}(optimizer=rg.Muon(), offload='moments'): only AdamW's moments can be in host memory; leave out one"
+            )
         object.__setattr__(self, "_spec", trainer_of(self))
 
     @property
@@ -82,6 +89,7 @@ class TrainedModel(Model):
             estimates=self.spec,
             micro_batch_tokens=tokens,
             recompute=self.recompute,
+            host_moments=self.offload == "moments",
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
         )
