@@ -60,6 +60,8 @@ from rlgraph.nodes.training.critic import Critic
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.policy import Policy
 from rlgraph.nodes.training.reference import Reference
+from rlgraph.recording import sinks
+from rlgraph.recording.profile import Profile
 from rlgraph.recording.samples import Samples
 from rlgraph.runtime.driver.machine import local_cluster
 
@@ -114,6 +116,7 @@ __all__ = [
     "Policy",
     "Pool",
     "Precision",
+    "Profile",
     "Reference",
     "Refill",
     "Retry",
@@ -152,6 +155,7 @@ __all__ = [
     "rollout_correction",
     "scorers",
     "shaped_rewards",
+    "sinks",
     "tools",
     "tune",
     "watch",

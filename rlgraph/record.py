@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -12,9 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlgraph.analysis.findings import findings
+from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
 from rlgraph.recording.live import LiveFiles
+from rlgraph.recording.profile import Profile
 from rlgraph.recording.samples import SampleRecorder, Samples
+from rlgraph.recording.sinks.base import RecordedRun, Sink
+from rlgraph.recording.sinks.feeding import SinkFeeds, new_id
 from rlgraph.render import chrome_trace, curve, report
 from rlgraph.render.plan_svg import draw
 from rlgraph.render.timeline_html import last_steps, predicted_steps
@@ -28,6 +32,7 @@ REWARD = "critic/rewards/mean"
 DEFAULT_SAMPLES = Samples(share=0.02, most=8)
 TIMELINE_STEPS = 6
 BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is no terminal
+KEPT_BY_SINKS = ("run.html", "plan.json", "costs.yaml")
 FILES = {
     "run.html": "the report; open it in a browser",
     "run.json": "the run as data",
@@ -36,6 +41,7 @@ FILES = {
     "graph.svg": "the graph, placed",
     "reward.svg": "mean reward by step",
     "samples": "what the policy wrote",
+    "profiles": "traces of torch.profiler, memory snapshots",
     "plan.json": "the plan as data",
     "costs.yaml": "what each node costs, for compile and tune",
     "trace.json": "every firing, for replay",
@@ -44,7 +50,14 @@ FILES = {
 
 @checked(PlanError)
 def record(
-    job: "Job", steps: Natural, out: str | Path, *, samples: Samples | Fraction = DEFAULT_SAMPLES, quiet: bool = False
+    job: "Job",
+    steps: Natural,
+    out: str | Path,
+    *,
+    samples: Samples | Fraction = DEFAULT_SAMPLES,
+    to: Sequence[Sink] = (),
+    profile: Profile | None = None,
+    quiet: bool = False,
 ) -> Iterator[Step]:
     """Run `steps` steps of a job and yield each, as `job.steps` does; show a progress bar and write a folder of records.
 
@@ -58,6 +71,11 @@ def record(
 
     `samples/` gets some of each step's prompts and responses, with rewards, advantages and versions: `samples=0.1` records a tenth of
     them, `1.0` all, `0` none, and `rg.Samples` says more. The report shows them.
+
+    `to=[rg.sinks.TensorBoard(), rg.sinks.WandB(project="math")]` sends metrics, samples and the report to these loggers too, beside the
+    run: one that fails is said once and never stops it. A job that resumed goes on in the same run of each.
+
+    `profile=rg.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to `profiles/`.
 
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
     each step, and reports on the steps since then. `quiet` prints nothing.
@@ -74,13 +92,16 @@ def record(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     plan = job.plan
+    if profile is not None:
+        job.request_profile(profile.request(plan, steps, folder))
     plan.draw(folder / "graph.svg")
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []
     console, live = Console(quiet=quiet), LiveFiles(job, folder, steps)
+    sinks = started_sinks(job, folder, to)
     ended: Literal["ended", "failed"] = "failed"
     try:
-        with recorded_steps(job, folder, samples) as write, shown_progress(job, steps, console) as show:
+        with recorded_steps(job, folder, samples, sinks) as write, shown_progress(job, steps, console) as show:
             for step in job.steps(steps):
                 done.append(step)
                 write(step)
@@ -95,14 +116,31 @@ def record(
         live.say(ended, job.finished)
         if done:
             _write_results(job, done, folder, console)
+        if sinks is not None:
+            sinks.close(ended, [folder / name for name in KEPT_BY_SINKS if (folder / name).exists()])
+
+
+def started_sinks(job: "Job", folder: Path, to: Sequence[Sink]) -> SinkFeeds | None:
+    """Start the sinks of a run, on threads of their own."""
+    if not to:
+        return None
+    settings = {f"{part}/{name}": value for part, values in job.settings().items() for name, value in values.items()}
+    name = folder.absolute().name
+    return SinkFeeds(to, RecordedRun(name, folder, settings, new_id(), job.finished), job.notice)
 
 
 @contextmanager
-def recorded_steps(job: "Job", folder: Path, samples: Samples | float) -> Iterator[Callable[[Step], None]]:
-    """Open the files that grow with each step; what the context gives writes a step to them."""
+def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: SinkFeeds | None) -> Iterator[Callable[[Step], None]]:
+    """Open the files that grow with each step; what the context gives writes a step to them, and to the sinks."""
+    waiting: dict[int, Mapping[str, float]] = {}  # metrics of steps whose samples are being decoded: a sink gets both together
+
+    def heard(step: int, found: Sequence[Sample]) -> None:
+        if sinks is not None:
+            sinks.step(step, waiting.pop(step), found)
+
     wanted = samples if isinstance(samples, Samples) else Samples(share=samples)
     with open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as stack:
-        recorder = SampleRecorder(job, folder, wanted, lambda step, samples: None) if wanted.share else None
+        recorder = SampleRecorder(job, folder, wanted, heard) if wanted.share else None
         if recorder is not None:
             stack.callback(recorder.close)
             job.before_commit = recorder.flush
@@ -110,8 +148,12 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float) -> Iterat
         def write(step: Step) -> None:
             lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
             lines.flush()
+            if sinks is not None:
+                waiting[step.index] = step.metrics
             if recorder is not None:
                 recorder.take(step.index, job.sampled_rows(step.index))
+            else:
+                heard(step.index, ())
 
         yield write
 
@@ -212,5 +254,5 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
         console.print(f"a step took {run.step_s:.2f} s (median), {fitted_s:.2f} s fitted to its own nodes", highlight=False)
     for line in findings(run):
         console.print(f"advice: {line}", highlight=False)
-    for name, what in FILES.items():
+    for name, what in ((name, what) for name, what in FILES.items() if (folder / name).exists()):
         console.print(f"  {folder / name}: {what}", highlight=False)

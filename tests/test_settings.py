@@ -58,6 +58,7 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     algorithms.DRO: {"beta": 0.1},
     algorithms.OverlongPenalty: {"max_tokens": 8, "buffer_tokens": 2},
     algorithms.Rejection: {"statistic": "token_k1", "high": 2.0},
+    rg.Profile: {"steps": 1},
     rg.Precision: {"dtype": "float32", "why": ""},
     Due: {"every": 1},
     Tool: {"name": "search", "function": search},

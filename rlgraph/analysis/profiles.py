@@ -3,9 +3,11 @@
 from pathlib import Path
 
 FOLDER = "profiles"
+TRACE, OPERATORS, MEMORY = ".trace.json.gz", ".operators.txt", ".memory.pickle"
 KINDS = {
-    ".trace.json": "trace of torch.profiler, for ui.perfetto.dev",
-    ".memory.pickle": "snapshot of CUDA's memory, for pytorch.org/memory_viz",
+    TRACE: "trace of torch.profiler: open it in ui.perfetto.dev",
+    OPERATORS: "table of its operators",
+    MEMORY: "history of CUDA's memory: open it in pytorch.org/memory_viz",
 }
 
 

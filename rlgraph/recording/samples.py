@@ -71,9 +71,8 @@ class SampleRecorder:
         self._thread.start()
 
     def take(self, step: int, rows: Sequence[SampledRows]) -> None:
-        """Take the rows of a step, to be decoded and written."""
-        if rows:
-            self._waiting.put((step, rows))
+        """Take the rows of a step, to be decoded and written; none where no worker has sent any."""
+        self._waiting.put((step, rows))
 
     def flush(self) -> None:
         """Wait until the samples of all steps taken so far are in their files."""
@@ -92,10 +91,13 @@ class SampleRecorder:
                 if taken is None:
                     self._files.close()
                     return
-                if not self._failed:
-                    decoders = decoders if decoders is not None else self._decoders()
-                    samples = records(*taken, self._sources, decoders)
-                    self._files.write(samples)
+                samples: Sequence[Sample] = ()
+                try:
+                    if taken[1] and not self._failed:
+                        decoders = decoders if decoders is not None else self._decoders()
+                        samples = records(*taken, self._sources, decoders)
+                        self._files.write(samples)
+                finally:
                     self._heard(taken[0], samples)
             except Exception as error:  # noqa: BLE001 (the outer edge of a thread: training does not end for want of samples)
                 self._failed = True

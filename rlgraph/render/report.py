@@ -6,10 +6,13 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
+from urllib.parse import quote
 
 from rlgraph.analysis import words
 from rlgraph.analysis.bubbles import BUSY, SMALL, Row, by_model
 from rlgraph.analysis.findings import findings
+from rlgraph.analysis.profiles import FOLDER as PROFILES
+from rlgraph.analysis.profiles import profile_files
 from rlgraph.analysis.run import EventComparison, Run, compare_events, compare_waits
 from rlgraph.analysis.samples import sample_files
 from rlgraph.render import curve
@@ -67,12 +70,15 @@ def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts
     title = escape(words.clean(run.plan.graph))
     place = Path(folder) if folder is not None and sample_files(folder) else None
     recorded = (("samples", "Samples", lambda run: samples_section(place)),) if place is not None else ()
+    profiles = profile_files(folder) if folder is not None else []
+    profiled = (("profiles", "Profiles", lambda run: _profiles(profiles)),) if profiles else ()
     sections: Sequence[tuple[str, str, Callable[[Run], Iterator[str]]]] = (
         ("advice", "What to change", _advice),
         ("graph", "Graph", _graph),
         *recorded,
         ("timeline", "Timeline", _timeline),
         ("bubbles", "Where the time went", _bubbles),
+        *profiled,
         ("curves", "Curves", _curves),
         ("predicted", "Predicted against measured", _predicted),
         ("certificate", "Certificate", _certificate),
@@ -299,6 +305,13 @@ def _bounded(limit: int, seen: int | None) -> tuple[str, str, str]:
     if seen is None:
         return f"at most {limit}", "not looked at", ""
     return f"at most {limit}", f"at most {seen}", "held" if seen <= limit else "BROKEN"
+
+
+def _profiles(found: Sequence[tuple[Path, str]]) -> Iterator[str]:
+    yield "<ul>"
+    for path, said in found:
+        yield f'<li><a href="{PROFILES}/{escape(quote(path.name))}">{escape(path.name)}</a>: {said}</li>'
+    yield "</ul>"
 
 
 def _settings(run: Run) -> Iterator[str]:

@@ -95,6 +95,18 @@ class SampleRequest(msgspec.Struct, tag=True, frozen=True):
     sources: list[SampleSource]
 
 
+class ProfileRequest(msgspec.Struct, tag=True, frozen=True):
+    """Which workers write profiles of which steps, and into which folder."""
+
+    first: int
+    last: int
+    workers: list[str]
+    folder: str
+    memory: bool = True
+    stacks: bool = False
+    shapes: bool = False
+
+
 class Failure(msgspec.Struct, tag=True, frozen=True):
     """A node raised, or a channel gave up."""
 
@@ -187,10 +199,9 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 MOST_BYTES = 1 << 26  # of a message; a report of many spans has some thousand
 
-Exporting: TypeAlias = DescribeShards | ShardsDescribed | WriteShards | ShardsWritten
-Message: TypeAlias = (
-    Hello | Opened | Join | Ready | Report | SampledRows | SampleRequest | Failure | Saved | NotSaved | Go | Save | Exporting | Shutdown
-)
+FromDriver: TypeAlias = Join | Go | Save | DescribeShards | WriteShards | SampleRequest | ProfileRequest | Shutdown
+FromWorker: TypeAlias = Hello | Opened | Ready | Report | SampledRows | Failure | Saved | NotSaved | ShardsDescribed | ShardsWritten
+Message: TypeAlias = FromDriver | FromWorker
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -33,7 +33,7 @@ from rlgraph.runtime.driver.sample_sources import sample_sources
 from rlgraph.runtime.driver.session import Session
 from rlgraph.runtime.driver.signals import Signals, held
 from rlgraph.runtime.measure import Step, averaged, bits, timings
-from rlgraph.runtime.messages import Report, SampledRows, SampleRequest
+from rlgraph.runtime.messages import ProfileRequest, Report, SampledRows, SampleRequest
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
 
@@ -70,6 +70,7 @@ class Job:
         self._monitor = InvariantMonitor(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
         self._sample_request: SampleRequest | None = None
+        self._profile_request: ProfileRequest | None = None
         self._sampled_rows: dict[int, list[SampledRows]] = {}
         self.before_commit: Callable[[], None] = lambda: None  # what a recorder still has to write of the steps of a checkpoint
         self._exports = JobExports(graph, plan, self._checkpoints)
@@ -203,8 +204,9 @@ class Job:
     def _started(self) -> None:
         self._signals.install()
         self._sampled_rows.clear()  # workers that start again send the rows of steps that were not given again
-        if self._sample_request is not None:
-            self._session.tell(self._sample_request)
+        for request in (self._sample_request, self._profile_request):
+            if request is not None:
+                self._session.tell(request)
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
         """Set aside the prompt that has killed its worker twice, if there is one."""
@@ -218,6 +220,12 @@ class Job:
         self._sample_request = SampleRequest(share, most, seed, sample_sources(self._graph))
         if self._session.ready and not self._session.ended:
             self._session.tell(self._sample_request)
+
+    def request_profile(self, request: ProfileRequest) -> None:
+        """Ask workers to write profiles of some of the further steps."""
+        self._profile_request = request
+        if self._session.ready and not self._session.ended:
+            self._session.tell(request)
 
     def sampled_rows(self, step: int) -> Sequence[SampledRows]:
         """Take the rows of a step that was given, and drop those of the steps before."""
@@ -353,10 +361,14 @@ class Job:
             start_s=start_s,
             end_s=min(ends) if self._session.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
-            settings=graph_settings(self._graph, self.plan),
+            settings=self.settings(),
             observed=self.observed,
             notices=self.notices,
         )
+
+    def settings(self) -> Mapping[str, Mapping[str, str]]:
+        """The settings of each model and node, as text."""
+        return graph_settings(self._graph, self.plan)
 
     def bubbles(self) -> Bubbles:
         """Attribute every device-second since the launch: rows that add up to 100 %, as data and as a table."""

@@ -230,6 +230,8 @@ class Process:
                 return
             if isinstance(message, messages.SampleRequest) and self.progress is not None:
                 self.progress.worker.tap.request = message
+            if isinstance(message, messages.ProfileRequest) and self.progress is not None:
+                self.progress.profiler.request = message
             if isinstance(message, messages.Save):
                 self._save(message.step)
             if isinstance(message, messages.DescribeShards | messages.WriteShards):

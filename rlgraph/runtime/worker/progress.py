@@ -6,6 +6,7 @@ from rlgraph.compiler.schedule import Span
 from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
 from rlgraph.runtime.messages import SampledRows
 from rlgraph.runtime.worker.executor import Worker
+from rlgraph.runtime.worker.step_profiler import StepProfiler
 
 Reported = tuple[Mapping[str, float], list[Span]]
 
@@ -17,6 +18,7 @@ class Progress:
         self.worker = worker
         self.recent: dict[int, Fired] = {}  # the last steps, as many as this worker is ahead at a cut
         self.reports: dict[int, Reported] = {}  # of steps whose tick has not come yet
+        self.profiler = StepProfiler(worker.spec.worker.name, gpus=bool(worker.spec.worker.gpus))
         self.samples: list[SampledRows] = []  # not sent yet
         self.fired = worker.spec.first
         self.saving = worker.spec.saving
@@ -57,7 +59,9 @@ class Progress:
 
     def _fire_until(self, fired: int) -> None:
         while self.fired < fired:
+            self.profiler.before(self.fired)
             self.worker.step(self.fired)
+            self.profiler.after(self.fired)
             self.finish(self.fired)
 
     def finish(self, step: int) -> None:
