@@ -93,7 +93,7 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     plan = job.plan
     if profile is not None:
-        job.request_profile(profile.request(plan, steps, folder))
+        job.recorder.request_profile(profile.request(plan, steps, folder))
     plan.draw(folder / "graph.svg")
     (folder / "plan.json").write_text(plan.to_json())
     done: list[Step] = []
@@ -143,7 +143,7 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
         recorder = SampleRecorder(job, folder, wanted, heard) if wanted.share else None
         if recorder is not None:
             stack.callback(recorder.close)
-            job.before_commit = recorder.flush
+            job.recorder.before_commit = recorder.flush
 
         def write(step: Step) -> None:
             lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
@@ -151,7 +151,7 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
             if sinks is not None:
                 waiting[step.index] = step.metrics
             if recorder is not None:
-                recorder.take(step.index, job.sampled_rows(step.index))
+                recorder.take(step.index, job.recorder.sampled_rows(step.index))
             else:
                 heard(step.index, ())
 

@@ -66,7 +66,7 @@ class SampleRecorder:
         self._files = SampleFiles(folder, job.finished, table=samples.format == "parquet", file_bytes=samples.file_bytes)
         self._waiting: queue.Queue[tuple[int, Sequence[SampledRows]] | None] = queue.Queue(WAITING)
         self._failed, self._notice = False, job.notice
-        job.request_samples(samples.share, samples.most, samples.seed)
+        job.recorder.request_samples(samples.share, samples.most, samples.seed)
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._thread.start()
 

@@ -123,7 +123,7 @@ def test_rows_of_several_ranks_are_numbered_as_in_the_batch(ranks: int, tmp_path
 def test_no_samples_make_no_folder_and_ask_no_worker(tmp_path: Path) -> None:
     with job_of(fakes.vector_loop(1)) as job:
         list(rg.record(job, 2, tmp_path, samples=0, quiet=True))
-        assert job._sample_request is None
+        assert job.recorder.idle
     assert not (tmp_path / "samples").exists()
 
 

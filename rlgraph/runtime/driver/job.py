@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,12 +28,12 @@ from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.exporting import JobExports
 from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
+from rlgraph.runtime.driver.recorder_port import RecorderPort
 from rlgraph.runtime.driver.restarts import Restarts
-from rlgraph.runtime.driver.sample_sources import sample_sources
 from rlgraph.runtime.driver.session import Session
 from rlgraph.runtime.driver.signals import Signals, held
 from rlgraph.runtime.measure import Step, averaged, bits, timings
-from rlgraph.runtime.messages import ProfileRequest, Report, SampledRows, SampleRequest
+from rlgraph.runtime.messages import Message, Report
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
 
@@ -69,10 +69,7 @@ class Job:
         self._published_bytes = 0
         self._monitor = InvariantMonitor(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
-        self._sample_request: SampleRequest | None = None
-        self._profile_request: ProfileRequest | None = None
-        self._sampled_rows: dict[int, list[SampledRows]] = {}
-        self.before_commit: Callable[[], None] = lambda: None  # what a recorder still has to write of the steps of a checkpoint
+        self.recorder = RecorderPort(graph, self._tell)
         self._exports = JobExports(graph, plan, self._checkpoints)
 
     def _new_session(self, start: Start | None = None, patience_s: float = 0.0) -> Session:
@@ -155,9 +152,7 @@ class Job:
         while True:
             step = self._session.reported
             reports = self._reports(last)
-            for rows in self._session.sampled() if self._sample_request is not None else ():
-                if rows.step >= self._finished:
-                    self._sampled_rows.setdefault(rows.step, []).append(rows)
+            self.recorder.take(self._session.sampled(), self._finished)
             self._hear()
             if step == self._finished and reports is not None:
                 return self._step(step, reports)
@@ -203,10 +198,11 @@ class Job:
 
     def _started(self) -> None:
         self._signals.install()
-        self._sampled_rows.clear()  # workers that start again send the rows of steps that were not given again
-        for request in (self._sample_request, self._profile_request):
-            if request is not None:
-                self._session.tell(request)
+        self.recorder.started()
+
+    def _tell(self, message: Message) -> None:
+        if self._session.ready and not self._session.ended:
+            self._session.tell(message)
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
         """Set aside the prompt that has killed its worker twice, if there is one."""
@@ -214,24 +210,6 @@ class Job:
         if place is not None:
             checkpoints.set_aside = (*checkpoints.set_aside, place)
             self._say(f"{self._poison_prompts.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
-
-    def request_samples(self, share: float, most: int | None = None, seed: int = 0) -> None:
-        """Ask the workers for rows of each further step: a share drawn by `seed`, at most `most`. `sampled_rows` gives them."""
-        self._sample_request = SampleRequest(share, most, seed, sample_sources(self._graph))
-        if self._session.ready and not self._session.ended:
-            self._session.tell(self._sample_request)
-
-    def request_profile(self, request: ProfileRequest) -> None:
-        """Ask workers to write profiles of some of the further steps."""
-        self._profile_request = request
-        if self._session.ready and not self._session.ended:
-            self._session.tell(request)
-
-    def sampled_rows(self, step: int) -> Sequence[SampledRows]:
-        """Take the rows of a step that was given, and drop those of the steps before."""
-        rows = self._sampled_rows.pop(step, [])
-        self._sampled_rows = {at: kept for at, kept in self._sampled_rows.items() if at > step}
-        return rows
 
     @property
     def set_aside(self) -> Sequence[int]:
@@ -273,7 +251,7 @@ class Job:
 
     def _commit(self, checkpoints: Checkpoints) -> None:
         if checkpoints.ready(self._finished):
-            self.before_commit()
+            self.recorder.before_commit()
         checkpoints.commit(self._finished)
 
     def _save(self) -> None:
