@@ -89,25 +89,33 @@ def record(
     ...     print([step.index for step in rg.record(job, 3, tempfile.mkdtemp(), quiet=True)])
     [0, 1, 2]
     """
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = job.plan
+    folder = prepared_folder(job, Path(out))
     if profile is not None:
-        job.recorder.request_profile(profile.request(plan, steps, folder))
-    plan.draw(folder / "graph.svg")
-    (folder / "plan.json").write_text(plan.to_json())
+        job.recorder.request_profile(profile.request(job.plan, steps, folder))
+    with recorded(job, steps, folder, samples, to, Console(quiet=quiet)) as keep:
+        for step in job.steps(steps):
+            keep(step)
+            yield step
+
+
+@contextmanager
+def recorded(
+    job: "Job", steps: int, folder: Path, samples: Samples | float, to: Sequence[Sink], console: Console
+) -> Iterator[Callable[[Step], None]]:
+    """Open what is written while a run goes on, and write the rest at its end; what the context gives records a step."""
     done: list[Step] = []
-    console, live = Console(quiet=quiet), LiveFiles(job, folder, steps)
-    sinks = started_sinks(job, folder, to)
+    live, sinks = LiveFiles(job, folder, steps), started_sinks(job, folder, to)
     ended: Literal["ended", "failed"] = "failed"
     try:
         with recorded_steps(job, folder, samples, sinks) as write, shown_progress(job, steps, console) as show:
-            for step in job.steps(steps):
+
+            def keep(step: Step) -> None:
                 done.append(step)
                 write(step)
                 live.step(step.index)
                 show(step)
-                yield step
+
+            yield keep
         ended = "ended"
     except GeneratorExit:  # the caller's loop was left
         ended = "ended"
@@ -116,27 +124,31 @@ def record(
         live.say(ended, job.finished)
         if done:
             _write_results(job, done, folder, console)
-        if sinks is not None:
-            sinks.close(ended, [folder / name for name in KEPT_BY_SINKS if (folder / name).exists()])
+        sinks.close(ended, [folder / name for name in KEPT_BY_SINKS if (folder / name).exists()])
 
 
-def started_sinks(job: "Job", folder: Path, to: Sequence[Sink]) -> SinkFeeds | None:
+def prepared_folder(job: "Job", folder: Path) -> Path:
+    """Make the folder of a run, with what is known before its first step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job.plan.draw(folder / "graph.svg")
+    (folder / "plan.json").write_text(job.plan.to_json())
+    return folder
+
+
+def started_sinks(job: "Job", folder: Path, to: Sequence[Sink]) -> SinkFeeds:
     """Start the sinks of a run, on threads of their own."""
-    if not to:
-        return None
     settings = {f"{part}/{name}": value for part, values in job.settings().items() for name, value in values.items()}
     name = folder.absolute().name
     return SinkFeeds(to, RecordedRun(name, folder, settings, new_id(), job.finished), job.notice)
 
 
 @contextmanager
-def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: SinkFeeds | None) -> Iterator[Callable[[Step], None]]:
+def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: SinkFeeds) -> Iterator[Callable[[Step], None]]:
     """Open the files that grow with each step; what the context gives writes a step to them, and to the sinks."""
     waiting: dict[int, Mapping[str, float]] = {}  # metrics of steps whose samples are being decoded: a sink gets both together
 
     def heard(step: int, found: Sequence[Sample]) -> None:
-        if sinks is not None:
-            sinks.step(step, waiting.pop(step), found)
+        sinks.step(step, waiting.pop(step), found)
 
     wanted = samples if isinstance(samples, Samples) else Samples(share=samples)
     with open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as stack:
@@ -148,8 +160,7 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
         def write(step: Step) -> None:
             lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
             lines.flush()
-            if sinks is not None:
-                waiting[step.index] = step.metrics
+            waiting[step.index] = step.metrics
             if recorder is not None:
                 recorder.take(step.index, job.recorder.sampled_rows(step.index))
             else:

@@ -25,6 +25,7 @@ PRIVATE = {
     "channels/weights/shards.py": {"_foreach_copy_"},
     "nodes/walls/child.py": {"_exit"},  # os._exit: a forked child runs no handlers of its parent
     "runtime/worker/process.py": {"_exit"},
+    "runtime/worker/step_profiler.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names
     "runtime/driver/ray_dispatch.py": {"_private", "_global_node"},  # where Ray keeps its session
     "simulate/play.py": {"_replace"},  # public, of a NamedTuple
 }
