@@ -168,8 +168,7 @@ class DynamicSampler:
                 return due
             differing = sum(group.rewards is not None and not group.constant for group in due or self.groups)
             self.context.report_progress(differing, self.wanted, "groups that differ")
-            if self._join(step):
-                self._draw(step)
+            self._join(step)
             self._score(self._advance())
 
     def _batches(self) -> Iterator[Sequence[Group]]:
@@ -190,9 +189,9 @@ class DynamicSampler:
                 self.context.engine.submit(request)
                 self.waiting[request.id] = group
 
-    def _join(self, step: int) -> bool:
+    def _join(self, step: int) -> None:
         """Take new weights and let the next batches draw, as far as the rule allows: once at most half of the newest still decodes."""
-        rule, arrivals, before = self.operation.rollout.admission, self.context.arrivals, self.newest
+        rule, arrivals = self.operation.rollout.admission, self.context.arrivals
         if rule.interrupt and arrivals is not None:
             arrivals.poll()
         while self.newest < step + rule.ahead() and self._tail(self.newest - step):
@@ -200,10 +199,9 @@ class DynamicSampler:
             if not rule.interrupt and arrivals is not None:
                 arrivals.wait(needed)
             if self.context.version < needed:
-                break
+                return
             self.newest += 1
             self._draw(step)
-        return self.newest > before
 
     def _tail(self, number: int) -> bool:
         """Tell whether at most half of the responses of a batch still decode; it is counted from the one that is due."""
