@@ -54,7 +54,7 @@ class Text(html.parser.HTMLParser):
 
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_shows_what_it_should(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
