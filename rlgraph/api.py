@@ -17,9 +17,11 @@ from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import ExportDtype
+from rlgraph.engines.hf_models import hub
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
+from rlgraph.nodes.hub_models import place_models
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
@@ -79,6 +81,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
+    place_models(graph, hub.cached)
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
     for warning in (*plan.prediction.warnings, *no_signal_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
@@ -252,6 +255,7 @@ def _checked_source(plan: Plan) -> Graph:
     """The graph that a plan was compiled from, its operations checked. Raises PlanError if the plan was read from JSON."""
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
+    place_models(plan.source, hub.downloaded)
     for node in plan.source.nodes:
         node.operation.check(node)
     return plan.source

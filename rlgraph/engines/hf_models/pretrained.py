@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.hf_models.hub import downloaded, is_hub_id
 from rlgraph.engines.hf_models.model_files import check_loadable
 from rlgraph.errors import DataError
 
@@ -46,7 +47,7 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
     if not folder.is_dir():
         hub = HUB_ID.fullmatch(str(path))
         get = f"; download it first: `hf download {path} --local-dir {hub[1]}`, and give that folder" if hub else ""
-        raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors, models are not downloaded{get}")
+        raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors{get}")
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
             found = sorted(p.name for p in folder.iterdir())[:8]
@@ -234,7 +235,8 @@ def _without_bars() -> Iterator[None]:
 
 
 def model_folder(name: str, folder: str | Path = ".models") -> str:
-    """Look up the folder of a model. `smollm2` and `tiny` are made inside `folder` at the first call; any other name is a path.
+    """Look up the folder of a model. `smollm2` and `tiny` are made inside `folder` at the first call, a hub id is downloaded
+    once to the cache of huggingface_hub, and any other name is a path.
 
     Raises DataError for a path that holds no model.
 
@@ -248,5 +250,7 @@ def model_folder(name: str, folder: str | Path = ".models") -> str:
     makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024)}
     if name in makers:
         return str(makers[name](Path(folder) / name))
+    if is_hub_id(name):
+        return downloaded(name)
     check_model(name)
     return name

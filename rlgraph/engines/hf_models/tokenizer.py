@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlgraph.engines.hf_models.hub import no_hub
+
 # The classes that AutoTokenizer takes for these types of models, by what the folder names: a test compares.
 KNOWN = {("llama", "TokenizersBackend"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
 
@@ -13,7 +15,8 @@ def load_tokenizer(path: str | Path) -> Any:
     import transformers
 
     kind = class_of(Path(path))
-    return getattr(transformers, kind or "AutoTokenizer").from_pretrained(path)
+    with no_hub():
+        return getattr(transformers, kind or "AutoTokenizer").from_pretrained(path)
 
 
 def class_of(folder: Path) -> str | None:

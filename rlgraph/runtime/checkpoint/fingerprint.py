@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlgraph.compiler.plan import Plan
+from rlgraph.engines.hf_models.hub import revision_of
 from rlgraph.errors import shown
 from rlgraph.graph.nodes import Graph
 
@@ -12,7 +13,10 @@ def fingerprint(graph: Graph, plan: Plan) -> dict[str, Any]:
     """Collect, as plain values, what a checkpoint and the graph that resumes from it must have in common."""
     nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
     loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.latest} for p in plan.loops}
-    return {"name": graph.name, "nodes": nodes, "feedback": loops}
+    found = {"name": graph.name, "nodes": nodes, "feedback": loops}
+    named = ((plan.node(node.name).model, node.model.path) for node in graph.nodes if node.model is not None)
+    revisions = {str(name): "@".join(revision) for name, path in named if (revision := revision_of(path)) is not None}
+    return found | ({"revisions": revisions} if revisions else {})
 
 
 def difference(saved: Any, now: Any, where: str = "") -> str:

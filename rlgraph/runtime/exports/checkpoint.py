@@ -16,7 +16,7 @@ from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
 from rlgraph.runtime.checkpoint.store import checked_manifest, checkpoint_steps
 from rlgraph.runtime.exports.models import TrainedEntry, chosen
-from rlgraph.runtime.exports.write import Source, boxes, check_source, write_export
+from rlgraph.runtime.exports.write import Source, base_of, boxes, check_source, write_export
 
 
 def export_checkpoint(
@@ -30,7 +30,7 @@ def export_checkpoint(
     model = _chosen(manifest, policy, where, found)
     check_source(model, where)
     shards = _saved(model, found, where)
-    facts = CardFacts(model.name, model.path, manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
+    facts = CardFacts(model.name, base_of(model.path), manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
     source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts))
 
     def write(path: Path, layout: ExportLayout) -> None:

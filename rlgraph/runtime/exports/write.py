@@ -14,6 +14,7 @@ from rlgraph.engines.hf_export.companions import write_companions
 from rlgraph.engines.hf_export.folder import Exported, GrowingExport
 from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, ExportDtype, ExportLayout, ShardBox, planned
 from rlgraph.engines.hf_export.names import exported
+from rlgraph.engines.hf_models.hub import revision_of
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
@@ -76,7 +77,13 @@ def write_export(
 
 def model_card(graph: Graph, plan: Plan, model: TrainedEntry, step: int, dtype: ExportDtype, first: Metrics, last: Metrics) -> str:
     """Write the model card of a run of the graph."""
-    return plan.facade.model_card(plan, CardFacts(model.name, model.path, step, dtype, graph_settings(graph, plan), first, last))
+    return plan.facade.model_card(plan, CardFacts(model.name, base_of(model.path), step, dtype, graph_settings(graph, plan), first, last))
+
+
+def base_of(path: str) -> str:
+    """The hub id of a model's folder, where it lies in the cache of a hub; else the folder."""
+    found = revision_of(path)
+    return path if found is None else found[0]
 
 
 def _described(box: ShardBox) -> WeightShard:

@@ -1,0 +1,119 @@
+"""Models by hub id: one download, at a revision; without a network one error at once."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+from tiny import tiny
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """A hub with one model, `org/tiny`, and what it was asked for."""
+    model, asked = tiny(tmp_path), []
+
+    class Hub(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = urlparse(self.path).path
+            asked.append(path)
+            files = {file.name: file.read_bytes() for file in model.iterdir()}
+            resolved = f"/org/tiny/resolve/{REVISION}/"
+            if path.startswith("/api/models/org/tiny/tree/"):
+                self.answer(json.dumps([{"type": "file", "path": n, "size": len(d), "oid": _oid(d)} for n, d in files.items()]).encode())
+            elif path.startswith("/api/models/org/tiny"):
+                told = {"id": "org/tiny", "sha": REVISION, "siblings": [{"rfilename": name} for name in files]}
+                self.answer(json.dumps(told).encode())
+            elif path.startswith(resolved) and path.removeprefix(resolved) in files:
+                data = files[path.removeprefix(resolved)]
+                self.answer(data, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": REVISION})
+            else:
+                self.answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
+
+        def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+COMPILED = """
+import sys
+import rlgraph as rg
+generator = rg.Generator(sys.argv[1], pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=2), dtype="float32")
+graph = rg.Graph("hub", generator.rollout(rg.prompts([{"prompt": "1"}], count=1)))
+plan = rg.compile(graph, rg.Cluster(cpus=2))
+print(generator.path)
+try:
+    with plan.run_here() as job:
+        list(job.steps(1))
+except rg.DataError as error:
+    print("DataError", error)
+print(generator.path)
+from rlgraph.runtime.checkpoint.fingerprint import fingerprint
+print(fingerprint(graph, plan).get("revisions"))
+"""
+
+
+def compiled(cache: Path, endpoint: str, model: str = "org/tiny", **more: str) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
+    run = subprocess.run([sys.executable, "-c", COMPILED, model], env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+def test_a_hub_id_is_downloaded_once_and_its_revision_is_in_path_and_fingerprint(served: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = served
+    before, after, revisions = compiled(tmp_path / "cache", endpoint)
+    assert before == "org/tiny"
+    assert after.endswith(f"models--org--tiny/snapshots/{REVISION}")
+    assert revisions == str({"generator": f"org/tiny@{REVISION}"})
+    count = len(asked)
+    assert compiled(tmp_path / "cache", endpoint, HF_HUB_OFFLINE="1") == [after, after, revisions]
+    assert len(asked) == count
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        ("org/other", {}, "neither a folder here nor a model on"),
+        ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids a download"),
+        ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "gave none"),
+    ],
+)
+def test_a_model_that_no_hub_gives_is_one_error_at_once(
+    model: str, more: dict[str, str], said: str, served: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, asked = served
+    _, told, *_ = compiled(tmp_path / "cache", model=model, **{"endpoint": endpoint, **more})
+    assert told.startswith(f"DataError model '{model}': ")
+    assert said in told
+    assert len(asked) == (model == "org/other")  # and not again and again
