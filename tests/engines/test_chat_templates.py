@@ -204,6 +204,19 @@ def test_what_a_template_does_not_take_is_an_error_at_the_launch(models: dict[st
         check(models[model], data, chat)
 
 
+def test_a_template_that_writes_todays_date_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = model_with(tmp_path / "dated", "qwen3")
+    dated = "{% set day = date_string if date_string is defined else strftime_now('%d %b %Y') %}{{ day }}: {{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(dated)
+    fixed = rg.Chat(template_kwargs={"date_string": "1 Jan 2025"})
+    check(folder, [{"prompt": [USER]}] * 3, fixed)
+    assert not [message for message in caplog.messages if "today's date" in message]
+    check(folder, [{"prompt": [USER]}] * 3)
+    assert len([message for message in caplog.messages if "today's date" in message]) == 1
+    [tokens] = sent(folder, [{"prompt": [USER]}], fixed)
+    assert tokenizer_of(folder).decode(tokens) == "1 Jan 2025: 1 + 1 ="
+
+
 def test_the_room_for_a_conversation_is_counted_as_it_is_sent(models: dict[str, Path]) -> None:
     data = [{"prompt": [USER]}]
     [tokens] = sent(models["llama3"], data)

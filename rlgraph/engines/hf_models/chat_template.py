@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlgraph import notices
 from rlgraph.errors import DataError, shown
 
 BLOCK = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
@@ -73,6 +74,11 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
     for index, text in enumerate(conversations, first):
         conversation = ChatPrompt.from_json(text)
         given = {**(conversation.template_kwargs or {}), **({"tools": ""} if conversation.tools else {})}
+        if "strftime_now" in read and "date_string" not in given:
+            notices.here.say(
+                f"the chat template of '{path}' writes today's date, so that a run of another day has other prompts: give a fixed one, as "
+                "rg.Chat(template_kwargs={'date_string': '1 Jan 2025'}), if it reads that name"
+            )
         unread = [name for name in given if name not in read]
         if unread:
             raise DataError(
