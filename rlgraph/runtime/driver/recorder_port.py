@@ -42,13 +42,12 @@ class RecorderPort:
             self._tell(request)
 
     def take(self, rows: Sequence[SampledRows], finished: int) -> None:
-        """Take what workers have sent; rows of steps that were given before a restart come twice, and are dropped."""
+        """Take what workers have sent, and drop rows of the steps that were given: nobody asked for them, or they come twice."""
+        self._rows = {step: kept for step, kept in self._rows.items() if step >= finished}
         for each in rows:
             if each.step >= finished:
                 self._rows.setdefault(each.step, []).append(each)
 
     def sampled_rows(self, step: int) -> Sequence[SampledRows]:
-        """Take the rows of a step that was given, and drop those of the steps before."""
-        rows = self._rows.pop(step, [])
-        self._rows = {at: kept for at, kept in self._rows.items() if at > step}
-        return rows
+        """Take the rows of the step that was given last."""
+        return self._rows.pop(step, [])
