@@ -1,7 +1,10 @@
 """Exports of runs: from a job, from its checkpoints, and one every few steps, all with the same bytes."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import fakes
@@ -81,6 +84,32 @@ def test_an_export_is_the_live_weights_bit_for_bit(trained: tuple[Path, dict[str
     for name, tensor in live.items():
         assert torch.equal(plain[name], tensor)
         assert torch.equal(rounded[name], tensor.bfloat16())
+
+
+PLAIN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+engine = LLM(sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+answers = engine.generate([{"prompt_token_ids": [3, 5, 8]}, {"prompt_token_ids": [40, 2]}], greedy, use_tqdm=False)
+print("answers", json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_plain_vllm_answers_from_an_export_as_transformers_does(trained: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported = trained[0] / "live32"
+    alone = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    ended = subprocess.run([sys.executable, "-c", PLAIN_VLLM, str(exported)], env=alone, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    answers = json.loads(ended.stdout.split("answers ")[1])
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    for prompt, answer in zip([[3, 5, 8], [40, 2]], answers, strict=True):
+        whole = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, min_new_tokens=8)
+        assert answer == whole[0, len(prompt) :].tolist()
 
 
 def test_a_checkpoint_exports_the_same_files_as_the_job(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
