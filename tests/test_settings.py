@@ -109,6 +109,7 @@ OWN = {  # parameters that the function checks by itself, since their annotation
         ("prompts", "data"),
         ("evaluate", "data"),
         ("data.rows", "data"),
+        ("data.stream", "source"),
         ("advantages", "estimator"),
         ("shaped_rewards", "by"),
         ("record", "job"),

@@ -49,6 +49,8 @@ LOOKED_AT = {
     ),
     *("annotation", "signature.parameters.get('name')", "setting"),  # of a setting, whose fields are checked one by one
     *("costs", "made", "plan", "found", "cost.decode"),  # fields(...) of our own values, one by one
+    *("source", "self.source"),  # a stream of rows, by any library
+    *("owner",),  # the object of an attribute that has a new name
     *("torch", "library", "MultiOutputNode", "self.actor", "actor", "self", "end"),
 }
 

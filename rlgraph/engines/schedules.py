@@ -11,7 +11,7 @@ from rlgraph.settings import Count, Fraction, Natural
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(ABC):
+class RateSchedule(ABC):
     """The base of the schedules: called with an optimizer step, counted from 0, it gives the factor of the learning rate.
 
     An update with 4 mini-batches takes 4 optimizer steps. The factor rises linearly from 0 over `warmup_steps`, so the first of them has a
@@ -32,7 +32,7 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
+class Constant(RateSchedule):
     """A constant rate after the warm-up; transformers' `constant_with_warmup`.
 
     >>> import rlgraph as rg
@@ -45,7 +45,7 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ending(Schedule):
+class _Ending(RateSchedule):
     """A schedule of `steps` optimizer steps, warm-up included, that ends at the share `final` of the rate and stays there."""
 
     steps: Count

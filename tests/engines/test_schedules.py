@@ -10,10 +10,10 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 import rlgraph as rg
 from rlgraph.engines.forward.heads import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.schedules import Schedule
+from rlgraph.engines.schedules import RateSchedule
 
 LR = 3e-4
-CASES: list[tuple[str, dict[str, Any], Schedule]] = [
+CASES: list[tuple[str, dict[str, Any], RateSchedule]] = [
     ("constant", {}, rg.Constant()),
     ("constant_with_warmup", {"num_warmup_steps": 4}, rg.Constant(warmup_steps=4)),
     ("linear", {"num_warmup_steps": 3, "num_training_steps": 20}, rg.Linear(warmup_steps=3, steps=20)),
@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any], Schedule]] = [
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before:UserWarning")
 @pytest.mark.parametrize(("name", "settings", "schedule"), CASES)
-def test_a_schedule_has_the_numbers_of_transformers(name: str, settings: dict[str, Any], schedule: Schedule) -> None:
+def test_a_schedule_has_the_numbers_of_transformers(name: str, settings: dict[str, Any], schedule: RateSchedule) -> None:
     from transformers import get_scheduler
 
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
@@ -52,7 +52,7 @@ def test_a_schedule_has_the_numbers_of_transformers(name: str, settings: dict[st
 @pytest.mark.parametrize(
     "schedule", [rg.Linear(steps=9, final=0.2), rg.Cosine(steps=9, final=0.2), rg.WSD(steps=9, decay_steps=3, final=0.2)]
 )
-def test_a_rate_ends_at_its_share_and_stays(schedule: Schedule) -> None:
+def test_a_rate_ends_at_its_share_and_stays(schedule: RateSchedule) -> None:
     assert schedule(0) == 1
     assert [schedule(step) for step in (9, 10, 1000)] == pytest.approx([0.2] * 3)
 

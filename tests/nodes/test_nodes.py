@@ -81,8 +81,8 @@ def test_a_reward_that_is_none_names_the_function_and_the_response(name: str) ->
 
 
 def test_rewards_may_be_a_list_or_a_tensor() -> None:
-    assert torch.equal(checked_rewards(by_length, [1, 2], 2), torch.tensor([1.0, 2.0]))
-    assert torch.equal(checked_rewards(by_length, torch.tensor([1.0, 2.0]), 2), torch.tensor([1.0, 2.0]))
+    assert checked_rewards(by_length, [1, 2], 2) == [1.0, 2.0]
+    assert checked_rewards(by_length, torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
 
 
 def test_a_reward_goes_to_the_last_token_that_the_policy_wrote() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from rlgraph import settings
-from rlgraph.engines.schedules import Schedule
+from rlgraph.engines.schedules import RateSchedule
 from rlgraph.errors import GraphError
 from rlgraph.setting_types import Range
 from rlgraph.settings import AtLeastZero, Natural, Positive
@@ -34,7 +34,7 @@ class AdamW:
     weight_decay: AtLeastZero = 0.0
     grad_clip: Annotated[float, Range(above=0, rule="a norm above 0; 1e9 does not clip")] = 1.0
     warmup_steps: Natural = 0
-    schedule: Schedule | None = None
+    schedule: RateSchedule | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
