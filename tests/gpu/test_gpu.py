@@ -27,6 +27,11 @@ def test_compiled_layers_take_the_step_of_eager_ones(alone: Alone, family: str) 
 
 
 @pytest.mark.gpu
+def test_a_profile_on_a_gpu_has_its_kernels_and_the_history_of_its_memory(alone: Alone) -> None:
+    assert "profiled" in alone("profile_here.py")
+
+
+@pytest.mark.gpu
 @pytest.mark.vllm
 @pytest.mark.parametrize("head", ["64", "128"])
 def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_loader_would(alone: Alone, head: str) -> None:

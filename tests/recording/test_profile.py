@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import fakes
 import forked  # noqa: F401 (a way of dispatch)
 import pytest
-import torch
 
 import rlgraph as rg
-from rlgraph.analysis.profiles import MEMORY, OPERATORS, TRACE
+from rlgraph.analysis.profiles import OPERATORS, TRACE
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.messages import ProfileRequest
-from rlgraph.runtime.worker.step_profiler import StepProfiler
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +68,3 @@ def test_a_profile_that_cannot_be_written_is_said_and_the_run_goes_on(plan: Plan
 def test_a_profile_without_effect_is_an_error(plan: Plan, profile: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
         rg.Profile(**profile).request(plan, 6, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_history_of_its_memory_is_written_too(tmp_path: Path) -> None:
-    profiler = StepProfiler("policy", gpus=True)
-    profiler.request = ProfileRequest(1, 2, ["policy"], str(tmp_path))
-    for step in range(4):
-        profiler.before(step)
-        torch.ones(1 << 20, device="cuda").mul_(2).sum().item()
-        profiler.after(step)
-    trace = tmp_path / f"policy-steps-1-2{TRACE}"
-    assert calls(trace, "aten::mul_") == 2
-    assert any(event.get("cat") == "kernel" for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
-    snapshot = pickle.loads((tmp_path / f"policy-steps-1-2{MEMORY}").read_bytes())
-    allocated = [event for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
-    assert sum(event["size"] >= 4 << 20 for event in allocated) == 2
