@@ -1,5 +1,6 @@
 """The command `rlgraph`, as a program of its own: what it prints, writes and refuses, and how it ends."""
 
+import functools
 import json
 import os
 import signal
@@ -231,7 +232,10 @@ def test_report_and_compare_read_recorded_runs(runs: Path) -> None:
 
 def test_report_serves_the_page_of_a_run_until_ctrl_c(runs: Path) -> None:
     command = [sys.executable, "-m", "rlgraph", "report", "a", "--watch"]
-    with subprocess.Popen(command, cwd=runs, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True) as serving:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    own_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=runs, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=own_sigint) as serving:
         try:
             assert serving.stdout is not None
             url = serving.stdout.readline().strip()

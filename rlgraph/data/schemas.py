@@ -1,7 +1,6 @@
 """Rows of published schemas: verl's, TRL's conversational one, GSM8K, DAPO-Math and AIME. From files, or from the hub by id."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,13 @@ from typing import Any
 from rlgraph.data.files import SUFFIXES, Paths, files_of, read
 from rlgraph.data.hub import loaded
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
+from rlgraph.engines.hf_models.hub import is_hub_id
 from rlgraph.errors import DataError, shown
 from rlgraph.settings import Count, Name, checked
 
 STEPS = 'Let\'s think step by step and output the final answer after "####".'
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 MEDIA = ("images", "videos", "audios")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @checked(DataError)
@@ -199,7 +198,7 @@ def _problems(
     source: Paths, split: str, config: str | None, convert: Callable[[Row], Row] | None, overlong: Policy, most: int | None
 ) -> Rows:
     """Read files, or a data set of the hub, in verl's schema or, by `convert`, in the publisher's."""
-    if isinstance(source, str) and HUB_ID.fullmatch(source) and not Path(source).exists():
+    if isinstance(source, str) and is_hub_id(source):
         rows = Rows(loaded(source, split, config, None), f"'{source}'", (present_row,), overlong=Overlong(overlong, most))
     else:
         rows = read(_of_split(source, split), overlong=overlong, max_prompt_tokens=most)

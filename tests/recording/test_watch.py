@@ -120,7 +120,7 @@ def test_a_run_that_fails_and_one_that_is_left_say_so(job: Job, tmp_path: Path) 
 
 
 def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such folder"):
+    with pytest.raises(DataError, match="no such folder; give the one that"):
         rg.watch(tmp_path / "none")
     with rg.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; give a port that is free"):
         rg.watch(tmp_path, int(view.url.rstrip("/").rpartition(":")[2]))
