@@ -14,12 +14,15 @@ WITHOUT_AMX = "AVX512_CORE_FP16"  # the most that oneDNN may use then; it holds 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
-def leave_out_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def leave_out_broken_amx(cpuinfo: Path = CPUINFO) -> bool:
     """Keep oneDNN and vLLM from AMX in this process and its children, if the CPU announces AMX but hides its tiles.
 
     Call it before the first product. A limit that the environment already sets for oneDNN stays. Returns whether AMX is left out.
     """
-    if not _announced_without_tiles(cpuinfo):
+    if not announced_without_tiles(cpuinfo):
         return False
     if not any(os.environ.get(name) for name in LIMITS):
         os.environ[LIMITS[0]] = WITHOUT_AMX
@@ -27,7 +30,7 @@ def leave_out_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return True
 
 
-def _announced_without_tiles(cpuinfo: Path) -> bool:
+def announced_without_tiles(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the flags of the first core name AMX although its highest CPUID leaf lies below that of the tiles."""
     try:
         first_core = cpuinfo.read_text(encoding="utf-8").split("\n\n", 1)[0]

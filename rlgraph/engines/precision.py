@@ -5,6 +5,7 @@ import os
 import torch
 
 from rlgraph.compiler.cluster import Precision
+from rlgraph.engines import amx
 
 CAPABILITY = (8, 0)  # of the first CUDA devices with bfloat16
 INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16"}  # that multiply in bfloat16, the fastest first
@@ -31,6 +32,8 @@ def _of_cpu() -> Precision:
     has = [name for name, feature in INSTRUCTIONS.items() if _has(feature)]
     if not has:
         return Precision("float32", "the CPU has neither AVX512-BF16 nor AMX")
+    if amx.announced_without_tiles():  # AVX512-BF16 alone took 1.3 to 1.8 times as long as float32 on such a CPU
+        return Precision("float32", f"the CPU has {has[0]}, but hides the tiles of its AMX, and bfloat16 is slower without them")
     pytorch = torch.backends.cpu.get_cpu_capability()
     if not pytorch.startswith("AVX512"):
         return Precision("float32", f"the CPU has {has[0]}, but PyTorch is limited to {pytorch} (ATEN_CPU_CAPABILITY)")
