@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 def native() -> str:
     """What this machine's CPU computes in when nothing limits it, read off the kernel's list of its features."""
-    flags = Path("/proc/cpuinfo").read_text().split()
+    text = Path("/proc/cpuinfo").read_text()
+    flags, level = text.split(), re.search(r"cpuid level\s*: (\d+)", text)
+    if "amx_tile" in flags and level is not None and int(level[1]) < 29:
+        return "float32"
     return "bfloat16" if "avx512_bf16" in flags or "amx_tile" in flags else "float32"
 
 
