@@ -22,7 +22,7 @@ def model_card(plan: Plan, facts: CardFacts) -> str:
     lines += [f"base_model: {base}"] if hub else []
     lines += ["tags:", "- reinforcement-learning", "- rlgraph", "---", "", f"# {_plain(plan.graph)}: {facts.model} after {step} steps", ""]
     lines += [
-        f"`{_plain(_shortened(base))}`, trained by [rlgraph](https://pypi.org/project/rlgraph-dataflow/) for {step} steps of the graph "
+        f"`{_plain(_shortened(base))}`, trained by rlgraph (`rlgraph-dataflow`) for {step} steps of the graph "
         f"below. The weights are {facts.dtype}."
     ]
     lines += ["", "## Graph", "", "```mermaid", mermaid(plan).rstrip(), "```"]
