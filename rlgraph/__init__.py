@@ -1,72 +1,81 @@
-"""RL post-training of LLMs as dataflow graphs: declare stages as nodes, compile them to a plan, run the plan on Ray."""
+"""RL post-training of LLMs as dataflow graphs: declare stages as nodes, compile them to a plan, run the plan on Ray.
 
+A public name is imported when it is first asked for: `import rlgraph` takes milliseconds, and a worker loads only what it runs.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rlgraph import api, data
-from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
-from rlgraph.api import compile, export, profile, record, replay, report, tune, watch
-from rlgraph.columns import Columns
-from rlgraph.comparing import compare
-from rlgraph.compiler.cluster import Cluster, Precision
-from rlgraph.compiler.plan import Plan
-from rlgraph.config import config
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.functions import NodeCost
-from rlgraph.costs.lengths import Lengths
-from rlgraph.doctor.diagnosis import doctor
-from rlgraph.engines.api import Sampling
-from rlgraph.engines.fsdp.adamw import AdamW, Muon
-from rlgraph.engines.hf_models.pretrained import model_folder
-from rlgraph.engines.registry import EngineSpec, TrainerSpec
-from rlgraph.engines.schedules import WSD, Constant, Cosine, Linear
-from rlgraph.errors import (
-    CertificateError,
-    ChannelBroken,
-    ChannelClosed,
-    ChannelError,
-    ChannelTimeout,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DispatchError,
-    ExportError,
-    GraphError,
-    GuardError,
-    NodeError,
-    PlanError,
-    PlanWarning,
-    RlgraphError,
-    StalenessError,
-    WorkerDied,
-)
-from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.nodes.base import Context, node
-from rlgraph.nodes.conversations import Chat
-from rlgraph.nodes.environments import tools
-from rlgraph.nodes.environments.tools import Tools
-from rlgraph.nodes.prompts import prompts
-from rlgraph.nodes.rewards import scorers
-from rlgraph.nodes.rewards.retry import Retry
-from rlgraph.nodes.rewards.reward import reward
-from rlgraph.nodes.rewards.reward_model import RewardModel
-from rlgraph.nodes.rewards.shaping import kl_shaped_rewards, shaped_rewards
-from rlgraph.nodes.rollout.dynamic_sampling import Refill
-from rlgraph.nodes.rollout.evaluation import evaluate
-from rlgraph.nodes.rollout.rollout import Generator
-from rlgraph.nodes.training.advantages import advantages
-from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
-from rlgraph.nodes.training.critic import Critic
-from rlgraph.nodes.training.guards import Guards
-from rlgraph.nodes.training.policy import Policy
-from rlgraph.nodes.training.reference import Reference
-from rlgraph.recording import sinks
-from rlgraph.recording.profile import Profile
-from rlgraph.recording.samples import Samples
-from rlgraph.runtime.driver.machine import local_cluster
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same, and a test compares them
+    from rlgraph import api, data
+    from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
+    from rlgraph.api import compile, export, profile, record, replay, report, tune, watch
+    from rlgraph.columns import Columns
+    from rlgraph.comparing import compare
+    from rlgraph.compiler.cluster import Cluster, Precision
+    from rlgraph.compiler.facade import Facade
+    from rlgraph.compiler.plan import Plan
+    from rlgraph.config import config
+    from rlgraph.costs.costs import Costs
+    from rlgraph.costs.functions import NodeCost
+    from rlgraph.costs.lengths import Lengths
+    from rlgraph.doctor.diagnosis import doctor
+    from rlgraph.engines.api import Sampling
+    from rlgraph.engines.fsdp.adamw import AdamW, Muon
+    from rlgraph.engines.hf_models.pretrained import model_folder
+    from rlgraph.engines.registry import EngineSpec, TrainerSpec
+    from rlgraph.engines.schedules import WSD, Constant, Cosine, Linear
+    from rlgraph.errors import (
+        CertificateError,
+        ChannelBroken,
+        ChannelClosed,
+        ChannelError,
+        ChannelTimeout,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DispatchError,
+        ExportError,
+        GraphError,
+        GuardError,
+        NodeError,
+        PlanError,
+        PlanWarning,
+        RlgraphError,
+        StalenessError,
+        WorkerDied,
+    )
+    from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
+    from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+    from rlgraph.nodes.base import Context, node
+    from rlgraph.nodes.conversations import Chat
+    from rlgraph.nodes.environments import tools
+    from rlgraph.nodes.environments.tools import Tools
+    from rlgraph.nodes.prompts import prompts
+    from rlgraph.nodes.rewards import scorers
+    from rlgraph.nodes.rewards.retry import Retry
+    from rlgraph.nodes.rewards.reward import reward
+    from rlgraph.nodes.rewards.reward_model import RewardModel
+    from rlgraph.nodes.rewards.shaping import kl_shaped_rewards, shaped_rewards
+    from rlgraph.nodes.rollout.dynamic_sampling import Refill
+    from rlgraph.nodes.rollout.evaluation import evaluate
+    from rlgraph.nodes.rollout.rollout import Generator
+    from rlgraph.nodes.training.advantages import advantages
+    from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
+    from rlgraph.nodes.training.critic import Critic
+    from rlgraph.nodes.training.guards import Guards
+    from rlgraph.nodes.training.policy import Policy
+    from rlgraph.nodes.training.reference import Reference
+    from rlgraph.recording import sinks
+    from rlgraph.recording.profile import Profile
+    from rlgraph.recording.samples import Samples
     from rlgraph.runtime.driver.job import Job
+    from rlgraph.runtime.driver.machine import local_cluster
+
+    facade: Facade = api  # mypy compares the two
 
 __all__ = [
     "GAE",
@@ -161,13 +170,124 @@ __all__ = [
     "watch",
 ]
 
-Plan.facade = api
+_NAMES = {
+    "GAE": "rlgraph.algorithms",
+    "GRPO": "rlgraph.algorithms",
+    "RLOO": "rlgraph.algorithms",
+    "WSD": "rlgraph.engines.schedules",
+    "AdamW": "rlgraph.engines.fsdp.adamw",
+    "CertificateError": "rlgraph.errors",
+    "ChannelBroken": "rlgraph.errors",
+    "ChannelClosed": "rlgraph.errors",
+    "ChannelError": "rlgraph.errors",
+    "ChannelTimeout": "rlgraph.errors",
+    "Chat": "rlgraph.nodes.conversations",
+    "CheckpointError": "rlgraph.errors",
+    "ClippedLoss": "rlgraph.algorithms",
+    "Cluster": "rlgraph.compiler.cluster",
+    "Columns": "rlgraph.columns",
+    "ConfigError": "rlgraph.errors",
+    "Constant": "rlgraph.engines.schedules",
+    "Context": "rlgraph.nodes.base",
+    "Cosine": "rlgraph.engines.schedules",
+    "Costs": "rlgraph.costs.costs",
+    "Critic": "rlgraph.nodes.training.critic",
+    "DataError": "rlgraph.errors",
+    "DispatchError": "rlgraph.errors",
+    "EngineSpec": "rlgraph.engines.registry",
+    "ExportError": "rlgraph.errors",
+    "Generator": "rlgraph.nodes.rollout.rollout",
+    "Graph": "rlgraph.graph.nodes",
+    "GraphError": "rlgraph.errors",
+    "GuardError": "rlgraph.errors",
+    "Guards": "rlgraph.nodes.training.guards",
+    "Job": "rlgraph.runtime.driver.job",
+    "Lengths": "rlgraph.costs.lengths",
+    "Linear": "rlgraph.engines.schedules",
+    "Model": "rlgraph.graph.nodes",
+    "ModelTraits": "rlgraph.graph.operation",
+    "Muon": "rlgraph.engines.fsdp.adamw",
+    "NodeCost": "rlgraph.costs.functions",
+    "NodeError": "rlgraph.errors",
+    "NodeTraits": "rlgraph.graph.operation",
+    "Operation": "rlgraph.graph.operation",
+    "Output": "rlgraph.graph.nodes",
+    "Plan": "rlgraph.compiler.plan",
+    "PlanError": "rlgraph.errors",
+    "PlanWarning": "rlgraph.errors",
+    "Policy": "rlgraph.nodes.training.policy",
+    "Pool": "rlgraph.graph.nodes",
+    "Precision": "rlgraph.compiler.cluster",
+    "Profile": "rlgraph.recording.profile",
+    "Reference": "rlgraph.nodes.training.reference",
+    "Refill": "rlgraph.nodes.rollout.dynamic_sampling",
+    "Retry": "rlgraph.nodes.rewards.retry",
+    "RewardModel": "rlgraph.nodes.rewards.reward_model",
+    "RlgraphError": "rlgraph.errors",
+    "Samples": "rlgraph.recording.samples",
+    "Sampling": "rlgraph.engines.api",
+    "StalenessError": "rlgraph.errors",
+    "Tools": "rlgraph.nodes.environments.tools",
+    "TrainerSpec": "rlgraph.engines.registry",
+    "TruncatedIS": "rlgraph.algorithms",
+    "ValueLoss": "rlgraph.algorithms",
+    "WorkerDied": "rlgraph.errors",
+    "advantages": "rlgraph.nodes.training.advantages",
+    "compare": "rlgraph.comparing",
+    "compile": "rlgraph.api",
+    "config": "rlgraph.config",
+    "declare": "rlgraph.graph.nodes",
+    "doctor": "rlgraph.doctor.diagnosis",
+    "evaluate": "rlgraph.nodes.rollout.evaluation",
+    "export": "rlgraph.api",
+    "feedback": "rlgraph.graph.nodes",
+    "filter_groups": "rlgraph.nodes.training.correction",
+    "filter_truncated": "rlgraph.nodes.training.correction",
+    "kl_shaped_rewards": "rlgraph.nodes.rewards.shaping",
+    "local_cluster": "rlgraph.runtime.driver.machine",
+    "model_folder": "rlgraph.engines.hf_models.pretrained",
+    "node": "rlgraph.nodes.base",
+    "profile": "rlgraph.api",
+    "prompts": "rlgraph.nodes.prompts",
+    "record": "rlgraph.api",
+    "replay": "rlgraph.api",
+    "report": "rlgraph.api",
+    "reward": "rlgraph.nodes.rewards.reward",
+    "rollout_correction": "rlgraph.nodes.training.correction",
+    "shaped_rewards": "rlgraph.nodes.rewards.shaping",
+    "tune": "rlgraph.api",
+    "watch": "rlgraph.api",
+}
+
+_MODULES = {
+    "data": "rlgraph.data",
+    "scorers": "rlgraph.nodes.rewards.scorers",
+    "sinks": "rlgraph.recording.sinks",
+    "tools": "rlgraph.nodes.environments.tools",
+}
+
+
+class _Package(ModuleType):
+    # The import system names a module in its package when it is imported: not over a public name, as `rlgraph.config`, the function.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _NAMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """`rlgraph.Job`, which needs Ray: imported where it is asked for, since `import rlgraph` starts and loads nothing."""
-    if name == "Job":
-        from rlgraph.runtime.driver.job import Job
+    # A public name, or a module of this package: `rlgraph.errors` needs no import of its own.
+    if name in _NAMES:
+        value = vars(import_module(_NAMES[name]))[name]
+    elif name in _MODULES or (not name.startswith("_") and find_spec(f"{__name__}.{name}")):
+        value = import_module(_MODULES.get(name, f"{__name__}.{name}"))
+    else:
+        raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")
+    globals()[name] = value
+    return value
 
-        return Job
-    raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,15 +1,16 @@
 """The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from rlgraph.channels.factory import TRANSPORTS
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.facade import Facade, facade
 from rlgraph.compiler.plan_keys import unknown_keys, with_new_names
 from rlgraph.compiler.schedule import Reason, Schedule
 from rlgraph.costs.microbatch_count import Passes
@@ -18,8 +19,6 @@ from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph
 from rlgraph.settings import Count, Natural, Seconds, checked
 
 if TYPE_CHECKING:
-    from rlgraph.analysis.card_facts import CardFacts
-    from rlgraph.analysis.run import Run
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
 
@@ -224,22 +223,6 @@ class Certificate:
     period_s: float
 
 
-class Facade(Protocol):
-    """`rlgraph.api`, as a plan calls it."""
-
-    def text(self, plan: "Plan") -> str: ...
-    def svg(self, plan: "Plan") -> str: ...
-    def draw(self, plan: "Plan", path: str | Path) -> None: ...
-    def timeline(self, plan: "Plan", path: str | Path, steps: int) -> None: ...
-    def report(self, run: "Run", path: str | Path) -> Path: ...
-    def model_card(self, plan: "Plan", facts: "CardFacts") -> str: ...
-    def run_here(self, plan: "Plan") -> "LocalJob": ...
-    def ray_dag(self, plan: "Plan", actors: Mapping[str, Any]) -> Any: ...
-
-    @property
-    def launch(self) -> "Callable[..., Job]": ...
-
-
 @dataclass(frozen=True)
 class Plan:
     """A graph placed on a cluster: workers, channels, loops, schedule, prediction and certificate.
@@ -268,7 +251,11 @@ class Plan:
     sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
     models: tuple[PlannedModel, ...] = ()  # those that have a dtype
     source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # None if it was read from JSON
-    facade: ClassVar[Facade]  # set by the package, because planning imports nothing that draws or launches
+
+    @property
+    def facade(self) -> Facade:
+        """What draws and launches the plan."""
+        return facade()
 
     @property
     def values(self) -> "Plan":
