@@ -13,6 +13,11 @@ def test_training_on_a_gpu_gives_the_log_probs_and_the_step_of_a_cpu(alone: Alon
 
 
 @pytest.mark.gpu
+def test_kernels_score_tokens_as_the_plain_computation_does(alone: Alone) -> None:
+    assert alone("scores_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_passes_packed_flat_are_those_of_float32(alone: Alone, family: str) -> None:
     assert alone("attention_here.py", family).splitlines()[-1] == "equal"

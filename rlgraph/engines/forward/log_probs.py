@@ -1,4 +1,7 @@
-"""Log-probs of chosen tokens, entropies and sums of squares from logits, in float32 but a few rows at a time."""
+"""Log-probs of chosen tokens, entropies and sums of squares from logits, in float32 but a few rows at a time.
+
+On a GPU one kernel computes log-probs and entropies, and one their gradient: `triton_scores`.
+"""
 
 from typing import Any
 
@@ -14,8 +17,16 @@ def token_scores(
 
     Both are float32, whatever the logits are; the full `[N, V]` in float32 is never built, not in the backward pass either.
     """
-    log_probs, entropies = _TokenScores.apply(logits, tokens, temperature, entropy)
+    log_probs, entropies = _scores_on(logits.device.type).apply(logits, tokens, temperature, entropy)
     return log_probs, entropies if entropy else None
+
+
+def _scores_on(device: str) -> Any:
+    if device != "cuda":
+        return _TokenScores
+    from rlgraph.engines.forward.triton_scores import TritonScores  # only torch for GPUs brings Triton
+
+    return TritonScores
 
 
 @torch.no_grad()
