@@ -1,5 +1,6 @@
 """The settings of a graph as text: models, nodes and feedback edges with the values that the user gave them."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -40,6 +41,8 @@ def _values(value: object) -> Iterator[tuple[str, str]]:
             yield field.name, str(inner)
         elif isinstance(inner, tuple | list | frozenset) and len(inner) <= 8 and all(isinstance(part, PLAIN) for part in inner):
             yield field.name, ", ".join(map(str, inner))
+        elif isinstance(inner, Mapping) and inner and all(isinstance(part, PLAIN) for part in inner.values()):
+            yield field.name, json.dumps(inner)
         elif isinstance(inner, Pool):
             yield field.name, inner.name
         elif callable(inner) and hasattr(inner, "__name__"):

@@ -1,5 +1,6 @@
 """Compile a graph for a cluster. Pure: no Ray, no GPU, no clock, no environment."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -179,7 +180,8 @@ def _models(graph: Graph, cluster: Cluster) -> Iterator[PlannedModel]:
     for name, model in model_names(graph).items():
         precision = precision_of(model, cluster)
         if precision is not None:
-            yield PlannedModel(name, precision.dtype, precision.why)
+            given = model.traits.engine_args
+            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "")
 
 
 def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:

@@ -181,16 +181,15 @@ FIXES = {
 
 
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
-    """Raise PlanError for a model with a share of a GPU's memory, or with moments offloaded to the host, where it has no GPU."""
+    """Raise PlanError for a model without a GPU that has a share of a GPU's memory, moments offloaded to the host, or engine arguments
+    for GPUs alone."""
     for node in graph.nodes:
-        if node.model is not None and node.model.traits.host_moments and (not cluster.gpus or node.model.pool.cpus is not None):
-            raise PlanError(
-                f"graph '{graph.name}': the model of node '{node.name}' has offload='moments', which frees memory of a GPU, but it "
-                "trains on the host; leave it out there"
-            )
-        share = node.model.traits.memory if node.model is not None else None
-        if share is not None and not cluster.gpus:
-            raise PlanError(
-                f"graph '{graph.name}': the model of node '{node.name}' has memory={share}, a share of a GPU's, but this cluster has no "
-                "GPU; leave it out there"
-            )
+        if node.model is None or (cluster.gpus and node.model.pool.cpus is None):
+            continue
+        where, traits = f"graph '{graph.name}': the model of node '{node.name}' has", node.model.traits
+        if traits.host_moments:
+            raise PlanError(f"{where} offload='moments', which frees memory of a GPU, but it trains on the host; leave it out there")
+        if traits.memory is not None:
+            raise PlanError(f"{where} memory={traits.memory}, a share of a GPU's, but this cluster has no GPU; leave it out there")
+        for argument, reason in traits.gpu_only.items():
+            raise PlanError(f"{where} engine_args with '{argument}', but it runs on the host: {reason}; leave it out there")

@@ -150,11 +150,12 @@ class PlannedSleep:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model and what it computes in: `dtype`, and `why` that one."""
+    """A model: the `dtype` it computes in, and `why` that one; as JSON, the `engine_args` that the user hands on to its engine."""
 
     name: str
     dtype: str
     why: str
+    engine_args: str = ""
 
 
 @dataclass(frozen=True)

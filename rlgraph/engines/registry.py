@@ -19,7 +19,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.settings import Name
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
-EngineSetting: TypeAlias = Literal["memory", "max_sequences", "engines_per_gpu", "self_test"]
+EngineSetting: TypeAlias = Literal["memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args"]
 TrainerSetting: TypeAlias = Literal["micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head", "offload"]
 
 
@@ -28,9 +28,10 @@ class EngineSpec(Estimates):
     """Describe an engine that generates: `rg.Generator(model, pool=…, engine=…)` takes its name or the spec itself.
 
     `load(generator, place)` makes the engine in the worker that runs it; it is sent there, so it is a function of a module.
-    `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`.
-    It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It `shares_steps` if responses that join later
-    are decoded in the same step as those under way. See `Estimates` for the other fields.
+    `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
+    `engine_args`, which `check_arguments(given)` checks where the generator is declared; it returns those that need a GPU, with the
+    reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It `shares_steps` if responses that
+    join later are decoded in the same step as those under way. See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -44,6 +45,7 @@ class EngineSpec(Estimates):
     settings: tuple[EngineSetting, ...] = ()
     spans_devices: bool = False
     shares_steps: bool = True
+    check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
 
     def takes(self, setting: str) -> bool:
         """Whether the engine takes this optional setting."""
@@ -135,7 +137,7 @@ def _checked(model: Any, choice: str, table: SpecTable[S], optional: tuple[str, 
     spec = table.find(asked)
     for field in fields(model):
         value = getattr(model, field.name)
-        default = field.default if field.default is not MISSING else None
+        default = field.default_factory() if field.default_factory is not MISSING else None if field.default is MISSING else field.default
         if field.name in optional and value != default and not spec.takes(field.name):
             others = " or ".join(f"{choice}={name!r}" for name in table.with_setting(field.name))
             raise GraphError(

@@ -184,6 +184,8 @@ class ModelTraits:
 
     `memory` is the share of a GPU's memory that it asks for; None if it asks for none.
 
+    `engine_args` are the arguments that the user hands on to its engine; those in `gpu_only` need a GPU, each with the reason.
+
     `shares_steps` says that responses which joined later share each decode step with those already decoding.
     """
 
@@ -197,4 +199,6 @@ class ModelTraits:
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    gpu_only: Mapping[str, str] = field(default_factory=dict)
     shares_steps: bool = True

@@ -91,8 +91,12 @@ def _workers(plan: Plan) -> list[str]:
 
 
 def _models(plan: Plan) -> list[str]:
-    """Write the table of models with the type each computes in and the reason for it."""
-    return aligned(["model", "computes in", "since"], [[m.name, m.dtype, m.why] for m in plan.models]) if plan.models else []
+    """Write the table of models with the type each computes in and the reason for it, and the arguments that engines are given."""
+    if not plan.models:
+        return []
+    given = any(m.engine_args for m in plan.models)
+    names = ["model", "computes in", "since", *(["engine_args"] if given else [])]
+    return aligned(names, [[m.name, m.dtype, m.why, *([m.engine_args] if given else [])] for m in plan.models])
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     out = tmp_path_factory.mktemp("vllm") / "found.pt"
     environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
     command = [sys.executable, str(here.with_name("vllm_process.py")), str(folder), str(out), "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return torch.load(out) | {"folder": folder, "printed": done.stdout + done.stderr}
 
@@ -54,6 +54,10 @@ def test_a_response_ends_with_its_stop_token(run: dict[str, Any]) -> None:
     free = run["repeated"][0]["tokens"]
     assert run["stopped"]["tokens"] == free[: free.index(free[3]) + 1]
     assert (run["stopped"]["finish"], run["repeated"][0]["finish"]) == ("stop", "length")
+
+
+def test_arguments_of_the_user_replace_those_of_rlgraph(run: dict[str, Any]) -> None:
+    assert run["batched_tokens"] == 2000
 
 
 def test_a_response_ends_at_the_context(run: dict[str, Any]) -> None:

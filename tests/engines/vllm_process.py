@@ -16,10 +16,13 @@ from rlgraph.errors import DataError
 SEEDS = list(range(len(VLLM_PROMPTS)))
 FREE = Sampling(max_tokens=8, ignore_eos=True)
 
+GIVEN = {"max_num_batched_tokens": 2000}
+
 
 def main(folder: Path, out: Path, threads: int) -> None:
-    engine = VllmEngine(folder, max_model_len=64, dtype="float32", kv_cache_bytes=64 << 20, threads=threads)
+    engine = VllmEngine(folder, max_model_len=64, dtype="float32", kv_cache_bytes=64 << 20, threads=threads, engine_args=GIVEN)
     found: dict[str, object] = {"threads": torch.get_num_threads(), "context": engine.context_length()}
+    found["batched_tokens"] = engine._engine.vllm_config.scheduler_config.max_num_batched_tokens
     weights = load_file(folder / "model.safetensors")
     found["updates"] = [[asdict(r) for r in engine.generate(VLLM_PROMPTS, FREE, SEEDS)]]
     for update in range(1, UPDATES):

@@ -29,7 +29,8 @@ class VllmEngine(GenerateEngine):
     `max_model_len` is the context (None: the model's). The `engines` on a GPU together take the share `memory` of its memory, and free it
     between rollouts if the pool is `shared`. In this share each engine has `copies` of the weights: its own, and the buffers in which it
     receives versions. `kv_cache_bytes` instead sets the size of the KV cache. `threads` is the number of cores on a CPU, for the whole
-    process. `random_weights` ignores the weights of the folder. Log-probs are those of the sampling distribution.
+    process. `random_weights` ignores the weights of the folder. `engine_args` replace the arguments that rlgraph gives to vLLM.
+    Log-probs are those of the sampling distribution.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -50,6 +51,7 @@ class VllmEngine(GenerateEngine):
         engines: int = 1,
         copies: int = 1,
         random_weights: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._summary = check_model(path)
@@ -81,7 +83,7 @@ class VllmEngine(GenerateEngine):
         with warnings.catch_warnings():
             # vLLM looks at every attribute of every module, those included that warn when looked at.
             warnings.simplefilter("ignore", FutureWarning)
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**model, **machine))
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**{**model, **machine, **(engine_args or {})}))
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads = 0

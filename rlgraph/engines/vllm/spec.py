@@ -6,6 +6,7 @@ from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.engines.vllm import engine_arguments
+from rlgraph.engines.vllm.user_arguments import check_arguments
 
 
 def load(generator: Any, place: Place) -> GenerateEngine:
@@ -24,7 +25,14 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         engines=generator.engines_per_gpu,
         shared=place.shared and place.device == "cuda",
         copies=place.copies,
+        engine_args=generator.engine_args,
     )
 
 
-SPEC = EngineSpec(name="vllm", load=load, settings=("memory", "max_sequences", "engines_per_gpu"), spans_devices=True)
+SPEC = EngineSpec(
+    name="vllm",
+    load=load,
+    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args"),
+    spans_devices=True,
+    check_arguments=check_arguments,
+)

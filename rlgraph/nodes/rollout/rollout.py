@@ -52,6 +52,7 @@ class Generator(Model):
     * `memory`: the share of a GPU's memory that engines take. None: 0.9, or 0.45 in a pool that other models share.
     * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
       shorter than the engine's own work between two of them.
+    * `engine_args`: arguments for the engine itself, as `{"max_num_batched_tokens": 32768}`. One that rlgraph sets is an error.
     * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
     * `self_test`: checks at the start that the engine `transformers` decodes as the model's own forward computes.
     """
@@ -66,6 +67,7 @@ class Generator(Model):
     memory: Annotated[float, Range(above=0, below=1, rule="a share of the GPU's memory, above 0 and below 1")] | None = None
     max_sequences: Count | None = None
     engines_per_gpu: Count = 1
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
     self_test: bool = True
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ class Generator(Model):
                 "a GPU's; leave it out on host cores"
             )
         object.__setattr__(self, "_spec", engine_of(self))
+        check = self.spec.check_arguments if self.engine_args else None
+        object.__setattr__(self, "_gpu_only", {} if check is None else check(self.engine_args))
 
     @property
     def spec(self) -> EngineSpec:
@@ -108,6 +112,8 @@ class Generator(Model):
             max_context=self.max_context,
             sampling=self.sampling,
             memory=self.memory,
+            engine_args=self.engine_args,
+            gpu_only=self._gpu_only,  # type: ignore[attr-defined]
             shares_steps=self.spec.shares_steps,
             estimates=self.spec,
         )
