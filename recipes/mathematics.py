@@ -28,8 +28,12 @@ class Config:
     max_tokens: int = 16  # tokens a response
     max_context: int = 192  # tokens of a prompt and its response
     correction: str = ""  # of rollout and trainer, by verl's name as decoupled_token_is; "" for none
+    loss: str = "clipped"  # or another that clips ratios, by its name as proximal or bypass_ppo_clip
+    clip_low: float = 0.2
+    clip_high: float = 0.28
     lr: float = 5e-6
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
+    shared: bool = False  # generator and trainer take turns on the same devices, as on one GPU
     steps: int = 60
     every: int = 10  # steps between two evaluations
     samples: int = 4  # answers to each held-out question
@@ -53,10 +57,9 @@ def graph(cfg: Config) -> rg.Graph:
     right = rg.scorers.math_verify()
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
-    generator = rg.Generator(
-        model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=cfg.max_context, seed=cfg.seed
-    )
-    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    pool = rg.Pool("rollout")
+    generator = rg.Generator(model, pool=pool, sampling=sampling, engine=cfg.engine, max_context=cfg.max_context, seed=cfg.seed)
+    policy = rg.Policy(model, pool=pool if cfg.shared else rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
     weights = rg.feedback("weights", depth=cfg.depth)
 
     prompts = rg.prompts(train, count=cfg.prompts, chat=chat, seed=cfg.seed)
@@ -67,7 +70,8 @@ def graph(cfg: Config) -> rg.Graph:
         trained += [old, rg.rollout_correction(rollout, old, weights=rg.algorithms.correction(cfg.correction))]
     rewards = rg.reward(right, prompts, rollout)
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
-    step = policy.update(*trained, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28, aggregation="token-mean"))
+    loss = rg.algorithms.loss(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    step = policy.update(*trained, advantages, loss=loss)
     score = rg.evaluate(
         generator, held_out, weights, reward=right, every=cfg.every, samples=cfg.samples, steps=cfg.steps, at_start=True, chat=chat
     )

@@ -16,7 +16,9 @@ def questions(count: int, seed: int, leave_out: frozenset[str] = frozenset()) ->
     drawn = {task: reasoning_gym.create_dataset(task, size=50 * count, seed=seed, **settings) for task, settings in TASKS.items()}
     for index in range(50 * count):
         for task, items in drawn.items():
+            if len(rows) == count:
+                return list(rows.values())
             item = items[index]
-            if len(rows) < count and item["question"] not in leave_out:
+            if item["question"] not in leave_out:
                 rows.setdefault(item["question"], {"prompt": item["question"], "answer": str(item["answer"]), "data_source": task})
     return list(rows.values())

@@ -1,0 +1,106 @@
+"""How the mathematics recipe learns: reward and held-out accuracy by step for three seeds, then the exported models by vLLM alone.
+
+    python benchmarks/learning.py --minutes 8          # call again until nothing is left
+    python benchmarks/learning.py --only seed=0
+    python benchmarks/learning.py --plot               # table, and curves as SVG beside the JSON
+    python benchmarks/learning.py --smoke              # one run of two steps of a tiny model on the CPU
+
+On a CPU a step is as cheap as it can be: float32, 8 prompts of 8 responses of at most 12 tokens. The folder that `job.export` writes is
+then loaded by vLLM in a process of its own (`plain_vllm.py`): the same questions, chat template and sampling, without rlgraph's engines.
+Its accuracy stands beside that of the last evaluations and of the model before training, each with its standard error over the questions.
+"""
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import mathematics
+from learning_plots import draw_learning, shown
+from learning_runs import (
+    Flat,
+    Key,
+    Results,
+    Run,
+    chosen,
+    given_settings,
+    interval,
+    machine,
+    named,
+    parser,
+    recorded_settings,
+    run_until_flat,
+    runs_left,
+)
+
+import rlgraph as rg
+
+PLAIN = Path(__file__).with_name("plain_vllm.py")
+LIMIT_S = 300.0  # of vLLM alone
+
+
+def by_vllm_alone(cfg: mathematics.Config, folder: Path, work: Path) -> dict[str, float]:
+    """Evaluate a model folder in a process that loads vLLM and none of rlgraph's engines."""
+    _, rows = mathematics.data(cfg)
+    asked = {name: getattr(cfg, name) for name in ("system", "max_tokens", "max_context", "samples", "seed")}
+    asked["rows"] = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
+    questions, answers = work / "questions.json", work / "answers.json"
+    questions.write_text(json.dumps(asked), encoding="utf-8")
+    ended = subprocess.run([sys.executable, str(PLAIN), str(folder), str(questions), str(answers)], capture_output=True, timeout=LIMIT_S)
+    if ended.returncode:
+        raise SystemExit(f"vLLM alone failed on {folder}: {ended.stderr.decode(errors='replace')[-2000:]}")
+    found: dict[str, float] = json.loads(answers.read_text(encoding="utf-8"))
+    return found
+
+
+def table(runs: Mapping[str, Run]) -> str:
+    """Write a row for each seed, and one for their mean, as Markdown."""
+    lines = ["| seed | steps | accuracy before | after | export, vLLM alone | before, vLLM alone | a step |", "|---" * 7 + "|"]
+    for run in runs.values():
+        before = next(iter(run["accuracy"]))
+        vllm, base = (f"{shown(run[name]['accuracy'])} ± {shown(run[name]['stderr'])}" for name in ("exported_by_vllm", "base_by_vllm"))
+        lines.append(
+            f"| {run['key']['seed']} | {run['steps']} | {shown(before[2])} ± {shown(before[3])} | {shown(run['final_accuracy'])} ± "
+            f"{shown(run['final_stderr'])} | {vllm} | {base} | {shown(run['step_s'], '{:.2f} s')} |"
+        )
+    mean, half = interval([run["final_accuracy"] for run in runs.values()])
+    plain = statistics.fmean(run["exported_by_vllm"]["accuracy"] for run in runs.values())
+    where = sorted({", ".join(run["machine"]["gpus"]) or "CPU" for run in runs.values()})
+    least = f" (95 % over seeds: ± {shown(half)})" if math.isfinite(half) else ""
+    return "\n".join([*lines, "", f"Mean after training {shown(mean)}{least}; by vLLM alone {shown(plain)}. On {'; '.join(where)}."])
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "", "learning.json")
+    arguments.add_argument("--seeds", type=int, default=3)
+    given = arguments.parse_intermixed_args()
+    gpus = rg.local_cluster().gpus
+    usual = {"prompts": 16, "questions": 128, "steps": 300} if gpus else {"prompts": 8, "max_tokens": 12, "questions": 64, "steps": 120}
+    cfg = given_settings(given, every=10, shared=gpus == 1, **usual)
+    keys: list[Key] = [{"seed": seed} for seed in range(1 if given.smoke else given.seeds)]
+    flat = Flat(1, 1, -1.0) if given.smoke else Flat(least=60)
+    results = Results(given.json, recorded_settings(cfg, flat))
+    if not given.plot:
+        for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):
+            own, folder = replace(cfg, seed=int(key["seed"])), given.work / named(key)
+            run = run_until_flat(own, folder, flat, until_s, export=folder / "model")
+            if run is None:
+                print("  the time is over: saved, call again", flush=True)
+                break
+            run["exported_by_vllm"] = by_vllm_alone(own, folder / "model", folder)
+            run["base_by_vllm"] = by_vllm_alone(own, rg.model_folder(own.model), folder)
+            print(f"  export by vLLM alone: {run['exported_by_vllm']}; before training: {run['base_by_vllm']}", flush=True)
+            results.keep(named(key), run | {"key": key, "machine": machine()})
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if results.runs:
+        print(table(results.runs))
+        given.json.with_suffix(".svg").write_text(draw_learning(results.runs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Tables and curves of runs that learn: mean over seeds, with each seed beside it."""
+
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from learning_runs import Run, interval
+
+COLOURS = ("#2f6fd0", "#c2330f", "#2b8a57", "#8a4fbe", "#b7791f", "#4a5568")
+REACHED = 0.95  # of the final accuracy at depth 0, for the seconds that a setting takes to be as good
+
+
+def grouped(runs: Mapping[str, Run], *by: str) -> dict[tuple[Any, ...], list[Run]]:
+    """Group runs by parts of their keys, in order of these."""
+    found: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs.values():
+        found.setdefault(tuple(run["key"][name] for name in by), []).append(run)
+    return dict(sorted(found.items()))
+
+
+def reached_s(run: Run, accuracy: float) -> float:
+    """Find the seconds after which a run's accuracy was first as high; NaN if it never was."""
+    return next((seconds for _, seconds, found, _ in run["accuracy"] if found >= accuracy), math.nan)
+
+
+def staleness_table(runs: Mapping[str, Run]) -> str:
+    """Write a row for each correction and depth, as Markdown."""
+    reached = f"seconds to {REACHED:.0%} of depth 0"
+    head = ("correction", "depth", "seeds", "final accuracy", "within", reached, "a step", "staleness, mean", "worst", "mismatch")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    groups = grouped(runs, "correction", "depth")
+    for (correction, depth), own in groups.items():
+        mean, half = interval([run["final_accuracy"] for run in own])
+        fresh = [run["final_accuracy"] for run in groups.get((correction, 0), [])]
+        seconds = [reached_s(run, REACHED * statistics.fmean(fresh)) if fresh else math.nan for run in own]
+        mismatch = [next(iter(run["mismatch"].values()), math.nan) for run in own]
+        step_s, stale = statistics.fmean(run["step_s"] for run in own), statistics.fmean(run["staleness_mean"] for run in own)
+        cells = (
+            correction, depth, len(own), shown(mean), f"± {shown(half)}", shown(statistics.fmean(seconds), "{:.0f} s"),
+            shown(step_s, "{:.2f} s"), shown(stale, "{:.2f}"), shown(max(run["staleness_worst"] for run in own), "{:.0f}"),
+            shown(statistics.fmean(mismatch), "{:.4f}"),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    errors = statistics.fmean(run["final_stderr"] for run in runs.values())
+    where = sorted({", ".join(run["machine"]["gpus"]) or "CPU" for run in runs.values()})
+    share = f"Standard error over the held-out questions, which all runs share: {shown(errors)}."
+    return "\n".join([*lines, "", f"Intervals: 95 % over seeds. {share} On {'; '.join(where)}."])
+
+
+def shown(value: float, form: str = "{:.3f}") -> str:
+    return form.format(value) if math.isfinite(value) else "–"
+
+
+def draw_staleness(runs: Mapping[str, Run]) -> dict[str, str]:
+    """Draw accuracy by updates and by seconds, a row for each correction, as SVG by name."""
+    groups = grouped(runs, "correction", "depth")
+    corrections = sorted({correction for correction, _ in groups})
+    figure, axes = _figure(len(corrections), 2)
+    for row, correction in zip(axes, corrections, strict=True):
+        depths = [depth for name, depth in groups if name == correction]
+        for column, axis, label in ((0, row[0], "updates"), (1, row[1], "seconds")):
+            for colour, depth in zip(COLOURS, depths, strict=False):
+                curves = [
+                    ([each[column] for each in run["accuracy"]], [each[2] for each in run["accuracy"]]) for run in groups[correction, depth]
+                ]
+                _curves(axis, curves, colour, f"depth {depth}")
+            axis.set_title(correction, loc="left", fontsize=10)
+            axis.set_xlabel(label)
+        row[0].set_ylabel("held-out accuracy")
+        row[0].legend(frameon=False, fontsize=8)
+    return {"accuracy": _as_svg(figure)}
+
+
+def draw_learning(runs: Mapping[str, Run]) -> str:
+    """Draw mean reward and held-out accuracy of the seeds, as SVG."""
+    figure, axes = _figure(1, 2)
+    rewards = [(list(range(1, len(run["reward"]) + 1)), smooth(run["reward"])) for run in runs.values()]
+    _curves(axes[0][0], rewards, COLOURS[0], "mean of 5 steps")
+    _curves(
+        axes[0][1],
+        [([each[0] for each in run["accuracy"]], [each[2] for each in run["accuracy"]]) for run in runs.values()],
+        COLOURS[2],
+        "",
+    )
+    for axis, label, along in zip(axes[0], ("mean reward, of 5 steps", "held-out accuracy"), ("step", "updates"), strict=True):
+        axis.set_ylabel(label)
+        axis.set_xlabel(along)
+    return _as_svg(figure)
+
+
+def smooth(values: Sequence[float], over: int = 5) -> list[float]:
+    """Average each value with those before it, at most `over` in all."""
+    return [statistics.fmean(values[max(0, at + 1 - over) : at + 1]) for at in range(len(values))]
+
+
+def at(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Interpolate a curve at `x`; NaN outside of it."""
+    if not xs or not xs[0] <= x <= xs[-1]:
+        return math.nan
+    right = next(index for index, end in enumerate(xs) if end >= x)
+    if xs[right] == x:
+        return ys[right]
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
+def mean_curve(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[list[float], list[float]]:
+    """Average curves at every place of any of them, where all of them are."""
+    places = sorted({x for xs, _ in curves for x in xs})
+    means = [(x, statistics.fmean(at(xs, ys, x) for xs, ys in curves)) for x in places]
+    kept = [(x, mean) for x, mean in means if math.isfinite(mean)]
+    return [x for x, _ in kept], [mean for _, mean in kept]
+
+
+def _curves(axis: Any, curves: Sequence[tuple[Sequence[float], Sequence[float]]], colour: str, label: str) -> None:
+    """Draw the mean of several curves strongly, and each of them faintly."""
+    for xs, ys in curves:
+        axis.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.35)
+    axis.plot(*mean_curve(curves), color=colour, linewidth=2.0, label=label)
+    axis.grid(color="#e4e8ed", linewidth=0.8)
+
+
+def _figure(rows: int, columns: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8 * columns, 2.9 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _as_svg(figure: Any) -> str:
+    """Write a figure as SVG that is the same for the same runs."""
+    import matplotlib
+
+    target = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "rlgraph", "svg.fonttype": "none"}):
+        figure.savefig(target, format="svg", metadata={"Date": None})
+    return target.getvalue()

@@ -1,0 +1,74 @@
+"""What staleness costs and brings: the mathematics recipe at depths 0 to 8 with several corrections, until held-out accuracy is flat.
+
+    python benchmarks/staleness.py --minutes 8                         # on one or two GPUs; call again until nothing is left
+    python benchmarks/staleness.py --only depth=1,correction=disabled,seed=0
+    python benchmarks/staleness.py --plot                              # table, and curves as SVG beside the JSON
+    python benchmarks/staleness.py --smoke                             # two runs of two steps of a tiny model on the CPU
+
+On one GPU generator and trainer take turns, so that a depth hides the host's work alone; on two they overlap. The JSON has an entry a
+run. A run that `--minutes` stops is saved in `--work` and goes on there; the files of `--work` are large and stay on the machine.
+
+Corrections, by the library's names:
+* `disabled`: none. Ratios are taken against the trainer's own log-probs, as if the batch were fresh.
+* `decoupled_token_is`: the same, with each token weighed by trainer over engine, at most 2.
+* `proximal`: decoupled PPO. The clipped ratio is taken against a policy between the engine's and the current one, and weighed.
+* `bypass_ppo_clip` (by `--corrections`): the clipped ratio is taken against the engine's log-probs.
+
+Accuracy belongs to the weights that answered: evaluations at step k use version max(0, k - depth), and stand in table and curves at the
+number of its updates and at the seconds after which it was published.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from learning_plots import draw_staleness, staleness_table
+from learning_runs import Flat, Key, Results, chosen, given_settings, machine, named, parser, recorded_settings, run_until_flat, runs_left
+
+import rlgraph as rg
+
+DEPTHS = (0, 1, 2, 4, 8)
+CORRECTIONS = ("disabled", "decoupled_token_is", "proximal")
+IN_THE_LOSS = ("proximal", "bypass_ppo_clip")  # which need no pass for old log-probs
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "", "staleness_gpu.json")
+    arguments.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
+    arguments.add_argument("--corrections", nargs="+", default=CORRECTIONS)
+    arguments.add_argument("--seeds", type=int, default=3)
+    given = arguments.parse_intermixed_args()
+    gpus = rg.local_cluster().gpus
+    cfg = given_settings(given, prompts=16, steps=300, every=10, questions=128, shared=gpus == 1, export=False)
+    flat = Flat()
+    keys: list[Key] = [
+        {"depth": depth, "correction": correction, "seed": seed}
+        for seed in range(given.seeds)
+        for depth in given.depths
+        for correction in given.corrections
+    ]
+    if given.smoke:
+        keys, flat = (
+            [{"depth": 0, "correction": "disabled", "seed": 0}, {"depth": 1, "correction": "proximal", "seed": 0}],
+            Flat(1, 1, -1.0),
+        )
+    results = Results(given.json, recorded_settings(cfg, flat, "depth", "correction", "loss"))
+    if not given.plot:
+        for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):
+            correction = str(key["correction"])
+            loss, node = (correction, "") if correction in IN_THE_LOSS else ("clipped", correction)
+            own = replace(cfg, depth=int(key["depth"]), seed=int(key["seed"]), loss=loss, correction=node)
+            run = run_until_flat(own, given.work / named(key), flat, until_s)
+            if run is None:
+                print("  the time is over: saved, call again", flush=True)
+                break
+            results.keep(named(key), run | {"key": key, "machine": machine()})
+            shutil.rmtree(given.work / named(key) / "checkpoints", ignore_errors=True)
+    if results.runs:
+        print(staleness_table(results.runs))
+        for name, text in draw_staleness(results.runs).items():
+            Path(given.json).with_name(f"{Path(given.json).stem}_{name}.svg").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Benchmarks whose runs learn: what stops a run, what a file of results skips, and a run that is stopped and goes on."""
+
+import json
+import math
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import forked
+import learning_plots
+import learning_runs
+import pytest
+from learning_runs import Flat, Results, chosen, entry, named
+from templates import model_with
+
+import rlgraph as rg
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
+
+KEYS = [{"depth": depth, "correction": name, "seed": seed} for seed in (0, 1) for depth in (0, 1) for name in ("disabled", "proximal")]
+
+
+def line(step: int, seconds: float, **more: float) -> dict[str, float]:
+    """The metrics of a step."""
+    common = {"critic/rewards/mean": 0.1 * step, "staleness/mean": 1.0, "staleness/max": min(step, 2), "actor/ppo_kl": 0.5}
+    return {"step": step, "timing_s/step": seconds, **common, **more}
+
+
+def evaluated(version: int, accuracy: float) -> dict[str, float]:
+    return {"val/version": float(version), "val/acc/mean@4": accuracy, "val/acc/stderr": 0.02}
+
+
+LINES = [line(0, 30.0, **evaluated(0, 0.1)), line(1, 2.0), line(2, 3.0, **evaluated(2, 0.3)), line(3, 4.0)]
+
+
+def test_accuracy_is_flat_once_the_last_evaluations_gain_too_little() -> None:
+    flat = Flat(least=10, window=2, gain=0.01)
+    assert not flat(40, [0.1, 0.2, 0.3, 0.4])
+    assert flat(40, [0.1, 0.2, 0.4, 0.4, 0.401, 0.401])
+    assert not flat(9, [0.4, 0.4, 0.4, 0.4])
+    assert not flat(40, [0.4, 0.4, 0.4])
+
+
+def test_an_evaluation_stands_where_its_weights_were_there() -> None:
+    run = entry(LINES, "steps", Flat(window=1))
+    assert run["ended_s"] == [0.0, 2.0, 5.0, 9.0]  # the first step, which warms up, is not counted
+    assert run["accuracy"] == [[0, 0.0, 0.1, 0.02], [2, 2.0, 0.3, 0.02]]  # version 2 was published by step 1
+    assert (run["final_accuracy"], run["staleness_worst"], run["steps"], run["step_s"]) == (0.3, 2, 4, 3.0)
+
+
+def test_only_names_some_of_the_runs() -> None:
+    assert [named(key) for key in chosen(KEYS, "depth=1,correction=proximal,seed=0")] == ["depth=1,correction=proximal,seed=0"]
+    assert len(chosen(KEYS, "seed=1")) == 4
+    assert chosen(KEYS, "") == KEYS
+    for only in ("depth=3", "proximal", "depth=1,"):
+        with pytest.raises(SystemExit, match="there is no such run"):
+            chosen(KEYS, only)
+
+
+def test_runs_that_are_in_the_file_are_skipped_and_other_settings_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results(tmp_path / "runs.json", {"steps": 4})
+    for key in KEYS[:3]:
+        results.keep(named(key), {"key": key})
+    again = Results(tmp_path / "runs.json", {"steps": 4})
+    assert [key for key, _ in learning_runs.runs_left(again, KEYS, minutes=60)] == KEYS[3:]
+    assert [key for key, _ in learning_runs.runs_left(again, KEYS, minutes=1)] == []  # too little to begin one
+    assert "no time to begin" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"other settings \(there, here\): \{'steps': \(4, 5\)\}"):
+        Results(tmp_path / "runs.json", {"steps": 5})
+
+
+def finished(key: dict[str, Any], accuracy: float) -> dict[str, Any]:
+    run = entry([line(0, 1.0, **evaluated(0, 0.1)), line(1, 1.0), line(2, 2.0, **evaluated(2, accuracy))], "flat", Flat(window=1))
+    return run | {"key": key, "machine": {"gpus": []}}
+
+
+def test_the_table_has_intervals_over_seeds_and_the_seconds_until_as_good_as_depth_0() -> None:
+    runs = {named(key): finished(key, 0.5 + 0.1 * int(key["seed"])) for key in KEYS}
+    rows = [row.split(" | ") for row in learning_plots.staleness_table(runs).splitlines() if row.startswith("| disabled")]
+    assert len(rows) == 2
+    assert rows[0][2:5] == ["2", "0.550", "± 0.635"]  # 12.71 x 0.0707 / sqrt(2)
+    assert rows[0][5] == "–"  # one of the seeds never reaches 0.95 x 0.55
+    runs["depth=0,correction=disabled,seed=0"]["final_accuracy"] = 0.3
+    assert [row.split(" | ")[5] for row in learning_plots.staleness_table(runs).splitlines() if row.startswith("| disabled")] == [
+        "1 s",
+        "1 s",
+    ]
+
+
+def test_curves_are_means_where_all_seeds_are() -> None:
+    assert learning_plots.mean_curve([([0, 10], [0.0, 1.0]), ([0, 20], [0.0, 1.0])]) == ([0, 10], [0.0, 0.75])
+    assert math.isnan(learning_plots.at([0, 1], [0.0, 1.0], 1.5))
+    runs = {named(key): finished(key, 0.5) for key in KEYS}
+    drawn = learning_plots.draw_staleness(runs)["accuracy"]
+    assert drawn == learning_plots.draw_staleness(runs)["accuracy"]
+    texts = "".join(ET.fromstring(drawn).itertext())
+    assert all(text in texts for text in ("disabled", "proximal", "depth 0", "depth 1", "seconds", "updates"))
+
+
+def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    small = {"engine": "transformers", "prompts": 2, "group_size": 2, "questions": 2, "samples": 2, "max_tokens": 4, "max_context": 400}
+    arguments = [f"{name}={value}" for name, value in small.items()]
+    cfg = rg.config(learning_runs.mathematics.Config, [*arguments, f"model={model_with(tmp_path / 'model', 'smollm2')}", "every=2"])
+    cfg = replace(cfg, steps=20, depth=2, loss="proximal")
+    whole = learning_runs.run_until_flat(cfg, tmp_path / "whole", Flat(), math.inf)
+    assert learning_runs.run_until_flat(cfg, tmp_path / "stopped", Flat(), time.monotonic()) is None
+    done = len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines())
+    resumed = learning_runs.run_until_flat(cfg, tmp_path / "stopped", Flat(), math.inf, export=tmp_path / "exported")
+    assert whole is not None
+    assert resumed is not None
+    assert 0 < done < 20
+    assert resumed["steps"] == 20
+    assert (resumed["reward"], resumed["staleness_worst"]) == (whole["reward"], 2)
+    assert [each[2:] for each in resumed["accuracy"]] == [each[2:] for each in whole["accuracy"]]
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "llama"
