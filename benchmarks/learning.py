@@ -20,15 +20,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import mathematics
 from learning_plots import draw_learning, shown
 from learning_runs import (
     Flat,
     Key,
     Results,
     Run,
+    Settings,
     chosen,
     given_settings,
+    held_out,
     interval,
     machine,
     named,
@@ -44,11 +45,10 @@ PLAIN = Path(__file__).with_name("plain_vllm.py")
 LIMIT_S = 300.0  # of vLLM alone
 
 
-def by_vllm_alone(cfg: mathematics.Config, folder: Path, work: Path) -> dict[str, float]:
+def by_vllm_alone(cfg: Settings, folder: Path, work: Path) -> dict[str, float]:
     """Evaluate a model folder in a process that loads vLLM and none of rlgraph's engines."""
-    _, rows = mathematics.data(cfg)
     asked = {name: getattr(cfg, name) for name in ("system", "max_tokens", "max_context", "samples", "seed")}
-    asked["rows"] = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
+    asked["rows"] = held_out(cfg)
     questions, answers = work / "questions.json", work / "answers.json"
     questions.write_text(json.dumps(asked), encoding="utf-8")
     ended = subprocess.run([sys.executable, str(PLAIN), str(folder), str(questions), str(answers)], capture_output=True, timeout=LIMIT_S)
@@ -93,7 +93,7 @@ def main() -> None:
                 print("  the time is over: saved, call again", flush=True)
                 break
             run["exported_by_vllm"] = by_vllm_alone(own, folder / "model", folder)
-            run["base_by_vllm"] = by_vllm_alone(own, rg.model_folder(own.model), folder)
+            run["base_by_vllm"] = by_vllm_alone(own, Path(rg.model_folder(own.model)), folder)
             print(f"  export by vLLM alone: {run['exported_by_vllm']}; before training: {run['base_by_vllm']}", flush=True)
             results.keep(named(key), run | {"key": key, "machine": machine()})
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)

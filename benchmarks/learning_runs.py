@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "tests")]
@@ -28,6 +28,7 @@ SAVED_AT_ITS_END = 1_000_000  # steps between two checkpoints: a run is saved wh
 START_S = 90.0  # a run is not begun with less time than a start takes
 MISMATCH = ("guards/mismatch", "rollout_corr/k3_kl", "actor/ppo_kl")
 STUDENT_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # by the number of values
+Settings: TypeAlias = mathematics.Config
 Run = dict[str, Any]
 Key = Mapping[str, int | str]
 
@@ -137,7 +138,7 @@ def entry(lines: Sequence[Mapping[str, float]], stopped: str, flat: Flat) -> Run
     }
 
 
-def run_until_flat(cfg: mathematics.Config, folder: Path, flat: Flat, until_s: float, export: Path | None = None) -> Run | None:
+def run_until_flat(cfg: Settings, folder: Path, flat: Flat, until_s: float, export: Path | None = None) -> Run | None:
     """Run the recipe until its accuracy is flat or its steps are done; None where the time is over, and the run is saved.
 
     `until_s` is by `time.monotonic()`. A run that is stopped still does the steps in flight, for which time is left. The same call goes on
@@ -169,6 +170,12 @@ def run_until_flat(cfg: mathematics.Config, folder: Path, flat: Flat, until_s: f
             raise
         return None
     return entry(metrics_of(folder), stopped, flat)
+
+
+def held_out(cfg: Settings) -> list[dict[str, str]]:
+    """List the questions of the evaluations, with their answers."""
+    _, rows = mathematics.data(cfg)
+    return [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
 
 
 def progress(metrics: Mapping[str, float], evaluated: Sequence[float]) -> str:
@@ -208,7 +215,7 @@ def parser(about: str, results: str) -> argparse.ArgumentParser:
     return made
 
 
-def given_settings(given: argparse.Namespace, **usual: Any) -> mathematics.Config:
+def given_settings(given: argparse.Namespace, **usual: Any) -> Settings:
     """The settings of the recipe for all runs of a benchmark, and in a smoke test those of a tiny model, with files of their own."""
     if not given.smoke:
         return rg.config(mathematics.Config, [f"{name}={value}" for name, value in usual.items()] + given.settings)
@@ -221,7 +228,7 @@ def given_settings(given: argparse.Namespace, **usual: Any) -> mathematics.Confi
     return rg.config(mathematics.Config, [f"{name}={value}" for name, value in few.items()] + given.settings)
 
 
-def recorded_settings(cfg: mathematics.Config, flat: Flat, *varied: str) -> dict[str, Any]:
+def recorded_settings(cfg: Settings, flat: Flat, *varied: str) -> dict[str, Any]:
     """The settings that all runs of a file share."""
     own = {field.name: getattr(cfg, field.name) for field in fields(cfg) if field.name not in (*varied, "seed", "out", "export")}
     return own | {"flat": vars(flat)}

@@ -211,7 +211,8 @@ class _SpanIndex:
         if channel is None:
             return None
         if wait.kind == "wait":
-            return self._last([channel.writer], wait.step - channel.credits)
+            steps = channel.credits // channel.chunks if channel.kind == "earlier" else channel.credits
+            return self._last([channel.writer], wait.step - steps)
         return self._last(channel.readers, wait.step - channel.slots // channel.chunks)
 
     def _last(self, nodes: Iterable[str], step: int) -> str | None:

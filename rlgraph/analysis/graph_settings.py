@@ -28,6 +28,8 @@ def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
             "bucket_bytes": str(feedback.bucket_bytes),
             "checksum": str(feedback.checksum),
         }
+    for edge in graph.earlier:
+        found[f"feedback {edge.name}"] = {"depth": str(edge.depth), "columns": ", ".join(edge.columns)}
     for node in graph.nodes:
         found[f"node {node.name}"] = {"rows": str(node.rows), "work": node.traits.work, **dict(_values(node.operation))}
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.plan import CostSource, Plan, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.compiler.plan import CostSource, Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.graph.nodes import Due
 
 WAITS: Mapping[str, Callable[[str], str]] = {
@@ -87,6 +87,11 @@ def loop_terms(loop: PlannedLoop) -> str:
     if loop.due is not None:
         return f"{due(loop.due)}, {counted(loop.buffers, 'buffer')}, {loop.transport}"
     return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
+
+
+def earlier(channel: PlannedChannel) -> str:
+    """Describe what an edge of columns carries, as the picture shows it."""
+    return f"{elided(channel.columns)} of {counted(channel.credits // channel.chunks, 'step')} before"
 
 
 def prediction(plan: Plan) -> str:

@@ -8,7 +8,7 @@ resumes with version `step`, as in a run without a checkpoint (a consistent cut:
 
 from collections.abc import Mapping
 
-from rlgraph.compiler.plan import Plan, PlannedWorker
+from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedWorker
 from rlgraph.errors import PlanError
 
 
@@ -48,8 +48,19 @@ def open_nodes(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) 
         dict.fromkeys(
             channel.writer
             for channel in plan.channels
-            if channel.kind == "batch" and channel.writer in worker.nodes
+            if channel.kind != "order" and channel.writer in worker.nodes
             for reader in channel.readers
-            if min(lookahead[home] for home in plan.node(reader).workers) < lookahead[worker.name]
+            if _read(plan, lookahead, channel, reader) < lookahead[worker.name]
         )
     )
+
+
+def steps_back(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) -> int:
+    """Count the steps before the cut whose batches of this worker are still to be read, by nodes that get columns of earlier steps."""
+    channels = [channel for channel in plan.channels if channel.kind == "earlier" and channel.writer in worker.nodes]
+    return max((-_read(plan, lookahead, channel, reader) for channel in channels for reader in channel.readers), default=0)
+
+
+def _read(plan: Plan, lookahead: Mapping[str, int], channel: PlannedChannel, reader: str) -> int:
+    """Count the batches of the writer that the reader has read at a cut, from the cut's step on; below 0 for those of steps before it."""
+    return min(lookahead[home] for home in plan.node(reader).workers) - channel.credits // channel.chunks

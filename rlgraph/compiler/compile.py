@@ -79,7 +79,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
-    channels = (*_batch_channels(graph, workers), *_order_channels(graph, schedule, workers))
+    channels = (*_batch_channels(graph, workers), *_order_channels(graph, schedule, workers), *_earlier_channels(graph, workers))
     loops = tuple(_loops(graph, workers, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
     draft = Plan(
         graph=graph.name,
@@ -256,6 +256,19 @@ def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedW
             name, slots = events.order_channel_name(writer.name, node.name), events.ahead(graph) + 1
             planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(workers, writer, node), slots, 0, "order"))
     return planned
+
+
+def _earlier_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> Iterator[PlannedChannel]:
+    """Plan the channel of each node that gets columns of an earlier step: it holds those that are not due, and one more."""
+    for node in graph.nodes:
+        if node.earlier is not None and node.earlier.source is not None:
+            writer, columns, ahead = node.earlier.source.node, node.earlier.columns, node.earlier.depth + 1
+            transport, chunks = host_transport(workers, writer, node), writer.chunks
+            yield PlannedChannel(
+                node.earlier.name if graph.earlier.count(node.earlier) == 1 else f"{node.earlier.name} to {node.name}",
+                writer.name, (node.name,), columns, transport, (ahead + 1) * chunks, _bytes(graph, writer, columns), "earlier",
+                ahead * chunks, chunks, _stream(writer),
+            )  # fmt: skip
 
 
 def _loops(

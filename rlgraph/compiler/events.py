@@ -106,7 +106,7 @@ def schedule(
     fired = [event for event in events if event.kind == "fire"]
     ordered = _ordered(graph, [*events, *wake_and_sleep_events(graph, _ordered(graph, fired), sleeps)])
     puts = _puts(graph, ordered, hosts, batches)
-    flow = [*_data(graph, puts), *_order(puts, ordered), *_loops(graph, puts)]
+    flow = [*_data(graph, puts), *_earlier(graph), *_order(puts, ordered), *_loops(graph, puts)]
     order = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
     return Schedule(tuple(ordered), tuple(with_wake_and_sleep(ordered, flow) + order))
 
@@ -245,6 +245,14 @@ def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
         for wrote, taken in zip(writes, reads, strict=True) if by_chunk(writer, reader) else product(writes, reads):
             yield Dependency(wrote, taken, 0, "data", writer.name, put)
             yield Dependency(taken, wrote, held, "slots", writer.name, put)
+
+
+def _earlier(graph: Graph) -> Iterator[Dependency]:
+    """Make a node wait for the columns of an earlier step. No writer waits for a slot: it depends on the reader's own step."""
+    for node in graph.nodes:
+        if node.earlier is not None and node.earlier.source is not None:
+            for wrote, taken in product(fire_events(node.earlier.source.node), fire_events(node)):
+                yield Dependency(wrote, taken, node.earlier.depth + 1, "data", node.earlier.name)
 
 
 def _order(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:

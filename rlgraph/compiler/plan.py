@@ -87,7 +87,7 @@ class PlannedChannel:
     """What one node sends to its readers: the columns they read, the transport, and how many messages it holds.
 
     A message is a batch, or one of the `chunks` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
-    one pool that run in different processes from overlapping.
+    one pool that run in different processes from overlapping. "earlier" carries columns to a later step.
     """
 
     name: str
@@ -97,7 +97,7 @@ class PlannedChannel:
     transport: str  # a name of `channels.factory.TRANSPORTS`
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
-    kind: Literal["batch", "order"] = "batch"
+    kind: Literal["batch", "order", "earlier"] = "batch"
     credits: int = 0  # messages that are there before the first step; with -n the first n messages are never sent
     chunks: int = 1  # messages a step
     stream: str | None = None  # the rollout whose chunks they are

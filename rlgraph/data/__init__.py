@@ -3,12 +3,14 @@
 from rlgraph.data.files import jsonl, parquet
 from rlgraph.data.hub import huggingface
 from rlgraph.data.mixtures import Mix, mix
+from rlgraph.data.results import Results
 from rlgraph.data.rows import Rows, rows
 from rlgraph.data.schemas import aime, conversational, dapo_math, gsm8k, verl
 from rlgraph.data.streams import Stream, stream
 
 __all__ = [
     "Mix",
+    "Results",
     "Rows",
     "Stream",
     "aime",

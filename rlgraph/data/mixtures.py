@@ -1,17 +1,19 @@
 """Mixtures: several data sets drawn in proportion to their weights, which may change from step to step."""
 
 import bisect
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from rlgraph.data.results import Results
 from rlgraph.data.rows import Dataset, Overlong, Row, Rows, rows
 from rlgraph.errors import DataError, shown
 from rlgraph.settings import checked
 
-Curriculum: TypeAlias = Callable[[int, int], Mapping[str, float]]  # of the seed and the step
+Curriculum: TypeAlias = Callable[..., Mapping[str, float]]  # of the seed and the step, or of these and the results so far
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +44,17 @@ class Mix:
         except DataError as error:
             raise DataError(f"data set '{name}' of the mixture: {error}") from None
 
-    def at(self, seed: int, step: int) -> list[float]:
-        """Compute the share of each data set at a step. Raises DataError for weights that are none."""
-        given = self.weights(seed, step) if callable(self.weights) else self.weights
+    @property
+    def by_results(self) -> bool:
+        """Whether the weights depend on the results so far: a curriculum of three arguments."""
+        return callable(self.weights) and _takes_results(self.weights)
+
+    def at(self, seed: int, step: int, results: Results | None = None) -> list[float]:
+        """Compute the share of each data set at a step, by these results where the curriculum reads them.
+
+        Raises DataError for weights that are none.
+        """
+        given = self._weights(seed, step, results)
         where = f"the weights of the mixture at step {step}"
         if not isinstance(given, Mapping) or set(given) != set(self.sources):
             raise DataError(f"{where} are {shown(given)}; they give a number to each of {list(self.sources)}")
@@ -53,6 +63,28 @@ class Mix:
             raise DataError(f"{where} are {shown(dict(given))}; each is a finite number of at least 0, and one is above 0")
         total = sum(given.values())
         return [given[name] / total for name in self.sources]
+
+    def _weights(self, seed: int, step: int, results: Results | None) -> Any:
+        if not callable(self.weights):
+            return self.weights
+        if not self.by_results:
+            return self.weights(seed, step)
+        return self.weights(seed, step, results or Results({name: len(rows) for name, rows in self.sources.items()}))
+
+
+def _takes_results(weights: Callable[..., Any]) -> bool:
+    """Whether a curriculum has a third argument. Raises DataError where its arguments are neither two nor three."""
+    try:
+        wanted = inspect.signature(weights)
+    except ValueError:  # a function of C
+        return False
+    for count in (2, 3):
+        try:
+            wanted.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise DataError(f"mix(weights={shown(weights)}): a curriculum is a function of (seed, step), or of (seed, step, results)")
 
 
 def _is_weight(value: Any) -> bool:
@@ -73,8 +105,11 @@ def mix(sources: Mapping[str, Any], weights: Mapping[str, float] | Curriculum) -
     the batch of 'prompts'
 
     A function of `(seed, step)` is a curriculum. It gives the same weights for the same step whenever it is called, so that a job that
-    resumes draws what it would have drawn. The metrics `data/mix/NAME` count the prompts of a step. All data sets have the same fields,
-    and prompts that are too long are treated alike: the same `overlong` and `max_prompt_tokens`.
+    resumes draws what it would have drawn. One of `(seed, step, results)` also sees the rewards so far: `results.mean("hard")` of a
+    data set, `results.row("hard", 7)` of a row, None before there are any; `rg.prompts(results=…)` brings them back.
+
+    The metrics `data/mix/NAME` count the prompts of a step. All data sets have the same fields, and prompts that are too long are
+    treated alike: the same `overlong` and `max_prompt_tokens`.
 
     Raises DataError for weights that are not one for each data set, and for data sets that treat long prompts differently.
     """

@@ -127,7 +127,7 @@ class Node:
 
     It writes `rows` rows in a step. `pool` is None for a host node, which runs in a process of its own. It fires `chunks` times in a
     step, once for each chunk of the batch, in the order of the data: chunks that it makes itself, or those of the rollout that it
-    `follows`. A node that is not `due` at a step passes an empty batch on.
+    `follows`. A node that is not `due` at a step passes an empty batch on. `earlier` is an edge of columns of an earlier step.
     """
 
     name: str
@@ -141,6 +141,7 @@ class Node:
     chunks: int = 1
     follows: "Node | None" = None
     due: Due | None = None
+    earlier: "Feedback | None" = None
     serial: int = field(default_factory=lambda: next(_serial))
 
     @property
@@ -204,20 +205,23 @@ class Output:
 
 
 class Feedback:
-    """The back edge of a graph, which carries weights from the update to the rollout of a later step. `rlgraph.feedback` makes it."""
+    """A back edge of a graph, which carries weights or columns from a node to one of a later step. `rlgraph.feedback` makes it."""
 
     HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
 
-    def __init__(self, name: str, depth: int, buffers: int, latest: bool, bucket_bytes: int, checksum: bool) -> None:
+    def __init__(self, name: str, depth: int, buffers: int, latest: bool, bucket_bytes: int, checksum: bool, columns: str = "") -> None:
         rules.check_feedback(name, depth, buffers, latest)
         self.name, self.depth, self.buffers, self.latest = name, depth, buffers, latest
         self.bucket_bytes, self.checksum = bucket_bytes, checksum
+        self.columns = tuple(columns.split())
+        rules.check_edge_of_columns(self, (buffers, latest, bucket_bytes, checksum) == (1, False, BUCKET_BYTES, False))
         self.source: Output | None = None
 
-    def close(self, weights: Output) -> None:
-        """Connect the back edge to the update whose weights it carries, as in `feedback.close(step.weights)`."""
-        rules.check_close(self, weights if isinstance(weights, Output) and weights.kind == "weights" else None, weights)
-        self.source = weights
+    def close(self, source: Output) -> None:
+        """Connect the back edge to the update whose weights it carries, as `weights.close(step.weights)`, or to its columns' output."""
+        kind = "batch" if self.columns else "weights"
+        rules.check_close(self, source if isinstance(source, Output) and source.kind == kind else None, source)
+        self.source = source
 
 
 @renamed(freshest="latest")
@@ -230,6 +234,7 @@ def feedback(
     latest: bool = False,
     bucket_bytes: Annotated[int, Range(least=1, rule="a whole number of bytes, at least 1: 1 << 29 is usual")] = BUCKET_BYTES,
     checksum: bool = False,
+    columns: str = "",
 ) -> Feedback:
     """Make the feedback edge of a graph; a trained batch may be `depth` weight versions behind (0 is on-policy).
 
@@ -243,9 +248,15 @@ def feedback(
     soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` the generator compares every version with
     what the trainer sent, parameter by parameter, before it uses it.
 
+    With `columns` (names separated by spaces) it carries these columns of a batch instead of weights: the firing of step k gets those of
+    step k - depth - 1, and none before. `rg.prompts(results=…)` takes rewards so, and nodes of your own by `declare(earlier=…)`.
+
+        >>> feedback("results", depth=1, columns="rewards").columns  # close it with the output that carries them
+        ('rewards',)
+
     Raises GraphError for a negative depth, for `buffers` other than 1 and 2, and for `bucket_bytes` below 1.
     """
-    return Feedback(name, depth, buffers, latest, bucket_bytes, checksum)
+    return Feedback(name, depth, buffers, latest, bucket_bytes, checksum, columns)
 
 
 @checked()
@@ -261,6 +272,7 @@ def declare(
     feedback: Feedback | None = None,
     chunks: Count = 1,
     due: Due | None = None,
+    earlier: Feedback | None = None,
 ) -> Node:
     """Declare a node of your own: `operation` reads columns of the inputs and writes others, on the host or where `model` lives.
 
@@ -273,7 +285,7 @@ def declare(
 
     Its outputs are `node.batch`, `node.weights` and `node.metrics`. It writes `rows` rows in a step; a node without inputs has to say
     how many. Inputs with fewer rows are repeated to match the largest: a prompt's columns for each of its responses. With `feedback`
-    its model takes the weights of that edge.
+    its model takes the weights of that edge, and with `earlier` the node gets the columns of an edge of columns, from a step before.
 
     With `chunks` above 1 it gives its batch in that many chunks. A node that works by group follows an input that comes in chunks,
     unless it also needs the whole batch, or waits for the rollout's own pool.
@@ -288,8 +300,10 @@ def declare(
     rules.check_inputs(name, outputs, reads)
     if rows is None:
         rows = max(output.node.rows for output in outputs)
-    follows = None if chunks > 1 else _followed(operation, outputs, model)
-    node = Node(name, operation, outputs, reads, writes, rows, model, feedback, follows.chunks if follows else chunks, follows, due)
+    rules.check_edges(name, reads, feedback, earlier)
+    follows = None if chunks > 1 or earlier is not None else _followed(operation, outputs, model)
+    chunks = follows.chunks if follows else chunks
+    node = Node(name, operation, outputs, reads, writes, rows, model, feedback, chunks, follows, due, earlier)
     rules.check_rows(node)
     rules.check_chunks(node)
     return node
@@ -331,6 +345,7 @@ class Graph:
         self.outputs = outputs
         self.nodes = _reachable(outputs)
         self.feedbacks = tuple(dict.fromkeys(n.feedback for n in self.nodes if n.feedback is not None))
+        self.earlier = tuple(dict.fromkeys(n.earlier for n in self.nodes if n.earlier is not None))
         for rule in rules.GRAPH_RULES:
             rule(self)
 
@@ -375,6 +390,5 @@ def _reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
             continue
         found.add(node)
         open_nodes += [output.node for output in node.inputs]
-        if node.feedback is not None and node.feedback.source is not None:
-            open_nodes.append(node.feedback.source.node)
+        open_nodes += [edge.source.node for edge in (node.feedback, node.earlier) if edge is not None and edge.source is not None]
     return tuple(sorted(found, key=lambda node: node.serial))

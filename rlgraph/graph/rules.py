@@ -40,17 +40,44 @@ def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
         raise GraphError(f"{where} has latest=True at depth=0, where only one version exists; leave it out, or use depth>=1")
 
 
-def check_close(feedback: "Feedback", weights: "Output | None", given: Any) -> None:
-    """Check what `feedback.close` was given; `weights` is the same value, or None if it is no output of weights."""
-    where = f"feedback '{feedback.name}'"
-    if weights is None:
-        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
-    if weights.node.model is not None and weights.node.model.role == "critic":
+def check_edge_of_columns(feedback: "Feedback", plain: bool) -> None:
+    """Refuse settings of weights on an edge of columns; `plain` says that it has none."""
+    if feedback.columns and not plain:
         raise GraphError(
-            f"{where} was closed with the weights of '{weights.node.name}', a critic; close it with those of the policy's update"
+            f"feedback '{feedback.name}' carries columns {list(feedback.columns)}: buffers, latest, bucket_bytes and checksum are about "
+            "weights and have no effect; leave them out"
         )
+
+
+def check_edges(name: str, reads: Sequence[str], feedback: "Feedback | None", earlier: "Feedback | None") -> None:
+    """Refuse an edge of columns where weights are due and the reverse, and columns that the node reads of its own step too."""
+    if feedback is not None and feedback.columns:
+        raise GraphError(f"node '{name}' takes weights of feedback '{feedback.name}', which carries columns; give it one without columns=")
+    if earlier is None:
+        return
+    if not earlier.columns:
+        raise GraphError(f"node '{name}' has earlier='{earlier.name}', which carries weights; give it rg.feedback(…, columns='rewards')")
+    twice = sorted(set(reads) & set(earlier.columns))
+    if twice:
+        raise GraphError(f"node '{name}' reads {twice} of its own step and of an earlier one; it can tell only one of them by that name")
+
+
+def check_close(feedback: "Feedback", source: "Output | None", given: Any) -> None:
+    """Check what `feedback.close` was given; `source` is the same value, or None if it is no output of weights, or of columns."""
+    where = f"feedback '{feedback.name}'"
     if feedback.source is not None:
         raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
+    if feedback.columns:
+        missing = [column for column in feedback.columns if source is None or column not in source.columns]
+        if missing:
+            raise GraphError(f"{where} was closed with {describe(given)}; close it with the output of a node that carries {missing}")
+        return
+    if source is None:
+        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
+    if source.node.model is not None and source.node.model.role == "critic":
+        raise GraphError(
+            f"{where} was closed with the weights of '{source.node.name}', a critic; close it with those of the policy's update"
+        )
 
 
 def check_inputs(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
@@ -118,9 +145,10 @@ def names_are_unique(graph: "Graph") -> None:
 
 def feedbacks_are_closed(graph: "Graph") -> None:
     """An open feedback edge has no update that sends weights."""
-    for feedback in graph.feedbacks:
+    for feedback in (*graph.feedbacks, *graph.earlier):
         if feedback.source is None:
-            raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with weights.close(step.weights)")
+            fix = f"{feedback.name}.close(output)" if feedback.columns else "weights.close(step.weights)"
+            raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with {fix}")
 
 
 def feedbacks_close_a_cycle(graph: "Graph") -> None:
@@ -134,6 +162,23 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
                     f"feedback '{feedback.name}' closes no cycle: '{trained.name}' does not depend on '{reader.name}', "
                     "which uses its weights; pass the rollout to the update"
                 )
+
+
+def earlier_columns_close_a_cycle(graph: "Graph") -> None:
+    """Columns of an earlier step come from a node that depends on the one that gets them: neither is then ahead of the other."""
+    for node in graph.nodes:
+        source = node.earlier.source if node.earlier is not None else None
+        if source is not None and not nx.has_path(graph.forward, node, source.node):
+            raise GraphError(
+                f"feedback '{node.earlier.name if node.earlier else ''}' closes no cycle: '{source.node.name}' does not depend on "
+                f"'{node.name}', which gets its columns; pass them as an input instead"
+            )
+        drawing = [other.name for other in graph.forward.successors(node) if other.traits.looks_ahead or other.traits.draws_from]
+        if source is not None and drawing:
+            raise GraphError(
+                f"node '{node.name}' depends on columns of an earlier step, but {drawing} draws its prompts ahead of the steps: use a "
+                "rollout without continuous= and refill="
+            )
 
 
 def drawn_prompts_have_one_reader(graph: "Graph") -> None:
@@ -248,6 +293,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     names_are_unique,
     feedbacks_are_closed,
     feedbacks_close_a_cycle,
+    earlier_columns_close_a_cycle,
     drawn_prompts_have_one_reader,
     depth_buys_something,
     continuous_rollouts_have_their_pool_alone,

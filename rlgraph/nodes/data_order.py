@@ -37,6 +37,12 @@ class Shuffled:
         return epoch - first // self.size + int(_permutation(self.seed, epoch, self.size).index(row) < at)
 
 
+def drawn_parts(seed: int, step: int, count: int, shares: Sequence[float]) -> "array[int]":
+    """Draw the part of each of `count` places of a step by the shares of the parts."""
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + step + 2**40)
+    return array("H", torch.multinomial(torch.tensor(shares, dtype=torch.float64), count, replacement=True, generator=draw).tolist())
+
+
 class Mixed:
     """Draws each place of a step from one of several parts by the shares of that step, and each part in a seeded order of its own.
 
@@ -53,15 +59,17 @@ class Mixed:
         step, at = divmod(place, self.count)
         part = self.chosen(step)[at]
         drawn = self._before[step][part] + self._chosen[step][:at].count(part)
+        return self.row_of(part, drawn)
+
+    def row_of(self, part: int, drawn: int) -> int:
+        """Find the row that a part gives after `drawn` others of its rows."""
         return self.parts[part][self._orders[part].row(drawn)]
 
     def chosen(self, step: int) -> "array[int]":
         """Choose the part of each place of a step, and of the steps before it."""
         while len(self._chosen) <= step:
             at = len(self._chosen)
-            draw = torch.Generator().manual_seed(self.seed * 1_000_003 + at + 2**40)
-            shares = torch.tensor(self.shares(at), dtype=torch.float64)
-            parts = array("H", torch.multinomial(shares, self.count, replacement=True, generator=draw).tolist())
+            parts = drawn_parts(self.seed, at, self.count, self.shares(at))
             self._chosen.append(parts)
             self._before.append([before + parts.count(part) for part, before in enumerate(self._before[at])])
         return self._chosen[step]

@@ -14,12 +14,13 @@ from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, Overlong, Rows, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.errors import DataError
-from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
 from rlgraph.nodes.data_order import Mixed, Order, Shuffled
 from rlgraph.nodes.items import check_data, check_first, check_item, check_names, fields_of, read
 from rlgraph.nodes.prompt_source import PromptSource, plural
+from rlgraph.nodes.prompts_by_results import PromptsByResults, check_results
 from rlgraph.nodes.streamed_prompts import StreamedPrompts
 from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Natural, checked
@@ -51,6 +52,7 @@ class Prompts(PromptSource):
     fields: tuple[str, ...]  # of an item, beside the prompt
     chat: Chat | None = None  # of prompts that are conversations
     overlong: Overlong = field(default_factory=Overlong)
+    by_results: bool = False  # of a mixture: rewards of earlier steps decide its shares
     kept: Kept = field(default_factory=Kept)
 
     @property
@@ -63,7 +65,7 @@ class Prompts(PromptSource):
         return self.mean_characters(self.data[index] for index in range(min(len(self.data), 8)))
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.fire(step, context.set_aside)
+        return PromptsByResults(self) if self.by_results else lambda step, columns: self.fire(step, context.set_aside)
 
     def fire(self, step: int, set_aside: Sequence[int]) -> Fired:
         """Draw a step, and count the prompts of each data set of a mixture."""
@@ -103,8 +105,12 @@ class Prompts(PromptSource):
 
     def row(self, index: int) -> Mapping[str, Any]:
         """Read a row, of those that prompts are drawn from."""
-        found: Mapping[str, Any] = read(self.data, index if self.kept.rows is None else self.kept.rows[index])
+        found: Mapping[str, Any] = read(self.data, self.index(index))
         return found
+
+    def index(self, index: int) -> int:
+        """Number a row of those that prompts are drawn from among all rows of the data."""
+        return index if self.kept.rows is None else self.kept.rows[index]
 
     def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
         """Draw the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field.
@@ -139,11 +145,14 @@ class Prompts(PromptSource):
         if not isinstance(self.data, Mix):
             return here
         sizes = {name: len(rows) for name, rows in self.data.sources.items()}
-        return {**here, "mix": sizes, "shares": self.data.at(self.seed, step)}
+        return {**here, "mix": sizes} | ({} if self.by_results else {"shares": self.data.at(self.seed, step)})
 
     def item(self, position: int) -> Mapping[str, Any]:
         """Read and check the item at a place of the endless order: one seeded permutation of the data set after another."""
-        index = self.order.row(position)
+        return self.checked_row(self.order.row(position))
+
+    def checked_row(self, index: int) -> Mapping[str, Any]:
+        """Read and check a row, of those that prompts are drawn from."""
         item = self.row(index)
         check_item(index, item, self.prompt_field, self.data[0], self.chat)
         return item
@@ -164,7 +173,14 @@ class Prompts(PromptSource):
 
 @checked(DataError)
 def prompts(
-    data: Dataset | Stream, count: PerStep, *, chat: Chat | None = None, seed: Natural = 0, prompt: Name = "prompt", name: Name = "prompts"
+    data: Dataset | Stream,
+    count: PerStep,
+    *,
+    chat: Chat | None = None,
+    seed: Natural = 0,
+    results: Feedback | None = None,
+    prompt: Name = "prompt",
+    name: Name = "prompts",
 ) -> Output:
     """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
 
@@ -184,9 +200,14 @@ def prompts(
     if it has these fields. `chat=rg.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of the
     user. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
 
+    `results=rg.feedback("results", depth=1, columns="rewards")` is for a mixture with a curriculum of `(seed, step, results)`. Close
+    it with the rewards of the responses: step k then knows those of the steps before max(0, k - depth). `depth` is usually that of
+    the weights; a smaller one makes rollouts wait for rewards.
+
     The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
     or without a field that the first one has, or fields that are neither text nor numbers.
     """
+    check_results(name, data, results)
     if is_stream(data):
         return _streamed(data, count, chat, seed, prompt, name)
     assert not isinstance(data, Stream)
@@ -194,7 +215,8 @@ def prompts(
     first = check_data(name, data, prompt)
     chat, fields, writes = _columns(name, first, prompt, chat)
     overlong = data.overlong if isinstance(data, Rows | Mix) else Overlong()
-    return Output(declare(name, Prompts(data, count, seed, prompt, fields, chat, overlong), (), reads=(), writes=writes, rows=count))
+    source = Prompts(data, count, seed, prompt, fields, chat, overlong, by_results=results is not None)
+    return Output(declare(name, source, (), reads=(), writes=writes, rows=count, earlier=results))
 
 
 def is_stream(data: Any) -> bool:

@@ -32,6 +32,11 @@ def mermaid(plan: Plan) -> str:
             lines.append(f"  {ids[channel.writer]} -->|{_quoted(columns)}| {ids[reader]}")
             marked += [links] if (channel.writer, reader) in red.edges else []
             links += 1
+    for channel in (channel for channel in plan.channels if channel.kind == "earlier"):
+        for reader in channel.readers:
+            label = f"{words.clean(channel.name)}: {words.earlier(channel)}"
+            lines.append(f"  {ids[channel.writer]} -.->|{_quoted(label)}| {ids[reader]}")
+            links += 1
     for loop in plan.loops:
         for reader in loop.readers:
             lines.append(f"  {ids[loop.writer]} -.->|{_quoted(f'{words.clean(loop.name)}: {words.loop_terms(loop)}')}| {ids[reader]}")

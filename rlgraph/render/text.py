@@ -23,6 +23,7 @@ def text(plan: Plan) -> str:
         _workers(plan),
         _models(plan),
         _channels(plan),
+        *(_earlier(channel) for channel in plan.channels if channel.kind == "earlier"),
         *(_loop(loop, plan) for loop in plan.loops),
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_credits, 'credit')})", indent=2)],
         _waits(plan),
@@ -125,6 +126,12 @@ def _route(channel: PlannedChannel) -> str:
     lead = "" if channel.kind == "batch" else f"{words.clean(channel.writer)} -> "
     carried = "order only" if channel.kind == "order" else ", ".join(map(words.clean, channel.columns))
     return f"{lead}{', '.join(map(words.clean, channel.readers))}: {carried}"
+
+
+def _earlier(channel: PlannedChannel) -> list[str]:
+    to = ", ".join(map(words.clean, channel.readers))
+    line = f"feedback {words.clean(channel.name)}: {words.clean(channel.writer)} -> {to}: {words.earlier(channel)}"
+    return [*wrapped(line, indent=4)]
 
 
 def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:

@@ -75,7 +75,7 @@ class LocalJob:
 
     def _progress(self, spec: WorkerSpec) -> Progress:
         name, mailbox = spec.worker.name, Mailbox()
-        for channel, posts in (each for each in spec.channels if each[0].kind == "batch"):  # here nodes never overlap anyway
+        for channel, posts in (each for each in spec.channels if each[0].kind != "order"):  # here nodes never overlap anyway
             if posts[0].writer == name:
                 mailbox.outboxes.append(Outbox(channel, self._writer(posts[0])))
             users = tuple(node.name for node in spec.nodes if node.name in channel.readers)

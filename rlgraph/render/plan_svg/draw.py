@@ -64,6 +64,11 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
     ]
     if box.order:
         tip.append(f"number {box.order[0]} of {box.order[1]} in the order of pool {words.clean(node.pool or words.HOST)}")
+    tip += [
+        f"gets {words.earlier(channel)}, of {words.clean(channel.writer)}"
+        for channel in plan.channels
+        if channel.kind == "earlier" and node.name in channel.readers
+    ]
     tip += [_channel_words(channel) for channel in plan.channels if channel.kind == "order" and node.name in channel.readers]
     return (
         f'<g class="node">{_title(*tip)}<rect x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}" rx="5" '

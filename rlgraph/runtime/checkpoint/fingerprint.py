@@ -13,6 +13,11 @@ def fingerprint(graph: Graph, plan: Plan) -> dict[str, Any]:
     """Collect, as plain values, what a checkpoint and the graph that resumes from it must have in common."""
     nodes = {n.name: {"work": n.work, "reads": list(n.reads), "writes": list(n.writes), "rows": n.rows} for n in plan.nodes}
     loops = {p.name: {"writer": p.writer, "readers": list(p.readers), "depth": p.depth, "freshest": p.latest} for p in plan.loops}
+    loops |= {
+        c.name: {"writer": c.writer, "readers": list(c.readers), "depth": c.credits // c.chunks - 1, "columns": list(c.columns)}
+        for c in plan.channels
+        if c.kind == "earlier"
+    }
     found = {"name": graph.name, "nodes": nodes, "feedback": loops}
     named = ((plan.node(node.name).model, node.model.path) for node in graph.nodes if node.model is not None)
     revisions = {str(name): "@".join(revision) for name, path in named if (revision := revision_of(path)) is not None}

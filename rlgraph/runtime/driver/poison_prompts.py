@@ -34,7 +34,7 @@ class PoisonPrompts:
 
     def _source(self) -> Prompts | None:
         sources = [node.operation for node in self.graph.nodes if isinstance(node.operation, Prompts)]
-        return sources[0] if len(sources) == 1 else None
+        return sources[0] if len(sources) == 1 and not sources[0].by_results else None  # whose order only its worker knows
 
     def _place(self, step: int, prompt: int, set_aside: tuple[int, ...]) -> int:
         source = self._source()

@@ -81,7 +81,7 @@ class Worker:
         for loop in self.loops:
             if loop.reader is not None and node.name == self._first_user(loop) and chunk == 0:
                 self._load_weights(loop, node.name, step)
-        columns = self._take(node, step, chunk, "batch")
+        columns = self._take(node, step, chunk, "batch") | self._take(node, step, chunk, "earlier")
         writing = [loop.plan for loop in self.loops if loop.writer is not None and node.name == loop.plan.writer]
         publishing = [loop for loop in writing if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
@@ -178,7 +178,7 @@ class Worker:
         loop = next((loop for loop in self.loops if loop.reader is not None and node.name in loop.plan.readers), None)
         return Arriving(self, loop, node.name, step) if loop is not None else None
 
-    def _take(self, node: NodeSpec, step: int, chunk: int, kind: Literal["batch", "order"]) -> dict[str, Column]:
+    def _take(self, node: NodeSpec, step: int, chunk: int, kind: Literal["batch", "order", "earlier"]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         for box in (box for box in self.mailbox.read_by(node.name) if box.channel.kind == kind):
             wanted = node.messages(box.channel, step, chunk)
@@ -190,7 +190,7 @@ class Worker:
                 self._drop(box)
             with self.recorder.moving(box.channel.name, "wait", box.blocked_s, (node.name, "carry"), step):
                 batch = box.take(wanted, self.spec.deadline_s)
-            for name in node.columns.get(box.channel.writer, ()) if kind == "batch" else ():
+            for name in node.columns.get(box.channel.writer, ()) if kind != "order" else ():
                 columns[name] = repeat_rows(node.rows(batch[name], box.channel, chunk), node.repeat[box.channel.writer])
         return columns
 

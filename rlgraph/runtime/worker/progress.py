@@ -37,8 +37,9 @@ class Progress:
         if resume is not None:
             restore(self, resume)
             self.saved = resume.step
-            self.reports = {step: (fired.metrics, []) for step, fired in self.recent.items()}
-            self.samples = [rows for fired in self.recent.values() for rows in fired.samples]
+            since = {step: fired for step, fired in self.recent.items() if step >= resume.step}
+            self.reports = {step: (fired.metrics, []) for step, fired in since.items()}
+            self.samples = [rows for fired in since.values() for rows in fired.samples]
             self.worker.reopen(resume.step, {step: fired.columns for step, fired in self.recent.items()})
 
     def step(self, step: int) -> Reported:
@@ -74,7 +75,7 @@ class Progress:
             self.recent[step] = Fired(metrics, self.worker.kept, samples)
             self.worker.kept = {}
             due = self.fired - self.lookahead
-            self.recent = {at: fired for at, fired in self.recent.items() if at >= due}
+            self.recent = {at: fired for at, fired in self.recent.items() if at >= due - self.saving.back}
             if due > self.saved and due % self.saving.every == 0:
                 metrics = {**metrics, "timing_s/save_checkpoint": self._take(due)}
         self.reports[step] = (metrics, spans)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlgraph.channels.factory import Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
-from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes
+from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes, steps_back
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.nodes import Due, Graph, Model, Node
@@ -82,7 +82,7 @@ class Saving:
     """A worker's duties at each checkpoint, at which it is `lookahead` firings ahead of the trained weights.
 
     `id` names the checkpoints of this session. `trained` says that its model's state is saved; `open` names the nodes whose open
-    batches are saved.
+    batches are saved, those of the last `back` steps before the cut included.
     """
 
     folder: str
@@ -91,6 +91,7 @@ class Saving:
     lookahead: int
     trained: bool
     open: tuple[str, ...]
+    back: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def _copies(loop: PlannedLoop) -> int:
 
 def _saving(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
     trained = any(plan.node(name).work == "train" for name in worker.nodes)
-    return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, open_nodes(plan, lookahead, worker))
+    opened, back = open_nodes(plan, lookahead, worker), steps_back(plan, lookahead, worker)
+    return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, opened, back)
 
 
 def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
@@ -233,6 +235,9 @@ def _node_spec(graph: Graph, name: str) -> NodeSpec:
         columns[source] = (*columns.get(source, ()), column)
     widest = max((o.node.rows for o in node.inputs), default=0)
     repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
+    if node.earlier is not None and node.earlier.source is not None:
+        earlier = node.earlier.source.node.name
+        columns[earlier], repeat[earlier] = node.earlier.columns, 1
     count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
     follows = node.follows.name if node.follows else None
     return NodeSpec(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
