@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import score_on_ranks
+from templates import model_with
 
 import rlgraph as rg
+from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.transformers.scorer import ScoreEngine, _batches
 from rlgraph.errors import DataError, GraphError
@@ -82,6 +84,60 @@ def test_texts_are_put_into_the_models_chat_template(tmp_path: Path, policy_fold
     plain = engine(reward_folder(tmp_path / "plain", policy_folder))
     chat = engine(reward_folder(tmp_path / "chat", policy_folder, template=TEMPLATE))
     assert chat.scores(["ask"], ["say"]).item() == plain.scores(["<user>ask<assistant>say"], [""]).item()
+
+
+ASKED = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1 + 1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 1"},
+]
+
+
+def test_a_conversation_is_rendered_by_the_template_of_the_reward_model_message_by_message(tmp_path: Path, policy_folder: Path) -> None:
+    plain = engine(reward_folder(tmp_path / "plain", policy_folder))
+    chat = engine(reward_folder(tmp_path / "chat", policy_folder, template=TEMPLATE))
+    whole = "<system>be brief<user>1 + 1<assistant>2<user>and 1"
+    asked, begun = ChatPrompt(ASKED).to_json(), ChatPrompt(ASKED[:3], continue_final=True).to_json()
+    assert chat.scores(["and 1"], ["3"], [asked]).item() == plain.scores([f"{whole}<assistant>3"], [""]).item()
+    assert chat.scores([""], ["!"], [begun]).item() == plain.scores(["<system>be brief<user>1 + 1<assistant>2!"], [""]).item()
+    assert plain.scores(["and 1"], ["3"], [asked]).item() == plain.scores(["and 1"], ["3"]).item(), "a model without a template"
+
+
+def conversations(policy: str, judge: str, *, pass_prompts: bool) -> rg.Graph:
+    sampling = rg.Sampling(max_tokens=4)
+    generator = rg.Generator(policy, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, dtype="float32", max_context=200)
+    prompts = rg.prompts([{"prompt": ASKED}, {"prompt": ASKED[:2]}], count=2)
+    rollout = generator.rollout(prompts, group_size=2)
+    judge_model = rg.RewardModel(judge, pool=rg.Pool("judge"), dtype="float32")
+    rewards = judge_model.rewards(*((prompts, rollout) if pass_prompts else (rollout,)))
+
+    @rg.node(reads="prompt_messages responses response_mask rewards", writes="checked")
+    def check(batch: rg.Columns) -> rg.Columns:
+        from transformers import AutoTokenizer
+
+        tokens = [row[m].tolist() for row, m in zip(batch["responses"], batch["response_mask"], strict=True)]  # type: ignore[union-attr]
+        said = AutoTokenizer.from_pretrained(policy).batch_decode(tokens, skip_special_tokens=True)
+        scores = engine(Path(judge)).scores([""] * 4, said, [str(text) for text in batch["prompt_messages"]])
+        assert batch["rewards"].tolist() == pytest.approx(scores.tolist(), abs=1e-5)  # type: ignore[union-attr]
+        return {"checked": batch["rewards"]}
+
+    return rg.Graph("judged", check(prompts, rollout, rewards))
+
+
+@pytest.mark.parametrize("pass_prompts", [True, False])
+def test_prompts_of_messages_reach_the_reward_model_as_messages(tmp_path: Path, policy_folder: Path, pass_prompts: bool) -> None:
+    policy, judge = model_with(tmp_path / "policy", "smollm2"), reward_folder(tmp_path / "judge", policy_folder, template=TEMPLATE)
+    with rg.compile(conversations(str(policy), str(judge), pass_prompts=pass_prompts), rg.Cluster(cpus=3)).run_here() as job:
+        assert len(list(job.steps(1))) == 1
+
+
+def test_a_template_of_a_reward_model_that_refuses_a_conversation_stops_the_launch(tmp_path: Path, policy_folder: Path) -> None:
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    policy, judge = model_with(tmp_path / "policy", "smollm2"), reward_folder(tmp_path / "judge", policy_folder, template=strict)
+    plan = rg.compile(conversations(str(policy), str(judge), pass_prompts=False), rg.Cluster(cpus=3))
+    with pytest.raises(DataError, match=r"item 0 of the data set: the chat template of the reward model .* refuses it \(.*no system role"):
+        plan.run_here()
 
 
 def test_a_model_of_several_numbers_needs_a_label(tmp_path: Path, policy_folder: Path) -> None:

@@ -49,6 +49,32 @@ class ChatPrompt:
         return text
 
 
+def render_answered(tokenizer: Any, conversation: str, response: str) -> str:
+    """Render a conversation, given as JSON, with the response as its last message, by the template of another model that judges it.
+
+    The template gets the tools of the conversation, and none of the arguments that were meant for the model that answered.
+    """
+    asked = ChatPrompt.from_json(conversation)
+    messages = [dict(message) for message in asked.messages]
+    begun = str(messages.pop()["content"] or "") if asked.continue_final else ""
+    messages.append({"role": "assistant", "content": begun + response})
+    text: str = tokenizer.apply_chat_template(messages, tools=list(asked.tools) or None, tokenize=False)
+    return text
+
+
+def check_answered(path: str | Path, tokenizer: Any, conversations: Sequence[str]) -> None:
+    """Raise DataError naming the item whose conversation, with an answer, the template of a reward model refuses."""
+    for index, conversation in enumerate(conversations if tokenizer.chat_template else ()):
+        try:
+            render_answered(tokenizer, conversation, "answer")
+        except Exception as error:
+            roles = [message.get("role") for message in ChatPrompt.from_json(conversation).messages]
+            raise DataError(
+                f"item {index} of the data set: the chat template of the reward model '{path}' refuses it ({type(error).__name__}: "
+                f"{error!s:.200}); its messages are of {shown(roles)}: change them, or give the reward model a template that takes them"
+            ) from error
+
+
 def chat_tokens(tokenizer: Any, conversations: Sequence[str]) -> list[list[int]]:
     """Encode conversations, given as JSON: token by token as `apply_chat_template(tokenize=True)`, which adds no special tokens."""
     if not conversations:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.hf_models.chat_template import render_answered
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import DataError
@@ -49,9 +50,13 @@ class ScoreEngine:
         self._device, self._label, self._batch_tokens = device, label or 0, batch_tokens
         self._rank, self._world, self._add_up = rank, world, add_up
 
-    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> torch.Tensor:
-        """Compute the rewards `[B]` float32. Raises DataError for a text longer than the model's context."""
-        rows = [self._encoded(p, r) for p, r in zip(prompts, responses, strict=True)]
+    def scores(self, prompts: Sequence[str], responses: Sequence[str], conversations: Sequence[str] = ()) -> torch.Tensor:
+        """Compute the rewards `[B]` float32. `conversations`, as JSON, are the prompts that are lists of messages.
+
+        Raises DataError for a text longer than the model's context.
+        """
+        asked = conversations or [""] * len(prompts)
+        rows = [self._encoded(*texts) for texts in zip(prompts, responses, asked, strict=True)]
         for row, tokens in enumerate(rows):
             if not 0 < len(tokens) <= self._context:
                 raise DataError(
@@ -66,13 +71,16 @@ class ScoreEngine:
             self._add_up(found)  # a score and zeros: no rounding
         return found
 
-    def _encoded(self, prompt: str, response: str) -> list[int]:
-        """Encode the text as the model was trained on it: by its chat template, if it has one."""
+    def _encoded(self, prompt: str, response: str, conversation: str) -> list[int]:
+        """Encode the text as the model was trained on it: by its chat template, if it has one, every message of a conversation as such."""
         tokenizer: Any = self._tokenizer
         if not tokenizer.chat_template:
             return prompt_tokens(tokenizer, [prompt + response])[0]
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        if conversation:
+            text = render_answered(tokenizer, conversation, response)
+        else:
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.inference_mode()

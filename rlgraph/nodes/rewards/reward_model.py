@@ -9,10 +9,13 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.rewards.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
 from rlgraph.nodes.training.training import check_folder
 from rlgraph.settings import Count, Dtype, Natural, checked
+
+MESSAGES = "prompt_messages"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,8 +31,8 @@ class RewardModel(Model):
     Each device of its pool holds the model and scores its share of the batches; the scores are those of one device, bit for bit.
     `batch_tokens` bounds the tokens of a batch, padding included: a step of fewer tokens than `batch_tokens` for each device leaves
     devices idle. `label` chooses the output of a model with several. Prompt and
-    response go through the model's chat template; without one they are joined. `dtype` "auto" is bfloat16 if the device computes in
-    it, else float32.
+    response go through this model's own chat template, the messages of a conversation one by one with their roles; without a template
+    they are joined as text. `dtype` "auto" is bfloat16 if the device computes in it, else float32.
 
     >>> import rlgraph as rg
     >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
@@ -56,8 +59,9 @@ class RewardModel(Model):
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
         """Declare `rewards` [B]: the model's score of each response to its prompt. A rollout with `chunks` is scored part by part.
 
-        Pass the rollout. Pass the prompts too if their texts hold more than the rollout's tokenizer decodes, as special tokens. Metrics
-        are those of `rg.reward`. Raises GraphError for inputs without the responses of a rollout.
+        Pass the rollout. Pass the prompts too if their texts hold more than the rollout's tokenizer decodes, as special tokens. Prompts
+        that are conversations are found by themselves. Metrics are those of `rg.reward`. Raises GraphError for inputs without the
+        responses of a rollout. The launch raises DataError for a conversation that the model's template refuses.
         """
         check_column(name, writes)
         tokenizer = tokenizer_of(inputs)
@@ -65,9 +69,20 @@ class RewardModel(Model):
             raise GraphError(f"node '{name}' was given no rollout whose model's tokenizer can decode the responses; pass the rollout")
         once = {column for column, count in Counter(carried(inputs)).items() if count == 1}
         prompt = ("prompt_texts",) if "prompt_texts" in once else ("prompts", TOKEN_COLUMNS["prompts"])
-        reads = ("responses", TOKEN_COLUMNS["responses"], *prompt)
+        inputs = with_conversations(inputs)
+        messages = (MESSAGES,) if MESSAGES in carried(inputs) else ()
+        reads = ("responses", TOKEN_COLUMNS["responses"], *prompt, *messages)
         operation = ModelReward(self, tokenizer, prompt[0], writes)
         return Output(declare(name, operation, inputs, reads=reads, writes=(writes,), model=self))
+
+
+def with_conversations(inputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    """Add the prompts of a rollout among the inputs if they are conversations and no input carries their messages."""
+    if MESSAGES in carried(inputs):
+        return inputs
+    rollouts = [output.node for output in inputs if isinstance(output, Output) and output.node.traits.sampling is not None]
+    sources = [source for node in rollouts if node.traits.draws_from is None for source in node.inputs if MESSAGES in source.columns]
+    return (*inputs, *dict.fromkeys(sources))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +99,15 @@ class ModelReward(Operation):
         return NodeTraits(work="forward", by_group=True)
 
     def check(self, node: Node) -> None:
+        from rlgraph.engines.hf_models.chat_template import check_answered
         from rlgraph.engines.hf_models.model_files import check_tokenizer
 
         check_folder(self.model.path)
-        check_tokenizer(self.model.path)
+        tokenizer = check_tokenizer(self.model.path)
+        sources = [output.node.operation for output in node.inputs if MESSAGES in output.columns]
+        for source in (source for source in sources if isinstance(source, Prompts)):
+            columns = source.columns([source.row(index) for index in range(source.size)])
+            check_answered(self.model.path, tokenizer, [str(text) for text in columns[MESSAGES]])
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.tokenizer)
@@ -96,5 +116,6 @@ class ModelReward(Operation):
     def fire(self, context: Context, columns: Columns) -> Fired:
         prompts = columns[self.prompts]
         texts = prompts if isinstance(prompts, list) else texts_of(context, self.tokenizer, "prompts", columns)
-        scores = context.engine.scores(texts, texts_of(context, self.tokenizer, "responses", columns))
+        conversations = [str(text) for text in columns.get(MESSAGES, ())]
+        scores = context.engine.scores(texts, texts_of(context, self.tokenizer, "responses", columns), conversations)
         return {self.writes: scores}, spread(self.writes, scores)
