@@ -333,11 +333,3 @@ def test_doctor_counts_the_links_of_pairs_of_gpus() -> None:
     assert (check.state, check.found) == ("warning", "2 pairs by NV18, 1 pair by SYS")
     assert devices.links_check(NVLINK.replace("SYS\t", "NV18\t"), 3).state == "ok"
     assert devices.links_check("", 3).state == "warning"
-
-
-@pytest.mark.ray
-def test_run_trains_a_recipe_on_ray(tmp_path: Path) -> None:
-    settings = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2", "out=run"]
-    ended = rlgraph("run", str(ROOT / "recipes" / "one_step_off.py"), *settings, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
 import torch
 from digests import ITEMS, odd_tokens
@@ -17,6 +18,7 @@ from tiny import tiny
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.local import LocalJob
 
 
@@ -226,9 +228,8 @@ def test_exports_every_few_steps_need_a_folder_of_checkpoints_and_one_policy(mod
         rg.compile(fakes.vector_loop(0), rg.Cluster(cpus=2)).launch(checkpoint="never made", export_every=2)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path, tmp_path: Path) -> None:
+def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     plan = rg.compile(graph_of(model, ranks=2), rg.Cluster(cpus=3))
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=2, export_every=2) as job:
         for step in job.steps(5):
@@ -250,9 +251,10 @@ def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path,
     assert all(torch.allclose(found[name].float(), tensor.float(), atol=1e-2) for name, tensor in alone.items())
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-def test_an_export_that_fails_leaves_the_run_going(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_fails_leaves_the_run_going(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     plan = rg.compile(graph_of(model), rg.Cluster(cpus=2))
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=1, export_every=1) as job:
         (tmp_path / "checkpoints" / "exports").touch()  # no folder can be made there

@@ -1,4 +1,4 @@
-"""A job gives the bits of the oracle, on Ray for both ways of dispatch; whatever fails is named, and nothing is left behind.
+"""A job gives the bits of the oracle, forked and on Ray for both ways of dispatch; whatever fails is named, and nothing is left behind.
 
 What does not depend on how workers are started and ticked is tested with forked workers.
 """
@@ -28,8 +28,6 @@ from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
-DISPATCHES = ["compiled_graph", "calls"]
-
 
 def job(graph: Graph, dispatch: str = "compiled_graph", deadline_s: float = 60.0) -> Job:
     return Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=deadline_s)
@@ -44,13 +42,17 @@ def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
         return [bits(step) for step in here.steps(steps)]
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
+@pytest.mark.usefixtures("ray_unless_forked")
 @pytest.mark.parametrize(
     ("dispatch", "depth", "buffers"),
-    [("compiled_graph", 0, 1), ("compiled_graph", 1, 1), ("compiled_graph", 2, 2), ("calls", 1, 1)],
+    [
+        ("forked", 0, 1),
+        ("forked", 1, 1),
+        pytest.param("compiled_graph", 2, 2, marks=pytest.mark.ray),
+        pytest.param("calls", 1, 1, marks=pytest.mark.ray),
+    ],
 )
-def test_a_run_on_ray_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
+def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
     with job(graph, dispatch) as running:
         found = [bits(step) for step in running.steps(4)]
@@ -85,8 +87,7 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
     ("dispatch", "worker"),
     [
         *(("forked", worker) for worker in ("prompts", "generator", "score", "policy")),
-        pytest.param("compiled_graph", "generator", marks=pytest.mark.ray),
-        pytest.param("calls", "generator", marks=pytest.mark.ray),
+        pytest.param("calls", "generator", marks=pytest.mark.ray),  # by a Compiled Graph below, in a program of its own
     ],
 )
 @pytest.mark.usefixtures("ray_unless_forked")
@@ -101,7 +102,7 @@ def test_a_killed_worker_is_named_and_its_peers_end(dispatch: str, worker: str) 
                 pass
         raised = time.monotonic()
         pids = running.pids.values()
-    assert raised - killed < 5
+    assert raised - killed < 30  # a deadline is 60
     assert not any(alive(pid) for pid in pids)
 
 
@@ -143,9 +144,8 @@ def failing(batch: Columns) -> dict[str, Column]:
     return fakes.score.function(batch)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.usefixtures("ray_unless_forked")
+@pytest.mark.parametrize("dispatch", ["forked", pytest.param("compiled_graph", marks=pytest.mark.ray)])
 def test_a_node_that_raises_is_named_with_step_and_traceback(dispatch: str) -> None:
     with job(fakes.vector_loop(1, middle=failing), dispatch) as running:
         with pytest.raises(
@@ -223,10 +223,8 @@ def hanging(batch: Columns) -> dict[str, Column]:
     raise AssertionError("a signal woke it")
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
 def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
-    with job(fakes.vector_loop(1, middle=hanging), deadline_s=5.0) as running:
+    with forked.job(fakes.vector_loop(1, middle=hanging), 3.0) as running:
         with pytest.raises(ChannelTimeout) as raised:
             list(running.steps(3))
         pids = running.pids

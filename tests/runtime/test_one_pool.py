@@ -52,9 +52,9 @@ def one_pool(depth: int, **changed: Any) -> rg.Graph:
     return fakes.vector_loop(depth, pools=(pool, pool), **changed)
 
 
-def job(graph: rg.Graph, folder: Path | None = None, *, restarts: int = 0, dispatch: str = "forked") -> Job:
+def job(graph: rg.Graph, folder: Path | None = None, *, restarts: int = 0) -> Job:
     recovery = Recovery(folder, 3, 2, restarts) if folder is not None else None
-    return Job(graph, compile_plan(graph, rg.Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=30.0, recovery=recovery)
+    return Job(graph, compile_plan(graph, rg.Cluster(cpus=2)), dispatch_name="forked", deadline_s=30.0, recovery=recovery)
 
 
 def bits(step: Step) -> Bits:
@@ -66,14 +66,10 @@ def here(graph: rg.Graph, steps: int) -> list[Bits]:
         return [bits(step) for step in running.steps(steps)]
 
 
-@pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize(
-    ("depth", "buffers", "dispatch"),
-    [(1, 2, "forked"), (2, 2, "forked"), (3, 1, "forked"), pytest.param(1, 1, "compiled_graph", marks=pytest.mark.ray)],
-)
-def test_one_pool_gives_the_bits_of_two_pools_and_of_one_process_at_the_same_depth(depth: int, buffers: int, dispatch: str) -> None:
+@pytest.mark.parametrize(("depth", "buffers"), [(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_one_pool_gives_the_bits_of_two_pools_and_of_one_process_at_the_same_depth(depth: int, buffers: int) -> None:
     graph = one_pool(depth, buffers=buffers)
-    with job(graph, dispatch=dispatch) as running:
+    with job(graph) as running:
         found = [bits(step) for step in running.steps(5)]
         found += [bits(step) for step in running.steps(3)]
     assert found == here(graph, 8) == here(fakes.vector_loop(depth, buffers=buffers), 8)

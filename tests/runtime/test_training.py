@@ -33,12 +33,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
-def test_five_steps_on_ray_equal_the_oracle_in_every_bit(model: Path, depth: int, buffers: int) -> None:
+@pytest.mark.usefixtures("ray_unless_forked")
+@pytest.mark.parametrize(
+    ("depth", "buffers", "dispatch"), [(0, 1, "forked"), (1, 1, "forked"), pytest.param(2, 2, "compiled_graph", marks=pytest.mark.ray)]
+)
+def test_five_steps_of_workers_equal_the_oracle_in_every_bit(model: Path, depth: int, buffers: int, dispatch: str) -> None:
     graph = grpo(model, depth, buffers=buffers)
-    found = on_ray(graph, 5)
+    found = in_workers(graph, 5) if dispatch == "forked" else on_ray(graph, 5)
     assert found == here(graph, 5)
     assert [step["staleness/max"] for step in found] == [min(step, depth) for step in range(5)]
     assert len({step["digest/weights"] for step in found}) == 5
