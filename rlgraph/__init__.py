@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same, and a test compares them
     from rlgraph import api, data
-    from rlgraph.algorithms import GAE, GRPO, RLOO, ClippedLoss, TruncatedIS, ValueLoss
+    from rlgraph.algorithms import DPO, GAE, GRPO, IPO, KTO, ORPO, RLOO, ClippedLoss, SFTLoss, SimPO, TruncatedIS, ValueLoss
     from rlgraph.api import compile, export, profile, record, replay, report, tune, watch
     from rlgraph.columns import Columns
     from rlgraph.comparing import compare
@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.conversations import Chat
     from rlgraph.nodes.environments import tools
     from rlgraph.nodes.environments.tools import Tools
+    from rlgraph.nodes.examples import examples, pairs
     from rlgraph.nodes.prompts import prompts
     from rlgraph.nodes.rewards import scorers
     from rlgraph.nodes.rewards.retry import Retry
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.training.critic import Critic
     from rlgraph.nodes.training.guards import Guards
     from rlgraph.nodes.training.policy import Policy
+    from rlgraph.nodes.training.preferred import preferred
     from rlgraph.nodes.training.reference import Reference
     from rlgraph.recording import sinks
     from rlgraph.recording.profile import Profile
@@ -78,8 +80,12 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     facade: Facade = api  # mypy compares the two
 
 __all__ = [
+    "DPO",
     "GAE",
     "GRPO",
+    "IPO",
+    "KTO",
+    "ORPO",
     "RLOO",
     "WSD",
     "AdamW",
@@ -131,8 +137,10 @@ __all__ = [
     "Retry",
     "RewardModel",
     "RlgraphError",
+    "SFTLoss",
     "Samples",
     "Sampling",
+    "SimPO",
     "StalenessError",
     "Tools",
     "TrainerSpec",
@@ -147,6 +155,7 @@ __all__ = [
     "declare",
     "doctor",
     "evaluate",
+    "examples",
     "export",
     "feedback",
     "filter_groups",
@@ -155,6 +164,8 @@ __all__ = [
     "local_cluster",
     "model_folder",
     "node",
+    "pairs",
+    "preferred",
     "profile",
     "prompts",
     "record",
@@ -171,8 +182,12 @@ __all__ = [
 ]
 
 _NAMES = {
+    "DPO": "rlgraph.algorithms",
     "GAE": "rlgraph.algorithms",
     "GRPO": "rlgraph.algorithms",
+    "IPO": "rlgraph.algorithms",
+    "KTO": "rlgraph.algorithms",
+    "ORPO": "rlgraph.algorithms",
     "RLOO": "rlgraph.algorithms",
     "WSD": "rlgraph.engines.schedules",
     "AdamW": "rlgraph.engines.fsdp.adamw",
@@ -224,8 +239,10 @@ _NAMES = {
     "Retry": "rlgraph.nodes.rewards.retry",
     "RewardModel": "rlgraph.nodes.rewards.reward_model",
     "RlgraphError": "rlgraph.errors",
+    "SFTLoss": "rlgraph.algorithms",
     "Samples": "rlgraph.recording.samples",
     "Sampling": "rlgraph.engines.api",
+    "SimPO": "rlgraph.algorithms",
     "StalenessError": "rlgraph.errors",
     "Tools": "rlgraph.nodes.environments.tools",
     "TrainerSpec": "rlgraph.engines.registry",
@@ -239,6 +256,7 @@ _NAMES = {
     "declare": "rlgraph.graph.nodes",
     "doctor": "rlgraph.doctor.diagnosis",
     "evaluate": "rlgraph.nodes.rollout.evaluation",
+    "examples": "rlgraph.nodes.examples",
     "export": "rlgraph.api",
     "feedback": "rlgraph.graph.nodes",
     "filter_groups": "rlgraph.nodes.training.correction",
@@ -247,6 +265,8 @@ _NAMES = {
     "local_cluster": "rlgraph.runtime.driver.machine",
     "model_folder": "rlgraph.engines.hf_models.pretrained",
     "node": "rlgraph.nodes.base",
+    "pairs": "rlgraph.nodes.examples",
+    "preferred": "rlgraph.nodes.training.preferred",
     "profile": "rlgraph.api",
     "prompts": "rlgraph.nodes.prompts",
     "record": "rlgraph.api",

@@ -59,6 +59,8 @@ COLUMNS: dict[str, ColumnSpec] = {
     "sum_pi_squared": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "sum of squared probabilities over the vocabulary"),
     "advantages": ColumnSpec(torch.float32, ("B", "T"), "advantages", "advantage of each response token"),
     "returns": ColumnSpec(torch.float32, ("B", "T"), "advantages", "regression target of the critic"),
+    "preferences": ColumnSpec(torch.float32, ("B",), "pairs", "1 for a row that is preferred, or good; -1 for one that is not; else 0"),
+    "margins": ColumnSpec(torch.float32, ("B",), "pairs", "by how much the chosen row of a pair is better, on both of its rows"),
     "rollout_is_weights": ColumnSpec(torch.float32, ("B", "T"), "rollout_correction", "importance weights of trainer over engine"),
 }
 

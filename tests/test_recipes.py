@@ -20,6 +20,9 @@ from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))}
 MORE = {"ppo": ["critic_warmup=1"]}  # so that the second of two steps trains the policy
+BEYOND: dict[str, tuple[list[str], set[str]]] = {  # recipes beyond policy gradients: their settings, and metrics that they report
+    "sft": (["examples=4", "every=1", "held_out=2"], {"actor/nll", "val/acc/mean@1"}),
+}
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
 
 
@@ -31,7 +34,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(recipe), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("tools", "mathematics")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("tools", "mathematics", *BEYOND)])
 def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +42,17 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     run(name, monkeypatch, *TINY, *MORE.get(name, []), "out=run")
     assert_complete(tmp_path, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_recipe_beyond_policy_gradients_leaves_its_records(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    arguments, metrics = BEYOND[name]
+    run(name, monkeypatch, "model=tiny", "engine=transformers", "steps=2", "out=run", *arguments)
+    assert_recorded(tmp_path, capsys.readouterr().out, metrics)
 
 
 def test_dapo_streams_and_validates_on_data_of_verl(
@@ -96,10 +110,14 @@ def test_a_recipe_is_a_program_that_runs_on_ray(name: str, engine: str, tmp_path
 
 
 def assert_complete(folder: Path, said: str) -> None:
+    assert_recorded(folder, said, {"critic/rewards/mean", "actor/pg_loss", "timing_s/gen", "timing_s/update_actor"})
+
+
+def assert_recorded(folder: Path, said: str, metrics: set[str]) -> None:
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["staleness"] <= line["step"] for line in lines)
-    assert {"critic/rewards/mean", "actor/pg_loss", "timing_s/gen", "timing_s/update_actor"} <= set(lines[0]) | set(lines[1])
+    assert metrics <= set(lines[0]) | set(lines[1])
     for name in ("run.html", "run.json", "graph.svg", "reward.svg", "plan.json", "costs.yaml", "trace.json", "timeline.json"):
         assert f"run/{name}" in said
         assert (folder / "run" / name).stat().st_size > 0

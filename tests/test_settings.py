@@ -107,6 +107,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 OWN = {  # parameters that the function checks by itself, since their annotation names no class: protocols, and any object
     *(
         ("prompts", "data"),
+        ("examples", "data"),
+        ("pairs", "data"),
         ("evaluate", "data"),
         ("data.rows", "data"),
         ("data.stream", "source"),

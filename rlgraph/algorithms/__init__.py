@@ -11,19 +11,24 @@ from rlgraph.algorithms.losses import CISPO, DRO, ClippedLoss, Reinforce
 from rlgraph.algorithms.masks import masked_mean, masked_sum, whiten
 from rlgraph.algorithms.names import ESTIMATORS, LOSSES, correction, estimator, loss
 from rlgraph.algorithms.policy_loss import PolicyLoss
+from rlgraph.algorithms.preferences import DPO, IPO, KTO, ORPO, SimPO
 from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.proximal import ProximalLoss, proximal_log_probs
 from rlgraph.algorithms.rejection import STATISTICS, Rejection
 from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
+from rlgraph.algorithms.reward_losses import BradleyTerry, StepLoss
 from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, TruncatedIS
 from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
 from rlgraph.algorithms.shaping import OverlongPenalty, constant_groups
+from rlgraph.algorithms.supervised import SFTLoss
 from rlgraph.algorithms.token_baselines import OptimalTokenBaseline
 from rlgraph.algorithms.value_loss import ValueLoss
+from rlgraph.algorithms.whole_loss import WholeLoss
 
 __all__ = [
     "AGGREGATIONS",
     "CISPO",
+    "DPO",
     "DPPO",
     "DRO",
     "ESTIMATORS",
@@ -33,13 +38,17 @@ __all__ = [
     "GPG",
     "GRPO",
     "GSPO",
+    "IPO",
     "KL_ESTIMATORS",
+    "KTO",
     "LOSSES",
     "OPO",
+    "ORPO",
     "RLOO",
     "SAPO",
     "STATISTICS",
     "AdaptiveKL",
+    "BradleyTerry",
     "Bypass",
     "ClipCov",
     "ClippedLoss",
@@ -58,9 +67,13 @@ __all__ = [
     "ReinforcePlusPlusBaseline",
     "Rejection",
     "RolloutCorrection",
+    "SFTLoss",
+    "SimPO",
+    "StepLoss",
     "Totals",
     "TruncatedIS",
     "ValueLoss",
+    "WholeLoss",
     "aggregate",
     "constant_groups",
     "correction",

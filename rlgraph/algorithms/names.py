@@ -9,10 +9,12 @@ from rlgraph.algorithms.covariance_losses import ClipCov, KlCov
 from rlgraph.algorithms.divergence_losses import DPPO
 from rlgraph.algorithms.group_advantages import GDPO, GPG, GRPO, OPO, RLOO, PassK, ReinforcePlusPlusBaseline
 from rlgraph.algorithms.losses import CISPO, DRO, ClippedLoss, Reinforce
+from rlgraph.algorithms.preferences import DPO, IPO, KTO, ORPO, SimPO
 from rlgraph.algorithms.presets import BYPASS, DECOUPLED, RolloutCorrection
 from rlgraph.algorithms.proximal import ProximalLoss
 from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
 from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
+from rlgraph.algorithms.supervised import SFTLoss
 from rlgraph.algorithms.token_baselines import OptimalTokenBaseline
 from rlgraph.errors import GraphError
 
@@ -52,6 +54,13 @@ LOSSES: Mapping[str, Callable[..., Any]] = {
     "dppo_kl": partial(DPPO, divergence="kl"),
     "dro": DRO,
     "proximal": ProximalLoss,
+    "dpo": DPO,
+    "ipo": IPO,
+    "kto": KTO,
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "sft": SFTLoss,
+    "dft": partial(SFTLoss, dft=True),
     **{name: partial(_bypass, name) for name in BYPASS},
 }
 

@@ -82,6 +82,11 @@ def elided(names: Sequence[str], shown: int = 2) -> str:
     return ", ".join(map(clean, names[:shown])) + (f" +{rest}" if rest > 0 else "")
 
 
+def read_of(columns: Sequence[str], reads: Sequence[str]) -> list[str]:
+    """Pick the columns of a channel that a node reads, under their own names or behind a prefix."""
+    return [column for column in columns if column in {read.rpartition(".")[2] for read in reads}]
+
+
 def loop_terms(loop: PlannedLoop) -> str:
     """Describe the depth, buffers and transport of a feedback edge, as the picture shows them."""
     if loop.due is not None:

@@ -281,24 +281,24 @@ def _loops(
         assert feedback.source is not None
         moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
         publish_s = sum(e.seconds for e in schedule.events if e.kind in MOVING and e.name in moving)
-        planned.append(
-            PlannedLoop(
-                name=feedback.name,
-                writer=feedback.source.node.name,
-                readers=tuple(n.name for n in events.readers(graph, feedback)),
-                depth=feedback.depth,
-                buffers=feedback.buffers,
-                latest=feedback.latest,
-                bucket_bytes=feedback.bucket_bytes,
-                checksum=feedback.checksum,
-                staleness=expected.staleness(graph, feedback),
-                transport=weights_transport(workers, feedback.source.node, events.readers(graph, feedback), on_gpus=on_gpus),
-                slots=staged_versions(feedback, on_gpus=on_gpus),
-                publish_s=publish_s,
-                hidden=hidden,
-            )
+        using, apart = events.readers(graph, feedback), events.evaluations(graph, feedback)
+        loop = PlannedLoop(
+            name=feedback.name,
+            writer=feedback.source.node.name,
+            readers=tuple(n.name for n in using),
+            depth=feedback.depth,
+            buffers=feedback.buffers,
+            latest=feedback.latest,
+            bucket_bytes=feedback.bucket_bytes,
+            checksum=feedback.checksum,
+            staleness=expected.staleness(graph, feedback),
+            transport=weights_transport(workers, feedback.source.node, using or apart, on_gpus=on_gpus),
+            slots=staged_versions(feedback, on_gpus=on_gpus),
+            publish_s=publish_s,
+            hidden=hidden,
         )
-        for node in events.evaluations(graph, feedback):
-            loop = replace(planned[-1], name=events.evaluation_loop(feedback.name, node.name), readers=(node.name,), due=node.due)
-            planned.append(replace(loop, depth=0, buffers=1, latest=False, staleness=0.0, slots=1))
+        planned += [loop] if using else []
+        for node in apart:
+            own = replace(loop, name=events.evaluation_loop(feedback.name, node.name), readers=(node.name,), due=node.due)
+            planned.append(replace(own, depth=0, buffers=1, latest=False, staleness=0.0, slots=1))
     return planned

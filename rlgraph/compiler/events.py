@@ -192,7 +192,8 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
         assert feedback.source is not None
         source, edge = feedback.source.node, feedback.name
         trained = Event("", "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s)
-        found.append(replace(trained, name=publish_event(edge), edge=edge))
+        if readers(graph, feedback):
+            found.append(replace(trained, name=publish_event(edge), edge=edge))
         for node, _ in loads(graph, feedback):
             load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
             load = Event(load_event(edge, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge)
@@ -319,7 +320,8 @@ def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         publish = publish_event(feedback.name)
-        found.append(Dependency(feedback.source.node.name, publish, 0, "loop", feedback.name))
+        if readers(graph, feedback):
+            found.append(Dependency(feedback.source.node.name, publish, 0, "loop", feedback.name))
         for node, users in loads(graph, feedback):
             load = load_event(feedback.name, node.name)
             arrives = load

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlgraph.channels.factory import transport_of
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.events import readers
+from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
@@ -137,7 +137,7 @@ class _Moving:
 def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
     on_gpus = cluster.gpus > 0
     assert feedback.source is not None
-    writer, reading = feedback.source.node, readers(graph, feedback)
+    writer, reading = feedback.source.node, readers(graph, feedback) or evaluations(graph, feedback)
     itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
     size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize

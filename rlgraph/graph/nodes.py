@@ -13,6 +13,7 @@ from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.graph.reachable import reachable
 from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Name, Natural, checked
 
@@ -179,7 +180,15 @@ class Node:
 
     def source_of(self, column: str) -> "Node":
         """Return the node whose output carries `column` to this one."""
-        return next(output.node for output in self.inputs if column in output.columns)
+        return self.carrier(column).node
+
+    def carrier(self, column: str) -> "Output":
+        """Return the input that carries `column`, which this node may know by another name than its writer."""
+        return next(output for output in self.inputs if column in output.columns)
+
+    def repeats(self, output: "Output") -> int:
+        """Count how often a row of an input stands in the batch that this node takes: once in the widest input of the same prefix."""
+        return max(other.node.rows for other in self.inputs if other.prefix == output.prefix) // output.node.rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -195,13 +204,23 @@ class Output:
     HOW: ClassVar[str] = "pass the output of another node"
     node: Node
     kind: Literal["batch", "weights", "metrics"] = "batch"
+    prefix: str = ""
 
     def __repr__(self) -> str:
         return f"the {self.kind} of '{self.node.name}'"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.node.writes if self.kind == "batch" else ()
+        return tuple(self.prefix + column for column in self.node.writes) if self.kind == "batch" else ()
+
+    def apart(self, prefix: str) -> "Output":
+        """Give the same batch under other names: a node that takes it keeps its rows apart from those without the prefix.
+
+        >>> import rlgraph as rg
+        >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1).apart("more.").columns
+        ('more.prompt_texts', 'more.prompt_ids')
+        """
+        return replace(self, prefix=prefix + self.prefix)
 
 
 class Feedback:
@@ -299,7 +318,7 @@ def declare(
             raise GraphError(f"node '{name}' was given {rules.describe(given)}; pass outputs of other nodes")
     rules.check_inputs(name, outputs, reads)
     if rows is None:
-        rows = max(output.node.rows for output in outputs)
+        rows = sum(max(o.node.rows for o in outputs if o.prefix == prefix) for prefix in dict.fromkeys(o.prefix for o in outputs))
     rules.check_edges(name, reads, feedback, earlier)
     follows = None if chunks > 1 or earlier is not None else _followed(operation, outputs, model)
     chunks = follows.chunks if follows else chunks
@@ -343,7 +362,7 @@ class Graph:
                 given = rules.describe(output)
                 raise GraphError(f"graph '{name}' was given {given} as an output; pass what a node returned, as step.metrics")
         self.outputs = outputs
-        self.nodes = _reachable(outputs)
+        self.nodes = reachable(outputs)
         self.feedbacks = tuple(dict.fromkeys(n.feedback for n in self.nodes if n.feedback is not None))
         self.earlier = tuple(dict.fromkeys(n.earlier for n in self.nodes if n.earlier is not None))
         for rule in rules.GRAPH_RULES:
@@ -356,9 +375,9 @@ class Graph:
         graph.add_nodes_from(self.nodes)
         for node in self.nodes:
             for column in node.reads:
-                source = node.source_of(column)
-                columns = graph.edges[source, node]["columns"] if graph.has_edge(source, node) else ()
-                graph.add_edge(source, node, columns=(*columns, column))
+                output = node.carrier(column)
+                columns = graph.edges[output.node, node]["columns"] if graph.has_edge(output.node, node) else ()
+                graph.add_edge(output.node, node, columns=tuple(dict.fromkeys((*columns, column.removeprefix(output.prefix)))))
         return graph
 
     def evaluates_apart(self, node: Node) -> bool:
@@ -378,17 +397,3 @@ class Graph:
             if node.name == name:
                 return node
         raise GraphError(f"graph '{self.name}' has no node '{name}'; it has {[n.name for n in self.nodes]}")
-
-
-def _reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
-    """Find every node that the outputs depend on, producers first, otherwise in order of declaration."""
-    found: set[Node] = set()
-    open_nodes = [output.node for output in outputs]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in found:
-            continue
-        found.add(node)
-        open_nodes += [output.node for output in node.inputs]
-        open_nodes += [edge.source.node for edge in (node.feedback, node.earlier) if edge is not None and edge.source is not None]
-    return tuple(sorted(found, key=lambda node: node.serial))

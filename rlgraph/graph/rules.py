@@ -114,11 +114,15 @@ def _fix(column: str, inputs: Sequence["Output"]) -> str:
 
 
 def check_rows(node: "Node") -> None:
-    """Refuse inputs whose rows cannot be repeated to the rows of the node."""
+    """Refuse inputs whose rows cannot be repeated to those of the widest, and a node with a number of rows that fits them in no way."""
+    alone = len({output.prefix for output in node.inputs}) == 1
     for output in node.inputs:
-        if output.node.rows <= 0 or node.rows % output.node.rows:
+        widest = max(other.node.rows for other in node.inputs if other.prefix == output.prefix)
+        chosen = alone and widest > node.rows > 0 and widest % node.rows == 0  # a node that keeps some rows of each group
+        rows = node.rows if alone and not chosen else widest
+        if output.node.rows <= 0 or rows % output.node.rows:
             raise GraphError(
-                f"node '{node.name}' joins {node.rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
+                f"node '{node.name}' joins {rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
                 "one must be a multiple of the other"
             )
 
@@ -203,6 +207,11 @@ def depth_buys_something(graph: "Graph") -> None:
     """A depth above 0 lets a rollout overlap with an update; without that it would only make batches stale."""
     pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
+        if feedback.depth > 0 and all(node.due is not None for node in graph.nodes if node.feedback is feedback):
+            raise GraphError(
+                f"feedback '{feedback.name}' has depth={feedback.depth}, but only evaluations use its weights, which take those of their "
+                "step: use depth=0"
+            )
         if feedback.depth > 0 and len(pools) == 1 and not any(lags(graph).values()):
             raise GraphError(
                 f"feedback '{feedback.name}' has depth={feedback.depth}, but every model is in pool '{next(iter(pools))}' and nothing can "

@@ -12,8 +12,11 @@ from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, is_convers
 OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
 
 
-def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
-    """Check that `data` is a data set and return its first item. Raises DataError if it is none, or the item has no field `prompt`."""
+def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
+    """Check that `data` is a data set and return its first item. Raises DataError if it is none, or the item has no field `prompt`.
+
+    With `prompt` None the item is a mapping of any fields.
+    """
     if isinstance(data, Mapping):
         raise DataError(
             f"{name}: the data set is a mapping of {shown(list(data))}; it is a list of items: "
@@ -33,12 +36,14 @@ def check_data(name: str, data: Any, prompt: str) -> Mapping[str, Any]:
     return first
 
 
-def check_first(name: str, first: Any, prompt: str) -> None:
-    """Raise DataError unless the first item is a mapping with a field `prompt`."""
+def check_first(name: str, first: Any, prompt: str | None) -> None:
+    """Raise DataError unless the first item is a mapping with a field `prompt`, if one is asked for."""
+    if prompt is None and not isinstance(first, Mapping):
+        raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping of fields: give a list of dicts")
     if not isinstance(first, Mapping):
         fix = f"give [{{'{prompt}': text}} for text in data]" if isinstance(first, str) else "give a list of dicts"
         raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping with the prompt under '{prompt}': {fix}")
-    if prompt not in first:
+    if prompt is not None and prompt not in first:
         raise DataError(
             f"{name}: the first item has {shown(sorted(map(str, first)))}; each item is a mapping with the prompt under '{prompt}': "
             "name its field with prompt="

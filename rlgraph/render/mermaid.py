@@ -28,7 +28,7 @@ def mermaid(plan: Plan) -> str:
     links = 0
     for channel in drawn_channels(plan):
         for reader in channel.readers:
-            columns = words.elided([c for c in channel.columns if c in plan.node(reader).reads])
+            columns = words.elided(words.read_of(channel.columns, plan.node(reader).reads))
             lines.append(f"  {ids[channel.writer]} -->|{_quoted(columns)}| {ids[reader]}")
             marked += [links] if (channel.writer, reader) in red.edges else []
             links += 1

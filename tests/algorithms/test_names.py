@@ -24,9 +24,14 @@ def test_every_estimator_can_be_made_by_name(name: str) -> None:
     assert "advantages" in alg.estimator(name).writes
 
 
+BEYOND = ("sft", "dft", "dpo", "ipo", "kto", "orpo", "simpo")  # losses beyond policy gradients
+
+
 @pytest.mark.parametrize("name", alg.LOSSES)
 def test_every_loss_can_be_made_by_name(name: str) -> None:
-    assert "advantages" in alg.loss(name, **({"beta": 0.1} if name == "dro" else {})).reads
+    reads = alg.loss(name, **({"beta": 0.1} if name == "dro" else {})).reads
+    assert ("advantages" in reads) is (name not in BEYOND)
+    assert ("preferences" in reads) is (name in BEYOND and name not in ("sft", "dft"))
 
 
 @pytest.mark.parametrize(("look_up", "known"), [(alg.estimator, "grpo"), (alg.loss, "clipped"), (alg.correction, "decoupled_seq_is")])

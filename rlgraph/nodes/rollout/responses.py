@@ -20,10 +20,10 @@ def seed_of(seed: int, prompt: int, member: int) -> int:
 
 def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
     """Pack responses into the columns that every rollout writes, one row each: prompts padded on the left, responses on the right."""
-    tokens, mask = _padded(prompts, torch.int64, left=True)
-    sampled, written = _padded([r.tokens for r in responses], torch.int64, left=False)
-    log_probs, _ = _padded([r.log_probs for r in responses], torch.float32, left=False)
-    versions, _ = _padded([r.versions for r in responses], torch.int32, left=False)
+    tokens, mask = padded(prompts, torch.int64, left=True)
+    sampled, written = padded([r.tokens for r in responses], torch.int64, left=False)
+    log_probs, _ = padded([r.log_probs for r in responses], torch.float32, left=False)
+    versions, _ = padded([r.versions for r in responses], torch.int32, left=False)
     return {
         "prompts": tokens,
         "prompt_mask": mask,
@@ -43,7 +43,7 @@ def truncated(columns: Columns) -> torch.Tensor:
     return reasons != FINISH_REASONS.index("stop")
 
 
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad the rows with 0 to the longest and stack them. The mask is true where nothing was padded."""
     if not rows:  # this rank has no share of this part
         return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
 from rlgraph.graph.nodes import Node, Output, declare
@@ -41,7 +42,7 @@ class Critic(TrainedModel):
     def update(
         self,
         *inputs: Output,
-        loss: ValueLossFn,
+        loss: ValueLossFn | WholeLoss,
         epochs: Count = 1,
         mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,

@@ -10,6 +10,8 @@ from rlgraph import settings
 from rlgraph.columns import Columns, rows_of
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Output
+from rlgraph.nodes.training.mixture import Part, mixed
+from rlgraph.nodes.training.whole_losses import prepared
 from rlgraph.settings import Count
 
 
@@ -36,13 +38,28 @@ class UpdateSchedule:
                 own = slice(rows * part // self.mini_batches, rows * (part + 1) // self.mini_batches)
                 yield batch if self.mini_batches == 1 else {name: column[own] for name, column in batch.items()}
 
-    def update(self, engine: Any, batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
-        """Take the optimizer steps, each with the settings, and average each metric over the steps that report it."""
+    def update(
+        self,
+        engine: Any,
+        batch: Columns,
+        loss: Any,
+        more: Sequence[tuple[Columns, Part]] = (),
+        *,
+        temperature: float = 1.0,
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Take the optimizer steps, each with the settings, and average each metric over the steps that report it.
+
+        `more` are further batches with their losses. They have as many parts, and the same part of each is in one optimizer step.
+        """
         found: dict[str, list[float]] = {}
-        for part in self.parts(batch):
-            if not _has_tokens(part):
+        for parts in zip(self.parts(batch), *(self.parts(other) for other, _ in more), strict=True):
+            if not _has_tokens(parts[0]):
                 continue
-            for name, value in engine.update(part, loss, **settings).items():
+            each = [prepared(engine, parts[0], loss, temperature)]
+            each += [prepared(engine, part, own.loss, temperature) for part, (_, own) in zip(parts[1:], more, strict=True)]
+            ready, whole = mixed(each, [own for _, own in more]) if more else each[0]
+            for name, value in engine.update(ready, whole, temperature=temperature, **settings).items():
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}
 

@@ -1,12 +1,13 @@
 """The policy: the model that is trained, its log-probs and its update."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from rlgraph.columns import Columns
+from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import PolicyLossFn, Sampling
 from rlgraph.engines.forward.packing import response_lengths
 from rlgraph.errors import GraphError
@@ -16,6 +17,7 @@ from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.rollout.responses import truncated
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mini_batches import checked_schedule
+from rlgraph.nodes.training.mixture import Part, checked_also
 from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
 from rlgraph.settings import Count, Natural, checked
 
@@ -74,11 +76,12 @@ class Policy(TrainedModel):
     def update(
         self,
         *inputs: Output,
-        loss: PolicyLossFn,
+        loss: PolicyLossFn | WholeLoss,
         epochs: Count = 1,
         mini_batches: Count = 1,
         critic_warmup: Natural = 0,
         guards: Guards = DEFAULT_GUARDS,
+        also: Sequence[Any] = (),
         name: str = "update",
     ) -> Update:
         """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
@@ -93,21 +96,25 @@ class Policy(TrainedModel):
         `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, if given, multiply the loss. `loss_mask`, if given, replaces
         `response_mask`: tokens outside of it are neither computed nor counted. The update provides `current_version` itself.
 
+        `also` are further batches of each optimizer step, as `also=[(examples, rg.SFTLoss(), 0.1)]`: (batch, loss, weight) each, where
+        a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
+
         Raises GraphError for a column that the loss reads and no input carries, mini-batches of different sizes, or a critic's
         warm-up without a critic.
         """
         check_loss(name, loss)
         check_warmup(name, inputs, critic_warmup)
-        given = carried(inputs)
-        wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
-        behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
-        if "old_log_probs" in loss.reads:
-            wanted.append(behaviour)
-        if behaviour == "rollout_log_probs":
-            check_untruncated(name, inputs)
-        wanted += [c for c in (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons") if c in given]
+        behaviour, reads = columns_read(name, inputs, loss)
         if guards.stop_mismatch is not None:
-            wanted += ["rollout_log_probs", "old_log_probs"]
+            reads += ("rollout_log_probs", "old_log_probs")
+        parts, more = [], list(inputs)
+        for number, (outputs, other, weight) in enumerate(checked_also(name, also)):
+            check_loss(name, other)
+            found, read = columns_read(name, outputs, other)
+            checked_schedule(name, outputs, epochs, mini_batches)
+            parts.append(Part(f"also{number}.", outputs[0].node.name, other, weight, found))
+            more += [output.apart(parts[-1].prefix) for output in outputs]
+            reads += tuple(parts[-1].prefix + column for column in read)
         training = PolicyUpdate(
             model=self,
             loss=loss,
@@ -115,31 +122,44 @@ class Policy(TrainedModel):
             guards=guards,
             name=name,
             behaviour=behaviour,
-            temperature=sampling_temperature(inputs),
+            temperature=sampling_temperature(more),
             critic_warmup=critic_warmup,
+            parts=tuple(parts),
         )
-        return training.declare(inputs, (*TOKENS, *wanted, "weight_version"))
+        return training.declare(more, reads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyUpdate(Training):
-    """Take the policy's optimizer steps on a batch. Importance ratios are taken against the column `behaviour`."""
+    """Take the policy's optimizer steps on a batch, and on those of `parts`. Ratios are taken against the column `behaviour`."""
 
     behaviour: str
     temperature: float
     critic_warmup: int
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def traits(self) -> NodeTraits:
+        return replace(super().traits, given=(self.loss, *(part.loss for part in self.parts)))
 
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
+        own = {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
         if step < self.critic_warmup:
-            return {}, _sizes(columns)
-        mask = columns["response_mask"]
-        batch = {
-            **columns,
-            **({"old_log_probs": columns[self.behaviour]} if self.behaviour in columns else {}),
-            "response_mask": columns.get("loss_mask", mask),
-            "current_version": torch.full((len(mask),), step, dtype=torch.int32),
-        }
-        return {}, {**self.learn(context, guard, batch, temperature=self.temperature), **guard.metrics(), **_sizes(columns)}
+            return {}, _sizes(own)
+        batch = _batch(own, self.behaviour, step)
+        more = [(_batch(part.of(columns), part.behaviour, step), part) for part in self.parts]
+        return {}, {**self.learn(context, guard, batch, more, temperature=self.temperature), **guard.metrics(), **_sizes(own)}
+
+
+def _batch(columns: Columns, behaviour: str, step: int) -> dict[str, Column]:
+    """Make the batch of a loss: old log-probs, the mask of what is trained, and the version that trains."""
+    mask = columns["response_mask"]
+    return {
+        **columns,
+        **({"old_log_probs": columns[behaviour]} if behaviour in columns else {}),
+        "response_mask": columns.get("loss_mask", mask),
+        "current_version": torch.full((len(mask),), step, dtype=torch.int32),
+    }
 
 
 def _sizes(columns: Columns) -> Mapping[str, float]:
@@ -154,6 +174,19 @@ def _sizes(columns: Columns) -> Mapping[str, float]:
         "response_length/max": lengths.max().item(),
         "perf/total_num_tokens": float(prompt_mask.sum() + response_lengths(mask).sum()),
     }
+
+
+def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | WholeLoss) -> tuple[str, tuple[str, ...]]:
+    """Choose the column that ratios are taken against, and the columns that an update with this loss reads of its inputs."""
+    given = carried(inputs)
+    wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
+    behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
+    if "old_log_probs" in loss.reads:
+        wanted.append(behaviour)
+    if behaviour == "rollout_log_probs":
+        check_untruncated(name, inputs)
+    optional = (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons", "weight_version")
+    return behaviour, (*TOKENS, *wanted, *(column for column in optional if column in given))
 
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Loss
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
@@ -17,6 +18,7 @@ from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mini_batches import UpdateSchedule
+from rlgraph.nodes.training.mixture import Part
 from rlgraph.setting_types import Named
 from rlgraph.settings import Count, Dtype
 
@@ -111,7 +113,7 @@ class Training(Operation):
     """Train a model on a batch. The updates of policy and critic each prepare the batch and add their own metrics in `fire`."""
 
     model: TrainedModel
-    loss: Loss
+    loss: Loss | WholeLoss
     schedule: UpdateSchedule
     guards: Guards
     name: str
@@ -136,13 +138,15 @@ class Training(Operation):
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         """Train on the batch of a step; the result is its metrics."""
 
-    def learn(self, context: Context, guard: UpdateGuard, batch: Columns, **settings: float) -> dict[str, float]:
-        """Take the optimizer steps on a batch, each with the settings, and average their metrics. A refused batch has none."""
+    def learn(
+        self, context: Context, guard: UpdateGuard, batch: Columns, more: Sequence[tuple[Columns, Part]] = (), **settings: float
+    ) -> dict[str, float]:
+        """Take the optimizer steps on a batch and on `more`, and average their metrics. A refused batch has none."""
         if not guard.batch(batch):
             return {}
         if self.schedule.mini_batches > 1:
             guard.found["guards/empty_mini_batches"] = float(self.schedule.empty(batch))
-        return self.schedule.update(context.engine, batch, self.loss, guard=guard, **settings)
+        return self.schedule.update(context.engine, batch, self.loss, more, guard=guard, **settings)
 
 
 def check_folder(path: str) -> None:

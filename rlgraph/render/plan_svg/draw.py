@@ -96,7 +96,7 @@ def _layer(edge: Edge, picture: Layout) -> int:
 def _edge(edge: Edge, plan: Plan, picture: Layout) -> str:
     red, channel = _is_red(edge, picture), edge.channel
     colour = RED if red else LOCAL_COLOUR if transport_of(channel.transport).reach == "process" else EDGE_COLOUR
-    columns = [column for column in channel.columns if column in plan.node(edge.reader).reads]
+    columns = words.read_of(channel.columns, plan.node(edge.reader).reads)
     tip = _title(
         f"{words.clean(channel.writer)} → {words.clean(edge.reader)}",
         f"columns {words.elided(columns, len(columns)) or 'none'}",

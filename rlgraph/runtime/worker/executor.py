@@ -190,8 +190,8 @@ class Worker:
                 self._drop(box)
             with self.recorder.moving(box.channel.name, "wait", box.blocked_s, (node.name, "carry"), step):
                 batch = box.take(wanted, self.spec.deadline_s)
-            for name in node.columns.get(box.channel.writer, ()) if kind != "order" else ():
-                columns[name] = repeat_rows(node.rows(batch[name], box.channel, chunk), node.repeat[box.channel.writer])
+            for column, name, repeat in node.columns.get(box.channel.writer, ()) if kind != "order" else ():
+                columns[name] = repeat_rows(node.rows(batch[column], box.channel, chunk), repeat)
         return columns
 
     def _drop(self, box: Inbox) -> None:
@@ -361,11 +361,12 @@ def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
 
 
 def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
-    """Measure by how many versions the tokens of a batch are behind. Raises StalenessError if the oldest exceeds the bound."""
-    mask, versions = columns["response_mask"], columns["weight_version"]
-    assert isinstance(mask, torch.Tensor)
-    assert isinstance(versions, torch.Tensor)
-    behind = step - versions[mask]
+    """Measure by how many versions the tokens of a batch are behind; tokens that no version wrote, as those of examples, do not count.
+
+    Raises StalenessError if the oldest exceeds the bound.
+    """
+    fronts = [name.removesuffix("weight_version") for name in columns if name.rpartition(".")[2] == "weight_version"]
+    behind = torch.cat([step - _versions(columns, front) for front in fronts] or [torch.zeros(0)])
     if behind.numel() == 0:
         return {"staleness/max": 0.0, "staleness/mean": 0.0}
     oldest = int(behind.max())
@@ -375,3 +376,10 @@ def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> di
             f"depth {loop.depth}: the plan's count of credits was broken, which is a defect of rlgraph; please report it with the plan"
         )
     return {"staleness/max": float(oldest), "staleness/mean": float(behind.float().mean())}
+
+
+def _versions(columns: Mapping[str, Column], front: str) -> torch.Tensor:
+    mask, versions = columns[f"{front}response_mask"], columns[f"{front}weight_version"]
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(versions, torch.Tensor)
+    return versions[mask]

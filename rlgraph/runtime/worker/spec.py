@@ -16,7 +16,7 @@ from rlgraph.nodes.prompts import Prompts
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A node as its worker sees it: `columns` and `repeat` say what to take from which writer, and each row how often.
+    """A node as its worker sees it: `columns` say what to take from which writer: a column, its name here, and each row how often.
 
     It fires `chunks` times in a step, once for each chunk of the batch. It makes these chunks itself, or `follows` those of the
     rollout of that name; then it takes from a whole batch the rows that belong to its chunk.
@@ -25,8 +25,7 @@ class NodeSpec:
     name: str
     operation: Operation
     writes: tuple[str, ...]
-    columns: Mapping[str, tuple[str, ...]]
-    repeat: Mapping[str, int]
+    columns: Mapping[str, tuple[tuple[str, str, int], ...]]
     chunks: int = 1
     follows: str | None = None
     due: Due | None = None
@@ -229,18 +228,16 @@ def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> b
 
 def _node_spec(graph: Graph, name: str) -> NodeSpec:
     node = graph.node(name)
-    columns: dict[str, tuple[str, ...]] = {}
+    columns: dict[str, tuple[tuple[str, str, int], ...]] = {}
     for column in node.reads:
-        source = node.source_of(column).name
-        columns[source] = (*columns.get(source, ()), column)
-    widest = max((o.node.rows for o in node.inputs), default=0)
-    repeat = {output.node.name: widest // output.node.rows for output in node.inputs}
+        output = node.carrier(column)
+        taken = (column.removeprefix(output.prefix), column, node.repeats(output))
+        columns[output.node.name] = (*columns.get(output.node.name, ()), taken)
     if node.earlier is not None and node.earlier.source is not None:
-        earlier = node.earlier.source.node.name
-        columns[earlier], repeat[earlier] = node.earlier.columns, 1
+        columns[node.earlier.source.node.name] = tuple((column, column, 1) for column in node.earlier.columns)
     count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
     follows = node.follows.name if node.follows else None
-    return NodeSpec(name, node.operation, node.writes, columns, repeat, node.chunks, follows, node.due, count)
+    return NodeSpec(name, node.operation, node.writes, columns, node.chunks, follows, node.due, count)
 
 
 def _posts(

@@ -1,0 +1,245 @@
+"""Losses of preferences: pairs of a chosen and a rejected response, and single responses that are good or bad."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from rlgraph.algorithms.inputs import masked, rowwise, tokenwise
+from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.policy_loss import to_floats
+from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.columns import Columns
+from rlgraph.errors import DataError
+from rlgraph.settings import AtLeastZero, Positive
+
+
+class Pairs:
+    """The pairs of a mini-batch: sums over the tokens of each response `[pairs]`, chosen and rejected.
+
+    A pair is two adjacent rows, the chosen one first. Those without a preference (0), or without a token on one side, are left out.
+    """
+
+    def __init__(self, where: str, scores: torch.Tensor, batch: Columns, *, reference: bool) -> None:
+        mask = masked(where, batch, scores.shape)
+        preferences = rowwise(where, batch, "preferences", mask)
+        if len(mask) % 2 or not bool((preferences[0::2] == -preferences[1::2]).all()) or bool((preferences[0::2] < 0).any()):
+            raise DataError(
+                f"{where}: the rows of this mini-batch are no pairs, two adjacent rows with the preferences 1 and -1; give the output of "
+                "rg.pairs or rg.preferred, and mini_batches that divide the number of pairs"
+            )
+        whole = mask.any(-1)
+        kept = ((preferences != 0) & whole)[0::2] & whole[1::2]
+        self.places = kept.nonzero()[:, 0]
+        self._sums = keep(scores, mask).sum(-1)
+        self._lengths = mask.sum(-1).clamp(min=1)
+        self._reference = keep(tokenwise(where, batch, "ref_log_probs", mask), mask).sum(-1) if reference else torch.zeros(len(mask))
+
+    @property
+    def count(self) -> int:
+        """The number of pairs."""
+        return len(self.places)
+
+    def chosen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pick the numbers of chosen responses `[pairs]` from those of all rows `[B]`."""
+        return rows[0::2][self.places]
+
+    def rejected(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pick the numbers of rejected responses `[pairs]` from those of all rows `[B]`."""
+        return rows[1::2][self.places]
+
+    @cached_property
+    def log_probs(self) -> torch.Tensor:
+        """The log-prob of each response `[B]`."""
+        return self._sums
+
+    @cached_property
+    def ratios(self) -> torch.Tensor:
+        """The log-prob of each response less the reference's `[B]`."""
+        return self._sums - self._reference
+
+    def per_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """Divide the number of each response `[B]` by its tokens."""
+        return rows / self._lengths
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average over the pairs; without any it is 0."""
+        return values.sum() / max(self.count, 1) + self._sums.sum() * 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss(WholeLoss):
+    """Base of the losses of pairs. Metrics: `preference/accuracy`, the share of pairs whose chosen response has the higher implicit reward;
+    `preference/margin`, `chosen` and `rejected`, these rewards; `preference/pairs`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("preferences", "ref_log_probs")
+
+    def __call__(self, scores: torch.Tensor, batch: Columns) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute the mean loss of the pairs and its metrics. Raises DataError for rows that are no pairs."""
+        pairs = Pairs(type(self).__name__, scores, batch, reference="ref_log_probs" in self.reads)
+        losses, rewards = self.pair_losses(pairs)
+        loss = pairs.mean(losses) + self.more(pairs, scores, batch)
+        chosen, rejected = pairs.chosen(rewards.detach()), pairs.rejected(rewards.detach())
+        metrics = {
+            "preference/accuracy": pairs.mean((chosen > rejected).to(scores.dtype)),
+            "preference/margin": pairs.mean(chosen - rejected),
+            "preference/chosen": pairs.mean(chosen),
+            "preference/rejected": pairs.mean(rejected),
+            "preference/pairs": torch.tensor(float(pairs.count)),
+        }
+        return loss, to_floats(metrics)
+
+    @abstractmethod
+    def pair_losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the loss of each pair `[pairs]`, and the implicit reward of each response `[B]`."""
+
+    def more(self, pairs: Pairs, scores: torch.Tensor, batch: Columns) -> torch.Tensor:
+        """Compute a term beside the mean over pairs."""
+        return scores.new_zeros(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(PairLoss):
+    """Direct preference optimisation: -log sigmoid(beta (r_chosen - r_rejected)), r the log-ratio of a response to the reference.
+
+        >>> rows = {"response_mask": torch.ones(2, 1).bool(), "preferences": torch.tensor([1.0, -1.0]), "ref_log_probs": torch.zeros(2, 1)}
+        >>> round(float(DPO(beta=1.0)(torch.tensor([[0.0], [0.0]]), rows)[0]), 4)
+        0.6931
+
+    r is summed over tokens. Source: Rafailov et al., 2023, 2305.18290. Oracle: TRL's `DPOTrainer`, `loss_type="sigmoid"`.
+    """
+
+    beta: Positive = 0.1
+
+    def pair_losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards = self.beta * pairs.ratios
+        return -logsigmoid(pairs.chosen(rewards) - pairs.rejected(rewards)), rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPO(PairLoss):
+    """Identity preference optimisation: (r_chosen - r_rejected - 1 / (2 beta))^2, r the log-ratio to the reference for each token.
+
+        >>> IPO(beta=0.2).reads
+        ('preferences', 'ref_log_probs')
+
+    Source: Azar et al., 2023, 2310.12036; that r is a mean over tokens is its authors' word. Oracle: TRL's `loss_type="ipo"`.
+    """
+
+    beta: Positive = 0.1
+
+    def pair_losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        ratios = pairs.per_token(pairs.ratios)
+        return (pairs.chosen(ratios) - pairs.rejected(ratios) - 1 / (2 * self.beta)).square(), self.beta * pairs.ratios
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPO(PairLoss):
+    """Simple preference optimisation, without a reference: -log sigmoid(beta (l_chosen - l_rejected) - gamma), l the mean log-prob.
+
+        >>> SimPO(beta=2.5, gamma=1.0).reads
+        ('preferences',)
+
+    Source: Meng et al., 2024, 2405.14734. Oracle: TRL's `CPOTrainer`, `loss_type="simpo"`, `cpo_alpha=0`.
+    """
+
+    beta: Positive = 2.0
+    gamma: AtLeastZero = 0.5
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("preferences",)
+
+    def pair_losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards = self.beta * pairs.per_token(pairs.log_probs)
+        return -logsigmoid(pairs.chosen(rewards) - pairs.rejected(rewards) - self.gamma), rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPO(PairLoss):
+    """Odds-ratio preference optimisation, without a reference: the chosen responses' log-likelihood, and the odds of chosen over rejected.
+
+        >>> ORPO(beta=0.1).reads
+        ('preferences',)
+
+    -log sigmoid(log odds(chosen) - log odds(rejected)) times beta, odds = p / (1 - p), log p the mean log-prob; and the negative
+    log-likelihood of a chosen token, over the tokens of all chosen responses (TRL also counts those of the prompts).
+
+    Source: Hong et al., 2024, 2403.07691. Oracle: TRL's `ORPOTrainer`.
+    """
+
+    beta: Positive = 0.1
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("preferences",)
+
+    def pair_losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        log_p = pairs.per_token(pairs.log_probs)
+        chosen, rejected = pairs.chosen(log_p), pairs.rejected(log_p)
+        log_odds = chosen - rejected - (_log_1m_exp(chosen) - _log_1m_exp(rejected))
+        return -self.beta * logsigmoid(log_odds), self.beta * log_p
+
+    def more(self, pairs: Pairs, scores: torch.Tensor, batch: Columns) -> torch.Tensor:
+        mask = masked("ORPO", batch, scores.shape)[0::2][pairs.places]
+        return -keep(scores[0::2][pairs.places], mask).sum() / mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO(WholeLoss):
+    """Kahneman-Tversky optimisation, of single responses: 1 - sigmoid(beta (r - z)) of good ones, 1 - sigmoid(beta (z - r)) of bad ones.
+
+        >>> KTO(beta=0.1, undesirable=1.5).reads
+        ('preferences', 'ref_log_probs')
+
+    r is the log-ratio of a response to the reference, and z, at least 0 and without gradient, its mean over the rows whose response
+    belongs to another prompt, which have the preference 0: `rg.examples(label=…, mismatched=True)`. `desirable` and `undesirable` weigh
+    the two. Source: Ethayarajh et al., 2024, 2402.01306. Oracle: TRL's `KTOTrainer`.
+    """
+
+    beta: Positive = 0.1
+    desirable: Positive = 1.0
+    undesirable: Positive = 1.0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("preferences", "ref_log_probs")
+
+    def __call__(self, scores: torch.Tensor, batch: Columns) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute the mean loss of the good and the bad responses. Raises DataError if no row has a response of another prompt."""
+        mask = masked("KTO", batch, scores.shape)
+        preferences = rowwise("KTO", batch, "preferences", mask)
+        ratios = keep(scores - tokenwise("KTO", batch, "ref_log_probs", mask), mask).sum(-1)
+        whole = mask.any(-1)
+        others, good, bad = (preferences == 0) & whole, (preferences > 0) & whole, (preferences < 0) & whole
+        if not bool(others.any()):
+            raise DataError(
+                "KTO: no row of this mini-batch has the response of another prompt, from which the loss takes its point of reference; "
+                "declare the source by rg.examples(label=…, mismatched=True)"
+            )
+        kl = ratios[others].mean().clamp(min=0).detach()
+        losses = torch.cat(
+            [
+                self.desirable * (1 - torch.sigmoid(self.beta * (ratios[good] - kl))),
+                self.undesirable * (1 - torch.sigmoid(self.beta * (kl - ratios[bad]))),
+            ]
+        )
+        loss = losses.sum() / max(len(losses), 1) + ratios.sum() * 0
+        rewards = self.beta * ratios.detach()
+        metrics = {"preference/kl": kl, "preference/chosen": _mean(rewards[good]), "preference/rejected": _mean(rewards[bad])}
+        return loss, to_floats(metrics)
+
+
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    return values.sum() / max(len(values), 1)
+
+
+def _log_1m_exp(x: torch.Tensor) -> torch.Tensor:
+    """Compute log(1 - exp(x)) of x < 0 without cancellation: by expm1 near 0, else by log1p (Maechler, 2012)."""
+    x = torch.minimum(x, x.new_tensor(-torch.finfo(x.dtype).eps))
+    near = x > -0.693
+    return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))

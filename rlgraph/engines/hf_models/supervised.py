@@ -1,0 +1,143 @@
+"""Tokenise examples that a model learns from: text, or conversations by the model's own chat template, and the tokens to learn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.errors import DataError, shown
+
+Learns: TypeAlias = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text or a conversation to learn from, and of which the model learns what follows `prompt`.
+
+    Of text it learns `completion` and the end of the text. Of a conversation (`prompt` and `completion` are then messages) it learns
+    what the assistant says: "all" of it, or the "last" of its messages.
+    """
+
+    prompt: str | Sequence[Mapping[str, Any]]
+    completion: str | Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] | None = None
+    learns: Learns = "all"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of an example, and for each whether it is learnt. The first one never is, since nothing predicts it.
+
+    `whole` is the number of its tokens before it was cut.
+    """
+
+    tokens: list[int]
+    learnt: list[bool]
+    whole: int = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the first that is learnt."""
+        return self.tokens[: self._first]
+
+    @property
+    def response(self) -> list[int]:
+        """The tokens from the first to the last that is learnt."""
+        return self.tokens[self._first : self._end]
+
+    @property
+    def mask(self) -> list[bool]:
+        """Which tokens of the response are learnt."""
+        return self.learnt[self._first : self._end]
+
+    def answered_by(self, other: "Encoded") -> "Encoded":
+        """Put the response of another example behind this one's prompt."""
+        tokens = [*self.prompt, *other.response]
+        return Encoded(tokens, [False] * len(self.prompt) + other.mask, len(tokens))
+
+    @property
+    def _first(self) -> int:
+        return self.learnt.index(True) if any(self.learnt) else len(self.tokens)
+
+    @property
+    def _end(self) -> int:
+        return len(self.learnt) - self.learnt[::-1].index(True) if any(self.learnt) else len(self.tokens)
+
+
+def encoded(tokenizer: Any, example: Example, where: str, most: int | None = None) -> Encoded:
+    """Tokenise an example; of one with more than `most` tokens the first ones stay. Raises DataError, which begins with `where`."""
+    made = _text(tokenizer, example) if isinstance(example.prompt, str) else _conversation(tokenizer, example, where)
+    tokens, learnt = made.tokens[:most], [*made.learnt[:most]]
+    if learnt:
+        learnt[0] = False
+    if not any(learnt):
+        cut = f" within its first {most} of {len(made.tokens)} tokens" if len(made.tokens) > len(tokens) else ""
+        raise DataError(f"{where} has no token to learn{cut}; leave it out, or raise max_tokens")
+    return Encoded(tokens, learnt, len(made.tokens))
+
+
+def _text(tokenizer: Any, example: Example) -> Encoded:
+    """Encode text as TRL does: prompt and completion together, and the token that ends a text."""
+    assert isinstance(example.prompt, str)
+    assert isinstance(example.completion, str)
+    tokens = prompt_tokens(tokenizer, [example.prompt + example.completion])[0]
+    if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    before = len(prompt_tokens(tokenizer, [example.prompt])[0]) if example.prompt else 0
+    return Encoded(tokens, [place >= before for place in range(len(tokens))])
+
+
+def _conversation(tokenizer: Any, example: Example, where: str) -> Encoded:
+    messages = [*example.prompt, *example.completion]
+    spans = _spans(tokenizer, example, messages, where)
+    text = _rendered(tokenizer, example, messages, where)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    learnt = [any(begin <= first < end for begin, end in spans) for first, _ in found["offset_mapping"]]
+    return Encoded(list(found["input_ids"]), learnt)
+
+
+def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], where: str) -> list[tuple[int, int]]:
+    """Find where in the rendered text the assistant speaks: from the end of the generation prompt to the end of its turn.
+
+    Blanks that a template writes after the end of a turn are left out: a model stops before them.
+    """
+    ours = range(len(example.prompt), len(messages)) if example.completion else range(len(messages))
+    turns = [number for number in ours if messages[number]["role"] == "assistant"]
+    if not turns:
+        raise DataError(f"{where} has no message of the assistant to learn; leave it out")
+    whole = _rendered(tokenizer, example, messages, where)
+    spans = []
+    for number in turns if example.learns == "all" else turns[-1:]:
+        before = _rendered(tokenizer, example, messages[:number], where, answer=True)
+        after = _rendered(tokenizer, example, messages[: number + 1], where)
+        if not (whole.startswith(before) and whole.startswith(after) and after.startswith(before)):
+            raise DataError(
+                f"{where}: the chat template renders message {number} in another way once more follow, as templates do that drop earlier "
+                'thinking, so what the model would have said there is not in the text: give learns="last", or a template that keeps each '
+                "message as it was"
+            )
+        spans.append((len(before), len(after.rstrip())))
+    return spans
+
+
+def _rendered(tokenizer: Any, example: Example, messages: Sequence[Any], where: str, *, answer: bool = False) -> str:
+    if not tokenizer.chat_template:
+        raise DataError(f"{where} is a conversation, but the model has no chat template: take the instruct model, or give text")
+    chat = ChatPrompt(messages, example.tools, example.template_kwargs)
+    try:
+        return chat.render(tokenizer) if answer else _whole(tokenizer, chat)
+    except Exception as error:
+        roles = [message.get("role") for message in messages]
+        raise DataError(
+            f"{where}: the chat template refuses its messages of {shown(roles)} ({type(error).__name__}: {error!s:.200}); change them to "
+            "roles and an order that the template takes, or leave it out"
+        ) from error
+
+
+def _whole(tokenizer: Any, chat: ChatPrompt) -> str:
+    text: str = tokenizer.apply_chat_template(
+        list(chat.messages), tools=list(chat.tools) or None, tokenize=False, **(chat.template_kwargs or {})
+    )
+    return text

@@ -1,0 +1,118 @@
+"""Losses beyond policy gradients, and their gradients, equal those of TRL's own trainers, which tests/oracle/trl_losses.py wrote down."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlgraph.algorithms as alg
+from rlgraph.errors import DataError
+
+FIXTURE = json.loads((Path(__file__).parents[1] / "oracle" / "trl.json").read_text())
+CASES = [pytest.param(case, id="-".join([case["name"], *map(str, case["options"].values())])) for case in FIXTURE["cases"]]
+EXACT = 1e-9  # both compute in float64
+Case = dict[str, Any]
+
+
+def columns(case: Case) -> dict[str, torch.Tensor]:
+    """Read the inputs of a case, numbers in float64."""
+    kinds = {name: torch.bool if "mask" in name or name == "labels" else torch.float64 for name in case["inputs"]}
+    return {name: torch.tensor(value, dtype=kinds[name]) for name, value in case["inputs"].items()}
+
+
+def paired(case: Case, scores: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = getattr(alg, case["name"])(**case["options"])
+    return loss(scores, given | {"preferences": torch.tensor([1.0, -1.0]).repeat(len(scores) // 2)})[0]
+
+
+def kto(case: Case, scores: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows = {
+        "response_mask": torch.cat([given["response_mask"], given["other_mask"]]),
+        "ref_log_probs": torch.cat([given["ref_log_probs"], given["other_ref_log_probs"]]),
+        "preferences": torch.cat([given["labels"].double() * 2 - 1, torch.zeros(len(scores))]),
+    }
+    return alg.KTO(**case["options"])(torch.cat([scores, given["other_log_probs"]]), rows)[0]
+
+
+def supervised(case: Case, scores: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    whole = alg.Totals.of(given["response_mask"])
+    totals = alg.Totals(case["options"]["tokens"] or whole.tokens, whole.rows)
+    return alg.SFTLoss(dft=case["options"]["dft"])(scores, given, totals)[0]
+
+
+def reward(case: Case, scores: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows = {"response_mask": torch.ones(len(scores), 1).bool(), "preferences": torch.tensor([1.0, -1.0]).repeat(len(scores) // 2)}
+    margins = {"margins": given["margins"].repeat_interleave(2)} if case["options"]["margin"] else {}
+    return alg.BradleyTerry(center=case["options"]["center"])(scores[:, None], rows | margins)[0]
+
+
+COMPUTE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    **dict.fromkeys(("DPO", "IPO", "SimPO", "ORPO"), ("log_probs", paired)),
+    "KTO": ("log_probs", kto),
+    "SFT": ("log_probs", supervised),
+    "BradleyTerry": ("scores", reward),
+}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.values[0]["name"] in COMPUTE])
+def test_loss_and_gradient_are_those_of_trl(case: Case) -> None:
+    column, compute = COMPUTE[case["name"]]
+    given = columns(case)
+    scores = given[column].requires_grad_()
+    loss = compute(case, scores, given)
+    near = 1e-6 if case["name"] == "ORPO" else EXACT  # TRL takes these odds in float32
+    assert loss.item() == pytest.approx(case["loss"], abs=near)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    torch.testing.assert_close(gradient, torch.tensor(case["gradient"], dtype=torch.float64), atol=near, rtol=near)
+
+
+def test_the_fixture_has_each_family_with_several_settings() -> None:
+    names = [case["name"] for case in FIXTURE["cases"]]
+    assert {name: names.count(name) for name in COMPUTE} == {
+        **dict.fromkeys(("DPO", "IPO", "SimPO", "ORPO"), 2),
+        "KTO": 4,
+        "SFT": 4,
+        "BradleyTerry": 4,
+    }
+    kto_cases = [case for case in FIXTURE["cases"] if case["name"] == "KTO"]
+    above = [(columns(c)["other_log_probs"] * columns(c)["other_mask"]).sum() for c in kto_cases]
+    assert above[0] < above[-1], "z is 0 in some cases and above in others"
+
+
+PAIR = {"response_mask": torch.ones(4, 2).bool(), "ref_log_probs": torch.zeros(4, 2)}
+
+
+def test_pairs_without_a_winner_or_a_token_are_left_out_of_the_mean() -> None:
+    scores = torch.randn(4, 2)
+    alone = {name: column[:2] for name, column in PAIR.items()} | {"preferences": torch.tensor([1.0, -1.0])}
+    expected = alg.DPO()(scores[:2], alone)[0]
+    tie = PAIR | {"preferences": torch.tensor([1.0, -1.0, 0.0, 0.0])}
+    empty = PAIR | {"preferences": torch.tensor([1.0, -1.0, 1.0, -1.0]), "response_mask": torch.tensor([[True] * 2] * 3 + [[False] * 2])}
+    for batch in (tie, empty):
+        loss, metrics = alg.DPO()(scores, batch)
+        torch.testing.assert_close(loss, expected)
+        assert metrics["preference/pairs"] == 1
+
+
+@pytest.mark.parametrize("preferences", [[1.0, 1.0, -1.0, -1.0], [-1.0, 1.0, 1.0, -1.0]])
+def test_rows_that_are_no_pairs_are_refused(preferences: list[float]) -> None:
+    with pytest.raises(DataError, match="the rows of this mini-batch are no pairs"):
+        alg.DPO()(torch.zeros(4, 2), PAIR | {"preferences": torch.tensor(preferences)})
+
+
+def test_kto_without_mismatched_rows_is_refused() -> None:
+    with pytest.raises(DataError, match="no row of this mini-batch has the response of another prompt"):
+        alg.KTO()(torch.zeros(4, 2), PAIR | {"preferences": torch.tensor([1.0, -1.0, 1.0, 1.0])})
+
+
+def test_steps_are_scored_at_their_ends() -> None:
+    mask = torch.tensor([[False, True, False, True], [True, False, False, False]])
+    labels = torch.tensor([[9.0, 1.0, 9.0, 0.0], [1.0, 9.0, 9.0, 9.0]])
+    scores = torch.tensor([[5.0, 2.0, 5.0, 1.0], [-1.0, 5.0, 5.0, 5.0]])
+    loss, metrics = alg.StepLoss()(scores, {"response_mask": mask, "step_labels": labels}, alg.Totals.of(mask))
+    each = torch.nn.functional.binary_cross_entropy_with_logits(scores[mask], labels[mask])
+    torch.testing.assert_close(loss, each)
+    assert metrics["reward/accuracy"] == pytest.approx(1 / 3)

@@ -1,0 +1,190 @@
+"""Graphs without a generator, and updates on several batches: they run, go on from checkpoints, and take the gradient that they should."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+import rlgraph as rg
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Output
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.training.preferred import Preferred
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.local import LocalJob
+
+SUMS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(4) for b in range(4)]
+PAIRS = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " no" + "!" * n} for n, r in enumerate(SUMS[:6])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocab=288))
+
+
+def policy(model: str, **settings: Any) -> rg.Policy:
+    return rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", self_test=False, **settings)
+
+
+def run(output: Output, steps: int = 1) -> list[dict[str, float]]:
+    with rg.compile(rg.Graph("beyond", output), rg.Cluster(cpus=2)).run_here() as job:
+        return [dict(step.metrics) for step in job.steps(steps)]
+
+
+def direct(model: str, columns: Any) -> tuple[Any, torch.Tensor]:
+    """Compute the log-prob of each response token by the model's own forward, one row after another."""
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rows = []
+    for row, mask in enumerate(columns["response_mask"]):
+        prompt = columns["prompts"][row][columns["prompt_mask"][row]]
+        logits = net(input_ids=torch.cat([prompt, columns["responses"][row]])[None]).logits[0, len(prompt) - 1 : -1]
+        found = logits.log_softmax(-1).gather(-1, columns["responses"][row][:, None])[:, 0]
+        rows.append(torch.where(mask, found, 0.0))
+    return net, torch.stack(rows)
+
+
+def norm_of(net: Any, loss: torch.Tensor) -> float:
+    loss.backward()
+    return float(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).norm())
+
+
+def drawn(source: Output) -> Any:
+    return source.node.operation.start(Context())(0, {})
+
+
+@pytest.mark.parametrize("tokens", [20, 4096])  # many passes, and one
+def test_supervised_fine_tuning_takes_the_gradient_of_the_mean_over_all_tokens(model: str, tokens: int) -> None:
+    trained = policy(model, micro_batch_tokens=tokens)
+    source = rg.examples(SUMS, 6, trained)
+    (metrics,) = run(trained.update(source, loss=rg.SFTLoss()).metrics)
+    columns = drawn(source)
+    net, log_probs = direct(model, columns)
+    loss = -log_probs.sum() / columns["response_mask"].sum()
+    assert metrics["actor/sft_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm_of(net, loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [20, 4096])
+def test_pairs_in_any_number_of_passes_take_the_gradient_of_the_pairs(model: str, tokens: int) -> None:
+    trained, reference = policy(model, micro_batch_tokens=tokens), rg.Reference(model, pool=rg.Pool("ref"), dtype="float32")
+    source = rg.pairs(PAIRS, 4, trained)
+    step = trained.update(source, reference.log_probs(source), loss=rg.DPO(beta=0.5))
+    first, second = run(step.metrics, 2)
+    net, log_probs = direct(model, drawn(source))
+    ratios = (log_probs - log_probs.detach()).sum(-1)
+    loss = -logsigmoid(0.5 * (ratios[0::2] - ratios[1::2])).mean()
+    assert first["actor/pg_loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert first["actor/grad_norm"] == pytest.approx(norm_of(net, loss), rel=1e-4)
+    assert first["preference/pairs"] == 4
+    assert second["preference/margin"] > 0.0
+
+
+def test_an_update_on_two_batches_takes_the_weighted_sum_of_their_gradients(model: str) -> None:
+    trained, reference = policy(model, micro_batch_tokens=64), rg.Reference(model, pool=rg.Pool("ref"), dtype="float32")
+    sums, two = rg.examples(SUMS, 5, trained), rg.pairs(PAIRS, 2, trained)
+    also = [([two, reference.log_probs(two)], rg.IPO(beta=0.5), 0.25)]
+    (metrics,) = run(trained.update(sums, loss=rg.SFTLoss(), also=also).metrics)
+    net, of_pairs = direct(model, drawn(two))
+    columns = drawn(sums)
+    other, of_sums = direct(model, columns)
+    lengths = drawn(two)["response_mask"].sum(-1)
+    ratios = (of_pairs - of_pairs.detach()).sum(-1) / lengths
+    pairs_loss = (ratios[0::2] - ratios[1::2] - 1).square().mean()
+    sft_loss = -of_sums.sum() / columns["response_mask"].sum()
+    (0.25 * pairs_loss).backward()
+    sft_loss.backward()
+    for parameter, more in zip(net.parameters(), other.parameters(), strict=True):
+        parameter.grad += more.grad
+    norm = float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["actor/pg_loss"] == pytest.approx((sft_loss + 0.25 * pairs_loss).item(), abs=1e-5)
+    assert metrics["pairs/pairs"] == 2
+    assert metrics["actor/sft_loss"] == pytest.approx(sft_loss.item(), abs=1e-5)
+
+
+def test_examples_join_an_update_on_rollouts_of_another_number_of_rows(model: str) -> None:
+    sampling = rg.Sampling(max_tokens=4)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, max_context=64, dtype="float32")
+    trained, weights = policy(model), rg.feedback("weights", depth=0)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=3), weights, group_size=2)
+    rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], rollout)
+    scored = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    demonstrations = rg.examples(SUMS, 5, trained, name="demonstrations")
+    step = trained.update(rollout, scored, loss=rg.ClippedLoss(), also=[(demonstrations, rg.SFTLoss(), 0.5)])
+    weights.close(step.weights)
+    plan = rg.compile(rg.Graph("mixed", step.metrics), rg.Cluster(cpus=2))
+    assert plan.node("update").rows == 6 + 5
+    with plan.run_here() as job:
+        steps = list(job.steps(3))
+    assert [step.staleness for step in steps] == [0, 0, 0]
+    assert steps[-1].metrics["demonstrations/nll"] < steps[0].metrics["demonstrations/nll"]
+    assert {"actor/ppo_kl", "critic/rewards/mean"} <= set(steps[0].metrics)
+
+
+def test_a_graph_without_a_generator_goes_on_from_its_checkpoint_with_the_same_numbers(model: str, tmp_path: Path) -> None:
+    def plan() -> rg.Plan:
+        trained = policy(model)
+        return rg.compile(rg.Graph("sft", trained.update(rg.examples(SUMS, 4, trained), loss=rg.SFTLoss()).metrics), rg.Cluster(cpus=2))
+
+    def job(folder: Path) -> LocalJob:
+        made = plan()
+        assert isinstance(made.source, rg.Graph)
+        return LocalJob(made.source, made, Checkpoints(made.source, made, Recovery(folder, 2, 2)))
+
+    with job(tmp_path / "whole") as running:
+        whole = [step.metrics["actor/nll"] for step in running.steps(5)]
+    with job(tmp_path / "cut") as running:
+        first = [step.metrics["actor/nll"] for step in running.steps(2)]
+    with job(tmp_path / "cut") as running:
+        assert running.finished == 2
+        rest = [step.metrics["actor/nll"] for step in running.steps(5)]
+        running.export(tmp_path / "model", dtype="float32")
+    assert first + rest == whole
+    assert rg.Policy(str(tmp_path / "model"), pool=rg.Pool("train")).path
+    certificate = plan().certificate
+    assert (certificate.staleness_bound, certificate.deadlock_free) == (0, True)
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "no triple": (lambda e: [(e, rg.SFTLoss())], r"has also\[0\]=.*each is \(batch, loss, weight\)"),
+    "no loss": (lambda e: [(e, "sft", 1.0)], "has loss='sft'; pass a loss object"),
+    "no weight": (lambda e: [(e, rg.SFTLoss(), 0.0)], "its weight is a finite number above 0"),
+    "no batch": (lambda e: [("e", rg.SFTLoss(), 1.0)], "its batch is the output of a node"),
+    "a column that is not there": (lambda e: [(e, rg.DPO(), 1.0)], "reads column 'also0.preferences', which none of its inputs"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_further_batches_are_checked_where_they_are_declared(what: str) -> None:
+    trained = rg.Policy("tiny", pool=rg.Pool("train"))
+    also, message = MISTAKES[what]
+    with pytest.raises(GraphError, match=message):
+        trained.update(rg.examples(SUMS, 4, trained), loss=rg.SFTLoss(), also=also(rg.examples(SUMS, 4, trained, name="more")))
+
+
+def test_online_pairs_are_the_best_and_the_worst_of_each_group(model: str) -> None:
+    sampling = rg.Sampling(max_tokens=4)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, max_context=64, dtype="float32")
+    trained, weights = policy(model), rg.feedback("weights", depth=1, buffers=2)
+    reference = rg.Reference(model, pool=rg.Pool("ref"), dtype="float32")
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 ="}], count=2), weights, group_size=4)
+    two = rg.preferred(rollout, rg.reward(lambda responses: [float(len(text)) for text in responses], rollout))
+    step = trained.update(two, reference.log_probs(two), loss=rg.DPO())
+    weights.close(step.weights)
+    plan = rg.compile(rg.Graph("online", step.metrics), rg.Cluster(cpus=2))
+    assert (plan.node("preferred").rows, plan.certificate.staleness_bound) == (4, 1)
+    with plan.run_here() as job:
+        steps = list(job.steps(3))
+    assert steps[2].staleness == 1
+    assert steps[0].metrics["preference/pairs"] == 2 * steps[0].metrics["preferred/share"]
+
+    columns = {"rewards": torch.tensor([1.0, 3.0, 0.0, 2.0, 5.0, 5.0, 5.0, 5.0]), "prompts": torch.arange(8)[:, None]}
+    chosen, metrics = Preferred(("prompts",), 4, 0.0, None).choose(columns)  # type: ignore[misc]
+    assert chosen["prompts"][:, 0].tolist() == [1, 2, 4, 5]  # type: ignore[call-overload, union-attr]
+    assert chosen["preferences"].tolist() == [1.0, -1.0, 0.0, 0.0]  # type: ignore[union-attr]
+    assert metrics["preferred/share"] == 0.5
