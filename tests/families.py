@@ -27,6 +27,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by the name in the table:
     "llama4_text": ("llama4_text", {"layer_types": ["chunked_attention", "full_attention"], "num_hidden_layers": 2}),
     "qwen3_next": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
     "recurrent_gemma": ("recurrent_gemma", {"num_hidden_layers": 3}),
+    **{f"{kind}, text part": (kind, {}) for kind in ("gemma3", "qwen3_5", "qwen3_5_moe")},
+}
+NESTED: dict[str, dict[str, Any]] = {  # multimodal folders, by their type of transformers: a small tower beside the language model
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+    },
+    "qwen3_5": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [],
+        }
+    },
+    "qwen3_5_moe": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [],
+        }
+    },
 }
 COLUMNS = {
     "padded": "trainer, padded",
@@ -43,10 +79,30 @@ def folder_of(name: str, parent: Path) -> Path:
     from rlgraph.engines.forward.miniature import miniature, quiet
     from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
 
-    kind, settings = FAMILIES[name]
     folder = parent / name
+    kind, settings = FAMILIES[name]
+    if kind in NESTED:
+        return nested_folder(kind, folder)
     with quiet():
         miniature(AutoConfig.for_model(kind, **settings), "eager").save_pretrained(folder)
+        _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def nested_folder(kind: str, folder: Path) -> Path:
+    """Make a folder with a small random multimodal model, whose language model is as a family's."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from rlgraph.engines.forward.miniature import _draw, miniature, quiet
+    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
+
+    with quiet():
+        text = miniature(AutoConfig.for_model(kind).get_text_config(), "eager").config
+        config = AutoConfig.for_model(kind, text_config=text.to_dict(), **NESTED[kind])
+        config.tie_word_embeddings = text.tie_word_embeddings
+        model = AutoModelForImageTextToText.from_config(config)
+        _draw(model)
+        model.save_pretrained(folder)
         _byte_tokenizer().save_pretrained(folder)
     return folder
 

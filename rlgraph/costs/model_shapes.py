@@ -25,6 +25,8 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape | None":
         """Read the shape from a config.json in Hugging Face format; None for another kind of model."""
+        nested = config.get("text_config")  # of a multimodal model
+        config = {**config, **nested} if isinstance(nested, dict) else config
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
             if not all(isinstance(size, int) for size in (heads, hidden, config["num_hidden_layers"], config["vocab_size"])):

@@ -17,7 +17,7 @@ from rlgraph.errors import DataError
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 WAYS: dict[str, dict[str, bool]] = {"padded": {"shared": False}, "shared": {"shared": True}, "flat": {"flat": True}}
-FAR = ["mistral", "gemma2", "gpt_oss"]  # a window, soft caps with it, and sinks
+FAR = ["mistral", "gemma2", "gpt_oss", "qwen3_moe"]  # a window, soft caps with it, sinks, and experts
 NEAR = 1e-3
 EPS = 100.0  # so large that Adam's first step is the gradient, by a factor
 

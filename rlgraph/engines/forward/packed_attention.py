@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
 PADDED, FLAT, FLAT_HALF = "rlgraph_padded", "rlgraph_packed", "rlgraph_packed_half"
@@ -35,10 +36,8 @@ def install(model: Any, name: str) -> None:
 
 def padded(auto: Any, path: Any) -> str:
     """The implementation to load a folder with, by a class like `AutoModelForCausalLM`: `PADDED`, or the model's own plain one."""
-    from transformers import AutoConfig
-
     register()
-    config = AutoConfig.from_pretrained(path)
+    config = text_config(path)
     kind = auto._model_mapping.get(type(config), None)
     return PADDED if kind is None or isinstance(kind, tuple) or kind._can_set_attn_implementation() else "eager"
 

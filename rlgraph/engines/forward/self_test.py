@@ -16,6 +16,7 @@ from rlgraph.engines.forward.heads import PolicyHead
 from rlgraph.engines.forward.miniature import VOCAB, miniature, quiet
 from rlgraph.engines.forward.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
 PADDED, SHARED, FLAT = "padded", "shared", "flat"
@@ -116,12 +117,10 @@ def generator_result(path: str | Path, *, device: str = "cpu") -> SelfTestResult
 
 def small_model(path: str | Path) -> Any:
     """The small model of a folder's configuration, with transformers' plain attention. Raises DataError where there is none."""
-    from transformers import AutoConfig
-
     kind = check_model(path).model_type
     packed_attention.register()
     try:
-        return miniature(AutoConfig.from_pretrained(path), "eager")
+        return miniature(text_config(path), "eager")
     except Exception as error:  # whatever the code of a model raises
         raise DataError(
             f"model '{path}' ({kind}): no small model can be made of its configuration to test it with ({_reason(error)}); rlgraph takes "

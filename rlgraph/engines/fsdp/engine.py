@@ -23,6 +23,7 @@ from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import full, join, local, placed, prepare_layers, shard
+from rlgraph.engines.hf_models.folder_parts import folder_shards
 
 
 class FsdpEngine:
@@ -69,6 +70,7 @@ class FsdpEngine:
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
+        self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
             load_shards(head, self._device)
         self._host_moments = host_moments
@@ -151,7 +153,10 @@ class FsdpEngine:
         return {name: local(parameter.detach()) for name, parameter in self._named().items()}
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's rows of every parameter, live and in float32; see `TrainEngine`."""
+        """Yield this rank's rows of every parameter, live, in float32 and under the names of the folder; see `TrainEngine`."""
+        return folder_shards(self._shards(), self._parts)
+
+    def _shards(self) -> Iterator[WeightShard]:
         named = self._named()
         if not self._placed:  # shards never move, and to find out where they lie takes longer than to name them
             self._placed = {name: placed(parameter) for name, parameter in named.items()}

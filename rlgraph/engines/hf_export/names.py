@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf_models.text_part import is_head
 from rlgraph.errors import ExportError
 
 Numbers = tuple[int, ...]
-TIED = "lm_head.weight"  # where the folder has none, it is the embeddings
 HEAD = "score.weight"  # of a critic; its folder may be a language model's, without one
 
 
@@ -24,7 +24,7 @@ def exported(
     known = parameter_shapes(model)
     found: dict[str, tuple[str, Numbers]] = {}
     for name, shape in shapes.items():
-        if name == TIED and name not in known:
+        if is_head(name) and name not in known:  # it is the embeddings
             continue
         own = name if name in known or (scores == "values" and name == HEAD) else _prefixed(name, known)
         if own is None or known.get(own, shape) != shape:
@@ -34,7 +34,7 @@ def exported(
                 "names of that folder, which other programs read, and this architecture's differ in memory: it cannot be exported yet"
             )
         found[own] = name, shape
-    lacks = sorted(known.keys() - found.keys() - {TIED}) if scores == "log_probs" else []
+    lacks = sorted(name for name in known.keys() - found.keys() if not is_head(name)) if scores == "log_probs" else []
     if lacks:
         raise ExportError(f"{where}: the trainer holds no {lacks[:3]}, which the model's folder '{model}' has; it is of another model")
     return found

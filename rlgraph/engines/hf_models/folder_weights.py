@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from rlgraph.costs.estimates import PIECE_BYTES
+from rlgraph.engines.hf_models.folder_parts import FolderPart, PartsByName, fused_parts, whole_part
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import in_text_model, is_text
 from rlgraph.errors import DataError
 
 
@@ -25,6 +27,7 @@ class FolderWeights:
 
     def __init__(self, path: str | Path, model: Any) -> None:
         self._path, self._model = path, model
+        self._nested = check_model(path).nested
         found = [(file, header_shapes(file)) for file in sorted(check_model(path).path.glob("*.safetensors"))]
         self._files = {name: (file, shape) for file, shapes in found for name, shape in shapes.items()}  # by tensor of the folder
         self._plain: dict[str, str] = {}  # by parameter, the tensor of the folder that it is
@@ -47,6 +50,22 @@ class FolderWeights:
         """Whether the folder has what a parameter or buffer of this name is made of."""
         name = self._alias.get(name, name)
         return name in self._plain or name in self._made
+
+    def parts(self) -> PartsByName:
+        """The tensors of the folder that each parameter is made of; none for a parameter whose making they do not show."""
+        shapes = {source: shape for source, (_, shape) in self._files.items()}
+        found: dict[str, tuple[FolderPart, ...]] = {}
+        for parameter, _ in self._model.named_parameters():
+            name = self._alias.get(parameter, parameter)
+            if name in self._plain:
+                found[parameter] = (whole_part(self._plain[name], shapes[self._plain[name]]),)
+            elif name in self._made:
+                first, converter, sources = self._made[name]
+                by_pattern: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
+                for source, (_, pattern) in sources.items():
+                    by_pattern[pattern].append(source)
+                found[parameter] = fused_parts(converter.operations, by_pattern, shapes) if first == name else ()
+        return found
 
     def _pieces(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the box in pieces of `PIECE_BYTES` along its first dim, each with its rows of the box."""
@@ -79,9 +98,12 @@ class FolderWeights:
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         state, prefix = self._model.state_dict(), self._model.base_model_prefix
         for source in sorted(self._files, key=dot_natural_key):
-            name, pattern = rename_source_key(source, renamings, converters, prefix, state)
-            if name not in state and source in state:
-                name, pattern = rename_source_key(source, [], [], prefix, state)
+            if not is_text(source, self._nested):
+                continue
+            known = in_text_model(source) if self._nested else source
+            name, pattern = rename_source_key(known, renamings, converters, prefix, state)
+            if name not in state and known in state:
+                name, pattern = rename_source_key(known, [], [], prefix, state)
             if name not in state:
                 continue
             if pattern is None:

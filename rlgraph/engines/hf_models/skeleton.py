@@ -8,20 +8,19 @@ from torch.overrides import TorchFunctionMode
 
 from rlgraph.engines.forward.packed_attention import padded
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
 
 def skeleton(auto: Any, path: str | Path) -> Any:
-    """Build the model of a folder by a class like `AutoModelForCausalLM`, in float32 and without dropout.
+    """Build the text model of a folder by a class like `AutoModelForCausalLM`, in float32 and without dropout.
 
     Its parameters are on the meta device. Tables that are computed and in no file, such as rotary frequencies, are in host memory.
 
     Raises DataError for a folder without a model, or with quantised weights, which cannot be trained.
     """
-    from transformers import AutoConfig
-
     check_model(path)
-    config = AutoConfig.from_pretrained(path)
+    config = text_config(path)
     if getattr(config, "quantization_config", None) is not None:
         raise DataError(f"model '{path}': config.json has a quantization_config; a trainer takes weights in bfloat16, float16 or float32")
     with _EmptyOnMeta():

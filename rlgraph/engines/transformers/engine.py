@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
-from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.hf_models.folder_parts import whole_part
+from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_model import load_text_model
 
 
 class TransformersEngine(GenerateEngine):
@@ -29,14 +31,12 @@ class TransformersEngine(GenerateEngine):
         dtype: torch.dtype = torch.bfloat16,
         max_context: int | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         super().__init__()
         self._summary = check_model(path)
         self._context = max_context or self._summary.context_length
         self._device = torch.device(device)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=padded(AutoModelForCausalLM, path))
-        self._model.to(self._device).eval()
+        self._model = load_text_model(path, dtype).to(self._device)
+        self._parts = FolderWeights(path, self._model).parts()
         self._waiting: list[Request] = []
         self._batches: list[_Batch] = []
 
@@ -94,9 +94,11 @@ class TransformersEngine(GenerateEngine):
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Copy new weights into place; see `GenerateEngine`."""
         parameters = dict(self._model.named_parameters())
-        check_weights(weights, {name: tuple(p.shape) for name, p in parameters.items()})
+        parts = {name: self._parts[name] or (whole_part(name, tuple(p.shape)),) for name, p in parameters.items()}
+        check_weights(weights, {part.name: part.shape for of in parts.values() for part in of})
         for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+            for part in parts[name]:
+                part.within(parameter).copy_(weights[part.name])
         if running == "recompute":
             for batch in self._batches:
                 batch.cache = None

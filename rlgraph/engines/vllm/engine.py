@@ -16,7 +16,8 @@ import torch
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
-from rlgraph.engines.vllm import engine_arguments
+from rlgraph.engines.hf_models.text_part import is_head
+from rlgraph.engines.vllm import engine_arguments, language_model
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
 
@@ -83,7 +84,8 @@ class VllmEngine(GenerateEngine):
         with warnings.catch_warnings():
             # vLLM looks at every attribute of every module, those included that warn when looked at.
             warnings.simplefilter("ignore", FutureWarning)
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**{**model, **machine, **(engine_args or {})}))
+            nested = language_model.arguments(self._summary.nested)
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**{**model, **machine, **nested, **(engine_args or {})}))
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads = 0
@@ -91,6 +93,8 @@ class VllmEngine(GenerateEngine):
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._shared = SharedWeights(self._engine.collective_rpc)  # with the ranks of a tensor-parallel engine
         self._asleep: set[str] = set()
+        if self._summary.nested and not random_weights:
+            self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
 
     def submit(self, request: Request) -> None:
         """Queue a request; see `GenerateEngine`."""
@@ -162,11 +166,13 @@ class VllmEngine(GenerateEngine):
         if not copy_plan.same_tensors(weights, self._checked):
             check_weights(weights, self._shapes)
             self._checked = dict(weights)
+        if self._summary.nested:
+            weights = language_model.as_text_model(weights)
         self._wake("weights")
         self._catch_up()
         if self._on_cpu:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-            if self._summary.tied:
+            if not any(is_head(name) for name in self._shapes):
                 self._pack_head()
         elif self._parallel:
             self._shared.load(weights)
@@ -228,12 +234,14 @@ class VllmEngine(GenerateEngine):
             self.submit(request)
 
     def _pack_head(self) -> None:
-        """Pack the new embeddings into the head's kernel, which the CPU build leaves as they were before."""
+        """Pack the new embeddings, which are the head too, into the head's kernel, which the CPU build leaves as they were before."""
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-        head = self._model().lm_head
         with set_current_vllm_config(self._engine.vllm_config):
-            head.quant_method.process_weights_after_loading(head)
+            for module in self._model().modules():
+                if isinstance(module, VocabParallelEmbedding):
+                    module.quant_method.process_weights_after_loading(module)
 
     def context_length(self) -> int:
         """The number of tokens that prompt and response may have together."""

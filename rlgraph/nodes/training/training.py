@@ -25,7 +25,23 @@ from rlgraph.settings import Count, Dtype
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 DEFAULT_GUARDS = Guards()
 TESTED = frozenset(  # by tests/engines/test_families.py
-    ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
+    (
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "olmoe",
+        "gemma3",
+    )
 )
 
 

@@ -12,6 +12,9 @@ from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf_models.text_model import parts_of
 from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
 from rlgraph.runtime.checkpoint.store import checked_manifest, checkpoint_steps
@@ -30,13 +33,15 @@ def export_checkpoint(
     model = _chosen(manifest, policy, where, found)
     check_source(model, where)
     shards = _saved(model, found, where)
+    known = parameter_shapes(model.path)
+    parts = {} if all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
     facts = CardFacts(model.name, base_of(model.path), manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
     source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts))
 
     def write(path: Path, layout: ExportLayout) -> None:
-        write_shards(path, layout, (replace(shard.box, tensor=shard.read()) for shard in shards))
+        write_shards(path, layout, folder_shards((replace(shard.box, tensor=shard.read()) for shard in shards), parts))
 
-    return write_export(folder, source, dtype, [boxes(shard.box for shard in shards)], write)
+    return write_export(folder, source, dtype, [boxes(folder_shards((shard.box for shard in shards), parts))], write)
 
 
 NO_FIGURES: Mapping[str, Mapping[str, float]] = {"first": {}, "last": {}}

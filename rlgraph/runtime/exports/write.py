@@ -1,10 +1,11 @@
 """Write an export: describe what the ranks hold, lay out the files, let each rank write its boxes, add the rest, make it whole."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from rlgraph.analysis.card_facts import CardFacts
 from rlgraph.analysis.graph_settings import graph_settings
@@ -14,8 +15,9 @@ from rlgraph.engines.hf_export.companions import write_companions
 from rlgraph.engines.hf_export.folder import Exported, GrowingExport
 from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, ExportDtype, ExportLayout, ShardBox, planned
 from rlgraph.engines.hf_export.names import exported
+from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.hf_models.hub import revision_of
-from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.pretrained import check_model, other_tensors
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.exports.models import TrainedEntry
@@ -63,12 +65,17 @@ def write_export(
     where, model = f"export('{folder}')", source.model
     whole = parameters([[_described(box) for box in rank] for rank in ranks])  # every element is held once
     shapes = {name: parameter.shape for name, parameter in whole.items()}
-    layout = planned(exported(shapes, model.path, model.scores, where), dtype, most_file_bytes)
+    others = other_tensors(model.path)
+    if others and model.scores == "values":
+        raise ExportError(f"{where}: '{model.path}' is no folder of a text model alone, so a critic of it cannot be exported")
+    names = exported(shapes, model.path, model.scores, where) | {name: (name, shape) for name, (_, shape) in others.items()}
+    layout = planned(names, dtype, most_file_bytes)
     with GrowingExport(folder, layout) as growing:
         try:
             write_companions(growing.path, Path(model.path), dtype, model.scores)
             (growing.path / CARD).write_text(source.card, encoding="utf-8")
             write(growing.path, layout)
+            write_shards(growing.path, layout, _as_they_are(others))
         except OSError as error:
             raise growing.failed(error) from error
         growing.finish()
@@ -84,6 +91,13 @@ def base_of(path: str) -> str:
     """The hub id of a model's folder, where it lies in the cache of a hub; else the folder."""
     found = revision_of(path)
     return path if found is None else found[0]
+
+
+def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterator[WeightShard]:
+    """Read the tensors that no trainer holds, one at a time."""
+    for name, (file, shape) in tensors.items():
+        with safe_open(file, "pt") as opened:
+            yield WeightShard(name, shape, (0,) * len(shape), opened.get_tensor(name))
 
 
 def _described(box: ShardBox) -> WeightShard:
