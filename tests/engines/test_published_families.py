@@ -23,7 +23,7 @@ from rlgraph.engines.hf_models.pretrained import parameter_shapes
 from rlgraph.runtime.exports.models import TrainedEntry
 from rlgraph.runtime.exports.write import Source, boxes, write_export
 
-DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo2"]
+DENSE = ["mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo2"]
 EXPERTS = ["qwen3_moe", "mixtral", "olmoe"]
 FAMILIES = [*DENSE, *EXPERTS, "gemma3, text part"]
 NEAR = 2e-4

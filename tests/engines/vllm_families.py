@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Sampling
+from rlgraph.engines.hf_models.pretrained import parameter_shapes
 from rlgraph.engines.vllm.engine import VllmEngine
 
 SEEDS = list(range(len(PROMPTS)))
@@ -46,7 +47,9 @@ def main(out: Path, pairs: list[tuple[Path, Path]]) -> None:
     for folder, weights in pairs:
         engine = VllmEngine(folder, max_model_len=64, dtype="float32", kv_cache_bytes=64 << 20, threads=1)
         before = engine.generate(PROMPTS, FREE, SEEDS)
-        engine.load_weights(load_file(weights))
+        for file in (weights, folder / "model.safetensors", weights):
+            tensors = load_file(file)
+            engine.load_weights({name: tensors[name] for name in parameter_shapes(folder)})
         after = engine.generate(PROMPTS, FREE, SEEDS)
         found[folder.name] = {"responses": [[asdict(response) for response in responses] for responses in (before, after)]}
         if "moe" in folder.name or folder.name == "mixtral":

@@ -18,6 +18,7 @@ from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Runni
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import is_head
 from rlgraph.engines.vllm import engine_arguments, language_model
+from rlgraph.engines.vllm.cpu_packing import pack_again
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
 
@@ -172,8 +173,7 @@ class VllmEngine(GenerateEngine):
         self._catch_up()
         if self._on_cpu:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-            if not any(is_head(name) for name in self._shapes):
-                self._pack_head()
+            pack_again(self._model(), self._engine.vllm_config, tied=not any(is_head(name) for name in self._shapes))
         elif self._parallel:
             self._shared.load(weights)
         else:
@@ -232,16 +232,6 @@ class VllmEngine(GenerateEngine):
         self.drop([request.id for request in waiting])
         for request in waiting:
             self.submit(request)
-
-    def _pack_head(self) -> None:
-        """Pack the new embeddings, which are the head too, into the head's kernel, which the CPU build leaves as they were before."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        with set_current_vllm_config(self._engine.vllm_config):
-            for module in self._model().modules():
-                if isinstance(module, VocabParallelEmbedding):
-                    module.quant_method.process_weights_after_loading(module)
 
     def context_length(self) -> int:
         """The number of tokens that prompt and response may have together."""
