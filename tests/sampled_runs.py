@@ -32,6 +32,7 @@ def sample(step: int, row: int, *, response: str | None = None, tool: bool = Fal
     diffs = [draw.gauss(0, 0.02) * part for part in policy]
     values = {
         "step": step,
+        "kind": "training",
         "rollout": "rollout",
         "row": row,
         "group": step * 2 + row // 4,

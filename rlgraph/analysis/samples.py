@@ -12,10 +12,11 @@ LINES, TABLE = ".jsonl", ".parquet"
 
 Sample = Mapping[str, Any]
 FIELDS: dict[str, str] = {
-    "step": "the step that trained on it",
+    "step": "the step that trained on it, or at which it answered an evaluation",
+    "kind": "training or evaluation",
     "rollout": "the node that sampled it",
     "row": "its row in the batch of the step",
-    "group": "the place of its prompt in the data order",
+    "group": "the place of its prompt in the data order; of an evaluation, its item",
     "prompt": "the prompt as text",
     "response": "the response as text, special tokens included",
     "reward": "its reward",

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from rlgraph.analysis.samples import FIELDS, FOLDER, LINES, TABLE, Sample, parquet, read_file, sample_files
 
-TEXTS = ("rollout", "prompt", "response", "finish")
+TEXTS = ("kind", "rollout", "prompt", "response", "finish")
 REALS = ("reward", "advantage", "log_prob_diff")
 REAL_LISTS = ("token_advantages", "token_log_probs", "token_log_prob_diffs")
 

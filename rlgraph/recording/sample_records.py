@@ -58,6 +58,7 @@ def records(
     order = {(source.node, source.rollout): (place, source.repeat) for place, source in enumerate(sources)}
     found: dict[tuple[str, int], dict[str, Any]] = {}
     nodes = {source.rollout for source in sources}
+    kinds = {source.rollout: source.kind for source in sources}
     by_rollout = sorted(messages, key=lambda rows: order[rows.node, rows.rollout][0])
     for rows in (rows for rows in by_rollout if rows.node in nodes):
         for row, values in zip(rows.rows, _rows_of(rows.columns), strict=True):
@@ -68,7 +69,10 @@ def records(
             for row in range(number * repeat, (number + 1) * repeat):
                 if (rows.rollout, row) in found:
                     _add(found[rows.rollout, row], rows.node, values)
-    return [_record(step, rollout, row, found[rollout, row], decoders.get(rollout)) for rollout, row in sorted(found)]
+    return [
+        {"step": step, "kind": kinds[rollout], **_record(rollout, row, found[rollout, row], decoders.get(rollout))}
+        for rollout, row in sorted(found)
+    ]
 
 
 def _add(record: dict[str, Any], node: str, values: Mapping[str, Any]) -> None:
@@ -91,7 +95,7 @@ def _rows_of(columns: Mapping[str, Cells]) -> Iterator[dict[str, Any]]:
         yield {name: array[row] for name, array in arrays.items()}
 
 
-def _record(step: int, rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTexts | None) -> Sample:
+def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTexts | None) -> Sample:
     mask, tokens = values["response_mask"], values.get("responses")
     written = mask if tokens is None else mask | (tokens != 0)
     length = int(np.flatnonzero(written)[-1]) + 1 if written.any() else 0
@@ -105,7 +109,6 @@ def _record(step: int, rollout: str, row: int, values: Mapping[str, Any], decode
     diffs = [new - old for new, old in zip(trained, sampled, strict=True)] if trained and sampled else []
     others = {name: _plain(value) for name, value in values.items() if name and name not in OWN}
     record = {
-        "step": step,
         "rollout": rollout,
         "row": row,
         "group": int(values["group_ids"]) if "group_ids" in values else row,
@@ -129,7 +132,7 @@ def _record(step: int, rollout: str, row: int, values: Mapping[str, Any], decode
         "token_log_probs": _short(sampled),
         "token_log_prob_diffs": _short(diffs),
     }
-    assert record.keys() == FIELDS.keys()
+    assert record.keys() == FIELDS.keys() - {"step", "kind"}
     return record
 
 

@@ -49,11 +49,12 @@ function isWithin(value, name) {
 }
 
 function foundSamples(samples) {
-  const { finish = "", text = "", sort = "newest" } = sampleView.filters;
+  const { kind = "", finish = "", text = "", sort = "newest" } = sampleView.filters;
   const wanted = text.toLowerCase();
   const found = samples.filter((sample) =>
     isWithin(sample.step, "step") && isWithin(sample.reward, "reward") && isWithin(sample.response_tokens, "tokens") &&
     isWithin(sample.version_min, "version") && isWithin(sample.version_max, "version") && (finish === "" || sample.finish === finish) &&
+    (kind === "" || (sample.kind ?? "training") === kind) &&
     (wanted === "" || `${sample.prompt}\n${sample.response}`.toLowerCase().includes(wanted)));
   const orders = {
     newest: (a, b) => b.step - a.step || a.row - b.row,
@@ -161,7 +162,7 @@ function showSample(samples) {
   const sample = samples.find((each) => keyOf(each) === sampleView.chosen);
   place.replaceChildren();
   if (!sample) return;
-  place.append(element("h3", "", `Step ${sample.step}, row ${sample.row} of ${sample.rollout}`));
+  place.append(element("h3", "", `Step ${sample.step}, row ${sample.row} of ${sample.rollout}${sample.kind === "evaluation" ? ", an evaluation" : ""}`));
   place.append(factsOf(sample));
   const colour = colouring(sample);
   place.append(legendOf(colour));

@@ -26,7 +26,7 @@ def samples_section(folder: Path) -> Iterator[str]:
     """Yield the HTML of the browser of the samples in a run's folder."""
     shown, whole = shown_samples(folder)
     where = "All of them are shown" if whole else "Those of a few places of the run are shown"
-    yield f"<p>Responses of the policy, as they were trained on. {where}; the files are in <code>samples/</code>.</p>"
+    yield f"<p>Responses of the policy, trained on or answers of evaluations. {where}; the files are in <code>samples/</code>.</p>"
     yield f'<div id="filters">{"".join(_controls())}</div>'
     yield '<p id="found" class="muted"></p><div id="samples-list"></div><div id="sample"></div>'
     yield f'<script type="application/json" id="sample-data">{as_script(shown)}</script>'
@@ -39,6 +39,7 @@ def _controls() -> Iterator[str]:
             for end, said in (("least", least), ("most", most))
         )
         yield f"<label>{name} <span>{' to '.join(fields)}</span></label>"
+    yield _select("kind", "kind", {"": "all", "training": "trained on", "evaluation": "of evaluations"})
     yield _select("ended by", "finish", {"": "any reason"})
     yield '<label>text <input name="text" type="search" placeholder="in prompt or response"/></label>'
     yield _select("sort by", "sort", SORTS)

@@ -1,6 +1,6 @@
 """What driver and workers say to each other, beside the payload: small typed messages over an authenticated socket."""
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -77,13 +77,17 @@ class SampledRows(msgspec.Struct, tag=True, frozen=True):
 
 
 class SampleSource(msgspec.Struct, frozen=True):
-    """Columns of a node that belong to the `rows` responses of a rollout. Each row of the node belongs to `repeat` of them."""
+    """Columns of a node that belong to the `rows` responses of a rollout. Each row of the node belongs to `repeat` of them.
+
+    `kind` says whether these are trained on or are answers of an evaluation.
+    """
 
     node: str
     rollout: str
     rows: int
     repeat: int
     columns: tuple[str, ...]
+    kind: Literal["training", "evaluation"] = "training"
 
 
 class SampleRequest(msgspec.Struct, tag=True, frozen=True):

@@ -93,6 +93,43 @@ def test_all_responses_of_a_run_are_recorded_with_what_their_nodes_wrote(everyth
         assert [sample["advantage"] for sample in group] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
+def evaluated_graph(model: str, apart: bool) -> rg.Graph:
+    sampling = rg.Sampling(max_tokens=5)
+    generators = [
+        rg.Generator(model, pool=rg.Pool(name), engine="transformers", dtype="float32", sampling=sampling) for name in ("rollout", "apart")
+    ]
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+    weights = rg.feedback("weights", depth=1)
+    prompts = rg.prompts(ITEMS, count=2, seed=3)
+    rollout = generators[0].rollout(prompts, weights, group_size=2)
+    advantages = rg.advantages(rollout, rg.reward(letters, prompts, rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    score = rg.evaluate(generators[apart], ITEMS[:4], weights, reward=letters, every=2, samples=3, at_start=True)
+    weights.close(step.weights)
+    return rg.Graph("tiny", step.metrics, score)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_answers_of_evaluations_are_recorded_with_their_scores_and_marked(model: str, apart: bool, tmp_path: Path) -> None:
+    graph = evaluated_graph(model, apart)
+    with Job(graph, rg.compile(graph, rg.Cluster(cpus=3)), dispatch_name="forked", deadline_s=60.0) as job:
+        steps = list(rg.record(job, 4, tmp_path, samples=1.0, quiet=True))
+    found = list(read_samples(tmp_path))
+    assert [s["kind"] for s in found if s["rollout"] == "rollout"] == ["training"] * 16
+    answers = [s for s in found if s["kind"] == "evaluation"]
+    assert [(s["step"], s["row"], s["group"]) for s in answers] == [(step, row, row // 3) for step in (0, 1, 3) for row in range(12)]
+    tokenizer = load_tokenizer(model)
+    for each in answers:
+        item = ITEMS[each["group"]]
+        assert each["prompt"] == item["prompt"]
+        said = tokenizer.decode(each["token_ids"], skip_special_tokens=True)
+        assert each["reward"] == len(said) + len(item["answer"]) / 8
+        assert each["version_max"] == steps[each["step"]].metrics["val/version"]
+    for step in (0, 1, 3):
+        rewards = [s["reward"] for s in answers if s["step"] == step]
+        assert steps[step].metrics["val/reward/mean@3"] == pytest.approx(sum(rewards) / 12)
+
+
 def test_samples_do_not_depend_on_the_chunks_of_a_rollout(everything: list[Any], model: str, tmp_path: Path) -> None:
     assert recorded(tiny_graph(model, 2), tmp_path, 3, 1.0) == everything
 

@@ -17,7 +17,7 @@ PROBE = """
 const rows = () => [...document.querySelectorAll("#samples-list tbody tr")];
 const field = (name) => document.querySelector(`#filters [name="${name}"]`);
 const set = (name, value) => { field(name).value = value; field(name).dispatchEvent(new Event("input")); };
-const filters = ["step-least", "step-most", "reward-least", "tokens-most", "version-least", "finish", "text"];
+const filters = ["step-least", "step-most", "reward-least", "tokens-most", "version-least", "kind", "finish", "text"];
 const clear = () => filters.forEach((name) => set(name, ""));
 const cells = (place) => rows().map((row) => row.cells[place].textContent);
 const found = { all: document.getElementById("found").textContent };
@@ -25,6 +25,9 @@ set("step-least", "2"); set("step-most", "2"); found.step = cells(0); clear();
 set("reward-least", "1"); found.rewards = cells(2); clear();
 set("tokens-most", "19"); found.tokens = cells(4); clear();
 set("version-least", "2"); found.versions = cells(5); clear();
+set("kind", "evaluation"); found.evaluated = cells(0); rows()[0].click();
+found.heading = document.querySelector("#sample h3").textContent; clear();
+set("kind", "training"); found.trained = rows().length; clear();
 set("finish", "length"); found.finish = cells(6); clear();
 set("text", "hostile"); found.text = rows().length; clear();
 set("sort", "longest"); found.longest = cells(4)[0]; set("sort", "newest");
@@ -55,6 +58,7 @@ document.title = JSON.stringify(found);
 def folder(tmp_path: Path) -> Path:
     samples = [sample(step, row, tool=row == 1) for step in range(4) for row in range(8)]
     samples[-1] = sample(3, 7, response=f"hostile {HOSTILE}" * 3)
+    samples[8] |= {"kind": "evaluation", "rollout": "evaluate"}
     return write(tmp_path / "run", samples)
 
 
@@ -72,6 +76,7 @@ def test_a_browser_filters_sorts_and_colours_samples_and_no_text_becomes_markup(
     assert len(found["tokens"]) == sum(s["response_tokens"] <= 19 for s in samples) > 0
     assert len(found["versions"]) == sum(s["version_min"] >= 2 for s in samples) > 0
     assert len(found["finish"]) == sum(s["finish"] == "length" for s in samples) > 0
+    assert (found["evaluated"], found["heading"], found["trained"]) == (["1"], "Step 1, row 0 of evaluate, an evaluation", 31)
     assert found["text"] == 1
     assert int(found["longest"]) == max(s["response_tokens"] for s in samples)
     assert [role for role, _ in found["turns"]] == ["system", "user", "policy", "tool", "policy"]

@@ -31,6 +31,7 @@ from rlgraph.settings import Count, Finite, Name, Seconds, checked
 
 NAME, SOURCE = "evaluate", "data_source"
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
+ASKED = ("prompts", "prompt_mask")  # which nobody reads but a recorder of samples
 
 
 @renamed(at_once="concurrency")
@@ -82,7 +83,7 @@ def evaluate(
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
     rows = len(data) * samples
-    answers = Output(declare(name, answer, (), reads=(), writes=ANSWERS, rows=rows, model=generator, feedback=weights, due=due))
+    answers = Output(declare(name, answer, (), reads=(), writes=(*ANSWERS, *ASKED), rows=rows, model=generator, feedback=weights, due=due))
     messages = () if questions.chat is None else ("prompt_messages",)
     texts = ("prompts", "prompt_texts", *messages, *(plural(f) for f in questions.fields))
     scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries), texts)
@@ -90,7 +91,7 @@ def evaluate(
         if column not in (*ANSWERS, *texts):
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
     grade = Grade(scored, questions, samples, passes, source, "val" if name == NAME else f"val/{name}")
-    return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=(), due=due), "metrics")
+    return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=("rewards",), due=due), "metrics")
 
 
 def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prompts:
@@ -128,7 +129,8 @@ class Answer(Operation):
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(work="generate", dims={"T": self.sampling.max_tokens}, sampling=self.sampling, given=())
+        dims = {"T": self.sampling.max_tokens}
+        return NodeTraits(work="generate", dims=dims, sampling=self.sampling, group_size=self.samples, given=())
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)
@@ -145,7 +147,7 @@ class Answer(Operation):
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
         responses = context.engine.generate(asked, self.sampling, seeds)
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
-        return {name: written[name] for name in ANSWERS}
+        return {name: written[name] for name in (*ANSWERS, *ASKED)}
 
     def check(self, node: Node) -> None:
         """Check model and prompts before anything starts. Raises DataError for a folder that is no model, or a prompt that does not fit."""
@@ -179,7 +181,7 @@ class Grade(Operation):
         groups = columns["group_ids"]
         assert isinstance(groups, torch.Tensor)
         if not len(groups):
-            return {}, {}
+            return {"rewards": torch.zeros(0)}, {}
         fields = {name: [column[i] for i in groups.tolist()] for name, column in self.items.items()}
         graded = self.scoring.graded(context, {**columns, **fields})
         scores = graded.scores
@@ -192,7 +194,8 @@ class Grade(Operation):
         found["response_length/mean"] = mask.sum(-1).float().mean().item()
         found["response/truncated"] = truncated(columns).float().mean().item()
         found["version"] = float(versions.max())
-        return {}, {f"{self.prefix}/{name}": value for name, value in (found | self.questions.metrics).items()}
+        rewards = torch.tensor([float(score) for score in scores])
+        return {"rewards": rewards}, {f"{self.prefix}/{name}": value for name, value in (found | self.questions.metrics).items()}
 
     @cached_property
     def items(self) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
 
 Ended = Literal["ended", "failed"]
-COLUMNS = ("step", "row", "prompt", "response", "reward", "advantage", "finish", "response_tokens", "version_min", "version_max")
+COLUMNS = ("step", "kind", "row", "prompt", "response", "reward", "advantage", "finish", "response_tokens", "version_min", "version_max")
 
 
 @dataclass(frozen=True)

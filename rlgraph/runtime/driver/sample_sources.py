@@ -1,17 +1,22 @@
 """Find which node writes which columns of a rollout's responses, so that their rows can be recorded where they are written."""
 
+from typing import Literal, TypeAlias
+
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.runtime.messages import SampleSource
 
+Kind: TypeAlias = Literal["training", "evaluation"]
+
 
 def sample_sources(graph: Graph) -> list[SampleSource]:
-    """List the nodes whose columns belong to the responses of a rollout, upstream first. Evaluations are left out."""
-    rollouts = [node for node in graph.nodes if node.traits.work == "generate" and "response_mask" in node.writes and node.due is None]
+    """List the nodes whose columns belong to the responses of a rollout, or to the answers of an evaluation, upstream first."""
+    rollouts = [node for node in graph.nodes if node.traits.work == "generate" and "response_mask" in node.writes]
     found = []
     for node in graph.nodes:
-        for rollout in rollouts if node.writes and node.due is None else ():
+        for rollout in (rollout for rollout in rollouts if node.writes and (rollout.due is None) == (node.due is None)):
             if rollout in _rollouts(node, rollouts) and rollout.rows % node.rows == 0:
-                found.append(SampleSource(node.name, rollout.name, rollout.rows, rollout.rows // node.rows, node.writes))
+                kind: Kind = "training" if rollout.due is None else "evaluation"
+                found.append(SampleSource(node.name, rollout.name, rollout.rows, rollout.rows // node.rows, node.writes, kind))
     return found
 
 
