@@ -142,6 +142,51 @@ def test_mlflow_goes_on_with_the_same_run_and_no_step_comes_twice(tmp_path: Path
     assert len(client.list_artifacts(run.info.run_id, "samples")) == STEPS
 
 
+STORES = ["file", *(["sqlite"] if importlib.util.find_spec("sqlalchemy") else [])]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("store", STORES)
+def test_a_step_that_mlflow_had_in_part_when_the_run_was_killed_is_completed_and_not_repeated(store: str, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    uri = (tmp_path / "store").as_uri() if store == "file" else f"sqlite:///{tmp_path}/store.db"
+    first = rg.sinks.MLflow(uri=uri)
+    known = first.start(RecordedRun("run", tmp_path, {}, "id"))
+    first.scalars(0, {"loss": 0.5, "reward": 1.0})
+    client = MlflowClient(uri)
+    client.log_batch(known, metrics=[Metric("loss", 0.25, 1, 1)])  # killed in the middle of step 1
+    again = rg.sinks.MLflow(uri=uri)
+    assert again.start(RecordedRun("run", tmp_path, {}, known, finished=1, resumed=True)) == known
+    for step in (1, 2):
+        again.scalars(step, {"loss": 0.25, "reward": float(step), "new": 3.0})
+    assert {name: [metric.step for metric in client.get_metric_history(known, name)] for name in ("loss", "reward", "new")} == {
+        "loss": [0, 1, 2], "reward": [0, 1, 2], "new": [1, 2]
+    }  # fmt: skip
+
+
+def test_a_step_counts_as_logged_once_its_samples_are(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Asking(Sink):
+        def scalars(self, step: int, values: Any) -> None:
+            seen.append(self.logged())
+
+        def samples(self, step: int, rows: Any) -> None:
+            seen.append(self.logged())
+
+        def logged(self) -> int:
+            return int(json.loads((tmp_path / feeding.FILE).read_text())["Asking 0"]["next"])
+
+    feeds = feeding.SinkFeeds([Asking()], RecordedRun("run", tmp_path, {}, "id"), lambda text: None)
+    for step in range(2):
+        feeds.step(step, {}, [{"step": step}])
+    feeds.close("ended", [])
+    assert seen == [0, 0, 1, 1]
+    assert json.loads((tmp_path / feeding.FILE).read_text())["Asking 0"]["next"] == 2
+
+
 def test_names_that_mlflow_refuses_are_mapped_and_numbers_that_are_none_left_out(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

@@ -12,7 +12,7 @@ from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
 
 Ended = Literal["ended", "failed"]
-COLUMNS = ("step", "kind", "row", "prompt", "response", "reward", "advantage", "finish", "response_tokens", "version_min", "version_max")
+COLUMNS = ("step", "row", "prompt", "response", "reward", "advantage", "finish", "response_tokens", "version_min", "version_max", "kind")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Sink(ABC):
 
     All methods of a sink are called on one thread of its own, so a slow or broken one never delays a step: what it raises is said once
     and counted, and what does not fit into its queue is dropped and counted. Each step comes once, in order. A sink that
-    can drop what it has of later steps sets `rewinds`: after a resume it gets all steps since the checkpoint again.
+    can drop what it has of later steps sets `rewinds`: after a resume it gets all steps since the checkpoint again. A run that was
+    killed within `scalars` or `samples` gives that step again after the resume, since nobody knows how far it came.
     """
 
     rewinds: ClassVar[bool] = False

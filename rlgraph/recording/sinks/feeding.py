@@ -62,9 +62,9 @@ class SinkFeed:
 
     def _log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample]) -> None:
         self.sink.scalars(step, values)
-        self._save(self._run.id, step + 1)
         if samples and step >= self._logged:  # TensorBoard drops numbers of later steps after a resume, and no texts
             self.sink.samples(step, samples)
+        self._save(self._run.id, step + 1)  # after both: a run that is killed before this gives the step again
 
     def _serve(self) -> None:
         try:

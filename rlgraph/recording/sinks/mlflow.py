@@ -26,7 +26,7 @@ class MLflow(Sink):
     'math'
 
     `uri` is the server's address or a local store; without it `MLFLOW_TRACKING_URI`, else a store beside the run's folder: `mlflow.db`
-    where sqlalchemy is installed, as with the whole package mlflow, and else the folder `mlruns`.
+    (SQLite) with the extra's sqlalchemy, and else the folder `mlruns`. A run that was killed while it sent a step leaves no value twice.
     MLflow refuses `@` in names of metrics: `val/acc/mean@8` is `val/acc/mean_at_8` there. A run that resumed goes on in the same run.
     Needs the extra `mlflow`.
     """
@@ -50,15 +50,20 @@ class MLflow(Sink):
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # asked for by choosing it; mlflow would refuse it else
         self._client = MlflowClient(uri)
+        self._resumed = run.resumed
         if run.resumed:
             self._run = run.id
             self._client.update_run(self._run, status="RUNNING")
             return self._run
         found = self._client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment, self._artifacts(uri, run.folder))
         self._run = self._client.create_run(experiment, run_name=self.name or run.name).info.run_id
         self._parameters(run.settings)
         return str(self._run)
+
+    def _artifacts(self, uri: str, folder: Path) -> str | None:
+        """Say where the files of a new experiment lie: beside our own database. MLflow's default is below the current folder."""
+        return (folder.absolute().parent / "mlartifacts").as_uri() if uri == local_store(folder) and uri.startswith("sqlite:") else None
 
     def _parameters(self, settings: Mapping[str, str]) -> None:
         from mlflow.entities import Param
@@ -73,7 +78,20 @@ class MLflow(Sink):
 
         now_ms = int(time.time() * 1000)
         found = [Metric(self._names[name], value, now_ms, step) for name, value in values.items() if math.isfinite(value)]
-        self._client.log_batch(self._run, metrics=found)
+        if self._resumed:  # the run may have been killed while it sent this step: the server has all of it, a part, or nothing
+            found = [metric for metric in found if not self._has(metric.key, step)]
+            self._resumed = False
+        if found:
+            self._client.log_batch(self._run, metrics=found)
+
+    def _has(self, name: str, step: int) -> bool:
+        """Whether the run has a value of a metric at a step."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return any(metric.step == step for metric in self._client.get_metric_history(self._run, name))
+        except MlflowException:  # a store of files has no such metric
+            return False
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         # MLflow's log_table reads and writes all rows so far at each call; a file for each step does not.
