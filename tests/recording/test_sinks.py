@@ -161,7 +161,7 @@ def test_a_step_that_mlflow_had_in_part_when_the_run_was_killed_is_completed_and
     assert again.start(RecordedRun("run", tmp_path, {}, known, finished=1, resumed=True)) == known
     for step in (1, 2):
         again.scalars(step, {"loss": 0.25, "reward": float(step), "new": 3.0})
-    assert {name: [metric.step for metric in client.get_metric_history(known, name)] for name in ("loss", "reward", "new")} == {
+    assert {name: sorted(metric.step for metric in client.get_metric_history(known, name)) for name in ("loss", "reward", "new")} == {
         "loss": [0, 1, 2], "reward": [0, 1, 2], "new": [1, 2]
     }  # fmt: skip
 
