@@ -8,6 +8,7 @@ import torch
 
 SHAPES = {  # hidden, layers, heads, key-value heads, intermediate, tied
     "toy": (64, 2, 2, 1, 128, True),  # for the first seconds of a script on a CPU
+    "pair": (64, 2, 4, 2, 128, True),  # the same with heads that two ranks share
     "0.2B": (768, 6, 6, 2, 2048, True),  # 0.6 GB in float32: what two cores load in seconds
     "0.6B": (1024, 28, 16, 8, 3072, True),
     "1.7B": (2048, 28, 16, 8, 6144, True),

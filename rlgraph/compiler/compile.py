@@ -12,7 +12,7 @@ from rlgraph.compiler.certificate import certify
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.device_split import FEW
 from rlgraph.compiler.memory import check_gpu_settings, check_memory, needs
-from rlgraph.compiler.placement import Counts, devices, model_names, nodes_needed, splits
+from rlgraph.compiler.placement import Counts, devices, model_names, nodes_needed, split, splits
 from rlgraph.compiler.plan import (
     Plan,
     PlannedChannel,
@@ -35,6 +35,7 @@ from rlgraph.costs.identified import not_told_apart
 from rlgraph.costs.model_shapes import Shapes, known
 from rlgraph.costs.plain_costs import warnings_of
 from rlgraph.costs.roofline import device_of, roofline, with_sleep
+from rlgraph.costs.sharing import assumed_sharing, check_shared, with_sharing
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.simulate import continuous
@@ -66,12 +67,13 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    return with_sleep(graph, checked(graph, costs), cluster, device, shapes)
+    return with_sleep(graph, with_sharing(graph, checked(graph, costs), device, shapes), cluster, device, shapes)
 
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
     """Make the plan for pools of these device counts; `warnings` are about the choice of the counts."""
     check_gpu_settings(graph, cluster)
+    check_shared(graph, shapes)
     workers, settings, schedule = scheduled(graph, cluster, counts, priced)
     sleeps = sleep_costs(graph, workers, settings, priced.sleep)
     memory = needs(graph, cluster, workers, settings, shapes, priced.lengths)
@@ -107,12 +109,13 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             assumed=(
                 *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
                 *not_told_apart(graph, settings, priced),
+                *assumed_sharing(graph, priced),
             ),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
         sleeps=tuple(_sleeps(workers, settings, sleeps, priced)),
-        models=tuple(_models(graph, cluster)),
+        models=tuple(_models(graph, cluster, workers)),
         source=graph,
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
@@ -176,12 +179,12 @@ def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, c
     ]
 
 
-def _models(graph: Graph, cluster: Cluster) -> Iterator[PlannedModel]:
+def _models(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker]) -> Iterator[PlannedModel]:
     for name, model in model_names(graph).items():
         precision = precision_of(model, cluster)
         if precision is not None:
-            given = model.traits.engine_args
-            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "")
+            given, ranks = model.traits.engine_args, sum(worker.model == name for worker in workers)
+            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "", split(model.traits, ranks))
 
 
 def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:

@@ -108,6 +108,8 @@ def _need(
         fused_head=model.traits.fused_head,
         one_moment=model.traits.one_moment,
         host_moments=model.traits.host_moments and "train" in works,
+        tensor=model.traits.tensor_parallel,
+        context=model.traits.context_parallel,
     )
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 
@@ -172,8 +174,8 @@ FIXES = {
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "optimizer": 'set offload="moments", give that pool more devices, or use a smaller model',
-    "activations": "lower micro_batch_tokens, or set recompute=True",
-    "logits": "set fused_head=True, or lower micro_batch_tokens",
+    "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute=True",
+    "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import networkx as nx
 
@@ -9,6 +10,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Model, Node
+from rlgraph.graph.operation import ModelTraits
 
 Counts = Mapping[str, int]  # devices of each pool, by name
 
@@ -87,7 +89,7 @@ def splits(graph: Graph, cluster: Cluster) -> Divisions:
     exact = sum(p.gpus or 0 for p in graph.pools)
     total = (cluster.gpus or cluster.cpus) - exact
     _check_host_pools(graph, cluster)
-    groups = {p.name: max([m.group for m in models if m.pool is p], default=1) if cluster.gpus else 1 for p in shared}
+    groups = {p.name: lcm(*(m.group * m.traits.sharing for m in models if m.pool is p)) if cluster.gpus else 1 for p in shared}
     least = sum(groups.values())
     if exact > cluster.gpus or (cluster.gpus and total < least):
         raise PlanError(
@@ -179,6 +181,7 @@ def _ranks(
         raise PlanError(
             f"{name} asks for {groups} ranks of {model.group} GPU(s), but pool '{model.pool.name}' has {len(gpus)}; ask for fewer ranks"
         )
+    _check_sharing(model, name, len(gpus), groups)
     share = len(gpus) // groups
     world = groups * model.engines if gpus else groups
     threads = 1 if gpus else max(count // world, 1)
@@ -193,6 +196,7 @@ def _ranks(
             )
         return hosts.pop()
 
+    _check_one_host(model, name, [host(rank) for rank in range(world)])
     return [
         PlannedWorker(
             f"{name}[{rank}]" if world > 1 else name,
@@ -211,7 +215,41 @@ def _ranks(
 
 def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
     """Count the groups of devices on which a model has its workers."""
-    return model.ranks or (count // model.group if on_gpus else 1)
+    sharing = model.traits.sharing
+    return model.ranks or (count // (model.group * sharing) if on_gpus else 1) * sharing
+
+
+def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
+    """Raise PlanError for a pool that the workers of one pass do not divide."""
+    sharing = model.traits.sharing
+    if gpus and model.ranks is None and (not groups or gpus % (model.group * sharing)):
+        raise PlanError(
+            f"{name} computes each pass on {sharing} GPUs ({split(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a "
+            f"multiple of {sharing}"
+        )
+
+
+def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
+    """Raise PlanError for workers of one pass on several hosts: they exchange tokens in every layer."""
+    sharing = model.traits.sharing
+    for first in range(0, len(hosts), sharing):
+        if len(set(hosts[first : first + sharing])) > 1:
+            raise PlanError(
+                f"{name}[{first}] to {name}[{first + sharing - 1}] compute each pass together ({split(model.traits)}), but lie on hosts "
+                f"{sorted(set(hosts[first : first + sharing]))}; choose shares, or a smaller group, that divide the hosts evenly"
+            )
+
+
+def split(traits: ModelTraits, ranks: int = 0) -> str:
+    """Say how the ranks of a model share its work, as "tp 2 × dp 2"; empty if each has a pass of its own.
+
+    >>> split(ModelTraits(tensor_parallel=2), 4)
+    'tp 2 × dp 2'
+    """
+    if traits.sharing == 1:
+        return ""
+    parts = [("tp", traits.tensor_parallel), ("cp", traits.context_parallel), ("dp", ranks // traits.sharing)]
+    return " × ".join(f"{what} {size}" for what, size in parts if size > 1 or (what == "dp" and size))
 
 
 def ranks_of(model: Model, count: int, cluster: Cluster) -> int:

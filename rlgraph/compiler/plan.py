@@ -150,18 +150,19 @@ class PlannedSleep:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model: the `dtype` it computes in, and `why` that one; as JSON, the `engine_args` that the user hands on to its engine."""
+    """A model: the `dtype` it computes in, and `why` that one; as JSON, the `engine_args` that the user hands on to its engine; and how
+    its ranks share a pass, the `split`, as "tp 2 × dp 2"."""
 
     name: str
     dtype: str
     why: str
     engine_args: str = ""
+    split: str = ""
 
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Estimated bytes on a GPU of a pool, or on the host (None), while the job runs or while it loads its models: the parts, the
-    peak, the `least_bytes` that must fit, and what there is, where known."""
+    """Estimated bytes on a GPU of a pool or on the host (None), while a job runs or loads: parts, peak, what must fit, what there is."""
 
     pool: str | None
     parts: tuple[tuple[str, int], ...]

@@ -26,12 +26,13 @@ PREFILL, DECODING = 0.5, 0.6
 @dataclass(frozen=True)
 class Device:
     """Peak bfloat16 operations and bytes of memory traffic a second, bytes of memory, and bytes a second to and from the
-    host, one way, as the vendor gives them."""
+    host, and to and from the other GPUs of the host, one way, as the vendor gives them."""
 
     flops: float
     bandwidth: float
     memory_bytes: int
     host_link: float
+    peer_link: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Workload:
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
     generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
     pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
-    with `host_moments` its moments are on the host.
+    with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and with `context` others a pass.
     """
 
     shape: ModelShape
@@ -59,6 +60,8 @@ class Workload:
     fused_head: bool | None = None
     one_moment: bool = False
     host_moments: bool = False
+    tensor: int = 1
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,12 @@ def _ranks(work: Workload, weights: int) -> Need:
     stays = {what: size * shape.parameters // work.workers for what, size in per_parameter.items()}
     if work.trained and work.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
-    tokens = min(work.micro_batch_tokens, int(-(-work.rows // work.workers) * work.longest))
+    groups = max(work.workers // (work.tensor * work.context), 1)
+    tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
     kept = 2 if not work.trained or work.recompute else ACTIVATION  # of a layer: its input, or all
     layers = shape.layers if work.trained else 1
-    gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize
-    runs = {"activations": tokens * shape.hidden * layers * kept * work.itemsize // 2, "gathered layers": gathered}
+    gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor
+    runs = {"activations": tokens * shape.hidden * layers * kept * work.itemsize // 2 // work.tensor, "gathered layers": gathered}
     if work.fused_head is not None:
         runs["logits"] = _logits(work, tokens)
     return Need(stays, runs, sum(runs.values()))
@@ -117,12 +121,13 @@ def _ranks(work: Workload, weights: int) -> Need:
 
 def _logits(work: Workload, tokens: int) -> int:
     """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
-    numbers = tokens * work.shape.vocab
+    words = work.shape.vocab // work.tensor
+    numbers = tokens * words
     scoring = SCORE_COPIES * 4 * min(numbers, SCORED_AT_ONCE)
     if not work.trained:
         return min(numbers, LOGITS_AT_ONCE) * work.itemsize + scoring
     if work.fused_head and numbers > LOGITS_AT_ONCE:
-        head = work.shape.vocab * work.shape.hidden  # its gradient in float32, and what some rows add to it
+        head = words * work.shape.hidden  # its gradient in float32, and what some rows add to it
         return 2 * LOGITS_AT_ONCE * work.itemsize + scoring + (4 + work.itemsize) * head
     return 2 * numbers * work.itemsize + scoring
 

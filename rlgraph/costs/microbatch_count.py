@@ -16,19 +16,29 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Passes:
     """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
-    of at most `tokens` tokens, packed one behind the other."""
+    of at most `tokens` tokens, packed one behind the other. `tensor` × `context` ranks compute a pass together: it is cut between them."""
 
     tokens: int
     mini_batches: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def sharing(self) -> int:
+        """The ranks that compute one pass together."""
+        return self.tensor * self.context
 
     def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
 
-        Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most.
+        Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Of a pass that ranks share each
+        counts its part.
         """
         sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
         longest_first = [-np.sort(-batch, axis=1) for batch in np.array_split(sequences, self.mini_batches, axis=1)]
-        return np.concatenate([self._cut(batch, ranks) for batch in longest_first], axis=1)
+        groups = max(ranks // self.sharing, 1)
+        found: Array = np.concatenate([self._cut(batch, groups) for batch in longest_first], axis=1)
+        return found if self.sharing == 1 else found / self.sharing
 
     def _cut(self, sequences: Array, ranks: int) -> Array:
         rank, micro_batch = micro_batches(sequences, ranks, self.tokens)
@@ -43,6 +53,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     """Describe the passes in which a node computes its batch; None if it does not pack them without padding, as on a CPU."""
     model = node.model.traits if node.model is not None else ModelTraits()
     on_gpus = gpus > 0 and node.pool is not None and node.pool.cpus is None
-    if model.micro_batch_tokens is None or not (on_gpus or model.recompute):
+    if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.sharing > 1):
         return None
-    return Passes(model.micro_batch_tokens, node.traits.mini_batches)
+    tensor, context = model.tensor_parallel, model.context_parallel
+    return Passes(model.micro_batch_tokens * context, node.traits.mini_batches, tensor, context)

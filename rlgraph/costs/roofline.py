@@ -13,17 +13,18 @@ from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estima
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
+from rlgraph.costs.sharing import exchange_s
 from rlgraph.graph.nodes import Graph, Model, Node
 
 GB = 10**9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
 DEVICES: Mapping[str, Device] = {
-    "A100": Device(312e12, 2.039e12, 80 * GB, PCIE_4),
-    "H100": Device(989e12, 3.35e12, 80 * GB, PCIE_5),
-    "H200": Device(989e12, 4.8e12, 141 * GB, PCIE_5),
-    "H20": Device(148e12, 4.0e12, 96 * GB, PCIE_5),
-    "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4),
-    "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5),
+    "A100": Device(312e12, 2.039e12, 80 * GB, PCIE_4, 300e9),
+    "H100": Device(989e12, 3.35e12, 80 * GB, PCIE_5, 450e9),
+    "H200": Device(989e12, 4.8e12, 141 * GB, PCIE_5, 450e9),
+    "H20": Device(148e12, 4.0e12, 96 * GB, PCIE_5, 450e9),
+    "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4, PCIE_4),
+    "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5, 900e9),
 }
 TRAINING = 0.4  # share of these peaks that well-tuned trainers reach; an assumption, which a profile replaces
 LINK = 25e9  # bytes a second at which a version reaches a generator
@@ -108,9 +109,10 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     trains = node.traits.work == "train"
     walks = epochs_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
+    exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * OPTIMIZER_BYTES * shape.parameters / (device.bandwidth * DECODING) if trains else 0.0,
-        token_s=walks * (6 * shape.active_parameters / (device.flops * TRAINING) + logits),
+        token_s=walks * (6 * shape.active_parameters / (device.flops * TRAINING) + logits) + epochs_of(node) * exchange,
         pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
         sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
     )

@@ -187,6 +187,8 @@ class ModelTraits:
     `engine_args` are the arguments that the user hands on to its engine; those in `gpu_only` need a GPU, each with the reason.
 
     `shares_steps` says that responses which joined later share each decode step with those already decoding.
+
+    `tensor_parallel` ranks share the model's matrices, and `context_parallel` ranks the tokens of a row: together they compute one pass.
     """
 
     dtype: str | None = None
@@ -202,3 +204,10 @@ class ModelTraits:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     gpu_only: Mapping[str, str] = field(default_factory=dict)
     shares_steps: bool = True
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+
+    @property
+    def sharing(self) -> int:
+        """The workers that compute one pass together; a model has a multiple of them."""
+        return self.tensor_parallel * self.context_parallel

@@ -92,12 +92,13 @@ def _workers(plan: Plan) -> list[str]:
 
 
 def _models(plan: Plan) -> list[str]:
-    """Write the table of models with the type each computes in and the reason for it, and the arguments that engines are given."""
+    """Write the table of models: the type each computes in and the reason for it, how ranks share passes, and the arguments of engines."""
     if not plan.models:
         return []
-    given = any(m.engine_args for m in plan.models)
-    names = ["model", "computes in", "since", *(["engine_args"] if given else [])]
-    return aligned(names, [[m.name, m.dtype, m.why, *([m.engine_args] if given else [])] for m in plan.models])
+    optional = {"ranks": [m.split for m in plan.models], "engine_args": [m.engine_args for m in plan.models]}
+    given = {name: cells for name, cells in optional.items() if any(cells)}
+    rows = [[m.name, m.dtype, m.why, *(cells[index] for cells in given.values())] for index, m in enumerate(plan.models)]
+    return aligned(["model", "computes in", "since", *given], rows)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -13,25 +13,31 @@ import torch
 from torch.nn.functional import linear
 
 from rlgraph.costs.estimates import LOGITS_AT_ONCE
+from rlgraph.engines.forward.collectives import own_part
 from rlgraph.engines.forward.log_probs import sum_pi_squared, token_scores
+from rlgraph.engines.forward.vocabulary import VocabularyShard
 
 AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What is computed of the logits: `shape` makes them of the head's output, `temperature` is that of the sampling."""
+    """What is computed of the logits: `shape` makes them of the head's output, `temperature` is that of the sampling.
+
+    `words` are those whose logits the head of this rank gives; None for the whole vocabulary.
+    """
 
     shape: Callable[[torch.Tensor], torch.Tensor]
     temperature: float = 1.0
     entropy: bool = False
     squares: bool = False
+    words: VocabularyShard | None = None
 
     def __call__(self, output: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Give the log-probs `[N]` of `tokens [N]`, then entropies or sums of squares `[N]` if asked for, of a head's output `[N, V]`."""
         logits = self.shape(output)
-        log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy)
-        more = sum_pi_squared(logits, temperature=self.temperature) if self.squares else entropies
+        log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy, words=self.words)
+        more = sum_pi_squared(logits, temperature=self.temperature, words=self.words) if self.squares else entropies
         return (log_probs,) if more is None else (log_probs, more)
 
 
@@ -41,14 +47,17 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
     Without gradients it takes a few rows at a time. With them it does so only if `fused`, since the backward pass then computes the logits
     again. A head that is no plain linear map is computed whole.
     """
-    learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
-    at_once = rows_at_once(head.weight)
-    if type(head) is not torch.nn.Linear or len(states) <= at_once or (learns and not fused):
+    if type(head) is not torch.nn.Linear:
         return scored(head(states), tokens)
+    learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
+    weight, bias = own_part(head.weight), None if head.bias is None else own_part(head.bias)
+    at_once = rows_at_once(weight)
+    if len(states) <= at_once or (learns and not fused):
+        return scored(linear(states, weight, bias), tokens)
     if not learns:
-        parts = [scored(head(states[rows]), tokens[rows]) for rows in _chunks(len(states), at_once)]
+        parts = [scored(linear(states[rows], weight, bias), tokens[rows]) for rows in _chunks(len(states), at_once)]
         return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-    found: tuple[torch.Tensor, ...] = _FusedScores.apply(states, head.weight, head.bias, tokens, scored, at_once)
+    found: tuple[torch.Tensor, ...] = _FusedScores.apply(states, weight, bias, tokens, scored, at_once)
     return found
 
 

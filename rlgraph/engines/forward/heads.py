@@ -10,8 +10,10 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, ValueLossFn
+from rlgraph.engines.forward.collectives import own_part
 from rlgraph.engines.forward.fused_head import Scored, head_scores
 from rlgraph.engines.forward.packing import MicroBatch
+from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import value_head
@@ -32,8 +34,13 @@ class Head(torch.nn.Module, ABC):
 
     @property
     @abstractmethod
+    def backbone(self) -> Any:
+        """The model without its head."""
+
+    @property
     def layers(self) -> Any:
         """The layers, each of which is gathered by itself."""
+        return layers_of(self.backbone)
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
@@ -58,10 +65,11 @@ class PolicyHead(Head):
     """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
 
     `path` is a folder, or a model that is in memory already. `fused` keeps the logits of all tokens out of memory while it trains: see
-    `head_scores`.
+    `head_scores`. `words` are those that this rank's head gives logits of; None for all.
     """
 
     prefix, loss_name = "actor", "actor/pg_loss"
+    words: VocabularyShard | None = None
 
     def __init__(self, path: str | Path | torch.nn.Module, *, fused: bool = False) -> None:
         super().__init__()
@@ -74,14 +82,14 @@ class PolicyHead(Head):
         self._shape = LogitShape.of(self.model.config)
 
     @property
-    def layers(self) -> Any:
-        return layers_of(backbone_of(self.model))
+    def backbone(self) -> Any:
+        return backbone_of(self.model)
 
     def forward(
         self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        states = predicting_states(backbone_of(self.model), micro_batch)
-        scored = Scored(self._shape, temperature, entropy, squares)
+        states = predicting_states(self.backbone, micro_batch)
+        scored = Scored(self._shape, temperature, entropy, squares, self.words)
         return head_scores(self.model.get_output_embeddings(), states, micro_batch.targets, scored, fused=self._fused)
 
     def loss(
@@ -112,8 +120,8 @@ class ValueHead(Head):
         self._begins = weight
 
     @property
-    def layers(self) -> Any:
-        return layers_of(self.model)
+    def backbone(self) -> Any:
+        return self.model
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         if name != "score.weight":
@@ -125,7 +133,7 @@ class ValueHead(Head):
         self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
     ) -> tuple[torch.Tensor, ...]:
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
-        return (torch.mv(predicting_states(self.model, micro_batch).float(), self.score.weight.float()[0]),)
+        return (torch.mv(predicting_states(self.model, micro_batch).float(), own_part(self.score.weight).float()[0]),)
 
     def loss(
         self, loss: ValueLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals

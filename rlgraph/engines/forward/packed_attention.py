@@ -6,12 +6,14 @@ A setting of a layer that neither knows is refused by name, since leaving it out
 """
 
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from rlgraph.engines.forward.collectives import ranks_in, whole_heads, whole_tokens
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
@@ -106,6 +108,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    context_group: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within each sequence: `[1, L, H, D]` from `query [1, H, L, D]`, keys and values of as many or fewer heads.
@@ -113,7 +116,12 @@ def attend(
     Sequence i lies at `cu_seq_lens_q[i]` up to the next entry. The kernel is FlashAttention 2 as PyTorch carries it, which knows
     windows, and sinks by `_FlashWithSinks`. It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256
     numbers: there the sequences are attended to one by one. Raises DataError for a setting of the layer that it does not know.
+
+    The ranks of a `context_group` have consecutive tokens of the row each: see `attend_apart`.
     """
+    if context_group is not None:
+        more = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q, "scaling": scaling, "sliding_window": sliding_window}
+        return attend_apart(module, query, key, value, context_group, softcap=softcap, s_aux=s_aux, **more, **others), None
     _refuse(module, others)
     if cu_seq_lens_q is None:
         raise DataError(f"{type(module).__name__} does not hand on to its attention where sequences begin")
@@ -135,6 +143,23 @@ def attend(
                 )
             )
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def attend_apart(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, *, s_aux: Any, **settings: Any
+) -> torch.Tensor:
+    """Attend `[1, l, H, D]` for the tokens of this rank, where the ranks of a group share a row: each attends for some heads of all tokens.
+
+    Two exchanges for each layer, and two in the backward pass (Jacobs et al. 2023, arXiv:2309.14509, "DeepSpeed Ulysses"). Where there are
+    fewer heads of keys than ranks, or they do not divide, each is sent more than once.
+    """
+    if s_aux is not None:
+        raise DataError(f"{type(module).__name__} has attention sinks, which ranks that share a row do not have; use context_parallel=1")
+    copies = ranks_in(group) // gcd(key.shape[1], ranks_in(group))
+    key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
+    query, key, value = (whole_heads(x, group) for x in (query, key, value))
+    out, _ = attend(module, query, key, value, None, **settings)
+    return whole_tokens(out.transpose(1, 2), group).transpose(1, 2)
 
 
 def kernel_takes(size: int) -> bool:

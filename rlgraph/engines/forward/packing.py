@@ -6,7 +6,7 @@ On a GPU sequences lie one behind the other without padding, each with its own p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ class PackedSequence:
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
-    Packed flat they are [1, L]: sequence i begins at `starts[i]`, and none is longer than `longest`.
+    Packed flat they are [1, L]: sequence i begins at `starts[i]`, and none is longer than `longest`. With a `group`, its ranks have
+    consecutive parts of the row, and this is the part of one.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column.
@@ -50,6 +51,23 @@ class MicroBatch:
     column: torch.Tensor
     starts: torch.Tensor | None = None
     longest: int = 0
+    group: Any = None
+
+    def part(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
+        """Take the part of a row for one of the ranks of a group: its tokens, and what they predict."""
+        size = self.tokens.shape[1] // ranks
+        own = slice(rank * size, (rank + 1) * size)
+        here = (self.predicts >= own.start) & (self.predicts < own.stop)
+        return replace(
+            self,
+            tokens=self.tokens[:, own],
+            positions=self.positions[:, own],
+            predicts=self.predicts[here] - own.start,
+            targets=self.targets[here],
+            row=self.row[here],
+            column=self.column[here],
+            group=group,
+        )
 
     def to(self, device: torch.device) -> "MicroBatch":
         moved: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in vars(self).items()}
@@ -147,8 +165,11 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     )
 
 
-def pack_flat(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
-    """Pack some sequences of a batch one behind another in one row. Without sequences it is one token."""
+def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: int = 1) -> MicroBatch:
+    """Pack some sequences of a batch one behind another in one row. Without sequences it is one token.
+
+    The length of the row is a `multiple`: behind the sequences lies one of tokens that predict nothing.
+    """
     prompts, prompt_mask, responses, response_mask = _read(batch)
     pieces: list[torch.Tensor] = []
     positions, predicts, targets, columns, rows = [], [], [], [], []
@@ -164,18 +185,22 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch
         columns.append(trained)
         starts.append(starts[-1] + sequence.tokens)
     none = torch.zeros(0, dtype=torch.long)
-    one = torch.zeros(0 if sequences else 1, dtype=torch.long)
+    spare = -starts[-1] % multiple if sequences else multiple
+    if spare:
+        pieces.append(torch.zeros(spare, dtype=torch.long))
+        positions.append(torch.arange(spare))
+        starts.append(starts[-1] + spare)
     return MicroBatch(
         rows=torch.tensor([s.rows[0] for s in sequences], dtype=torch.long),
-        tokens=torch.cat([one, *pieces])[None],
-        positions=torch.cat([one, *positions])[None],
+        tokens=torch.cat(pieces)[None],
+        positions=torch.cat(positions)[None],
         mask=None,
         predicts=torch.cat([none, *predicts]),
         targets=torch.cat([none, *targets]),
         row=torch.cat([none, *rows]),
         column=torch.cat([none, *columns]),
-        starts=torch.tensor(starts if sequences else [0, 1], dtype=torch.int32),
-        longest=max((s.tokens for s in sequences), default=1),
+        starts=torch.tensor(starts, dtype=torch.int32),
+        longest=max([spare, *(s.tokens for s in sequences)]),
     )
 
 

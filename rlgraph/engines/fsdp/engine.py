@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
@@ -14,15 +13,19 @@ from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
 from rlgraph.engines.forward import fused_norms, packed_attention
+from rlgraph.engines.forward.collectives import filled
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.forward.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.exchange import gathered
+from rlgraph.engines.fsdp.grad_norm import clipped
 from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
+from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import full, join, local, placed, prepare_layers, shard
+from rlgraph.engines.fsdp.sharding import join, local, placed, prepare_layers, shard
+from rlgraph.engines.fsdp.tensor_parallel import share_matrices
 from rlgraph.engines.hf_models.folder_parts import folder_shards
 
 
@@ -55,21 +58,26 @@ class FsdpEngine:
         flat: bool | None = None,
         shared: bool = True,
         host_moments: bool = False,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         self._made_group = join(rank, world)
-        self._rank, self._world, self._device = rank, world, torch.device(device)
+        self._device = torch.device(device)
+        self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel)
         self._micro_batch_tokens = micro_batch_tokens
         self._settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
-        self._flat = self._device.type == "cuda" or recompute if flat is None else flat
+        self._flat = self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat
         self._shared = shared
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda":
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
-        self._units = shard(head, head.layers, DeviceMesh(device, torch.arange(world)), dtype)
+        if self._ranks.matrices is not None:
+            share_matrices(head, self._ranks.matrices)
+        self._units = shard(head, head.layers, self._ranks.sharded, dtype)
         self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
             load_shards(head, self._device)
@@ -97,8 +105,8 @@ class FsdpEngine:
                     column[micro_batch.rows[micro_batch.row], micro_batch.column] = scores
         for unit in self._units:  # else the next pass would compute with these, whatever happens to the weights in between
             unit.reshard()
-        if self._world > 1:
-            dist.all_reduce(result)
+        if self._ranks.sharded.size() > 1:
+            dist.all_reduce(result, group=self._ranks.sharded.get_group())
         return result.cpu()
 
     def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
@@ -116,16 +124,16 @@ class FsdpEngine:
             if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
-            placed = tuple(_unpack(score, micro_batch, width) for score in scores)
-            value, metrics = self._head.loss(loss, placed, _rows(batch, micro_batch.rows, self._device), totals)
+            whole = tuple(_unpack(score, micro_batch, width) for score in scores)
+            value, metrics = self._head.loss(loss, whole, _rows(batch, micro_batch.rows, self._device), totals)
             value.backward()
             found.append({self._head.loss_name: value.item()} | metrics)
-        return self._step({self._head.loss_name: 0.0} | _summed(found, self._world, self._device), totals.tokens > 0, guard)
+        return self._step({self._head.loss_name: 0.0} | _summed(found, self._ranks, self._device), totals.tokens > 0, guard)
 
     def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
-        norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._settings.grad_clip)
+        norm = clipped(self._head.parameters(), self._settings.grad_clip)
         lr = self._settings.lr_at(self._steps)
-        metrics = metrics | {f"{self._head.prefix}/grad_norm": float(full(norm)), f"{self._head.prefix}/lr": lr}
+        metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}
         if not learns or (guard is not None and not guard(metrics)):
             self._optimizer.zero_grad()
             return metrics
@@ -137,23 +145,24 @@ class FsdpEngine:
         return metrics
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
-        arrange = pack_flat if self._flat else pack
-        parts = plan_micro_batches(batch, self._world, self._micro_batch_tokens, flat=self._flat, shared=self._shared)
-        passes = parts[self._rank]
+        ranks = self._ranks
+        most = self._micro_batch_tokens * ranks.context  # of a pass, which these ranks share
+        passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self._shared)[ranks.data_rank]
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
-            yield arrange(batch, sequences).to(self._device)
+            packed = pack_flat(batch, sequences, multiple=ranks.sharing) if self._flat else pack(batch, sequences)
+            yield (packed if ranks.context == 1 else packed.part(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
         self._on_progress(len(passes), len(passes))
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's rows of every parameter, live: float32, split along dim 0 as by `torch.chunk`."""
+        """This rank's part of every parameter, live and in float32. Ranks that share no matrices have rows, split as by `torch.chunk`."""
         return {name: local(parameter.detach()) for name, parameter in self._named().items()}
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's rows of every parameter, live, in float32 and under the names of the folder; see `TrainEngine`."""
+        """Yield this rank's box of every parameter, live, in float32 and under the names of the folder; see `TrainEngine`."""
         return folder_shards(self._shards(), self._parts)
 
     def _shards(self) -> Iterator[WeightShard]:
@@ -172,8 +181,8 @@ class FsdpEngine:
         named = self._named()
         check_weights(weights, {name: tuple(parameter.shape) for name, parameter in named.items()})
         for name, parameter in named.items():
-            rows = weights[name].chunk(self._world)
-            local(parameter.detach()).copy_(rows[self._rank] if self._rank < len(rows) else weights[name][:0])
+            own = local(parameter.detach())
+            own.copy_(WeightShard(name, tuple(parameter.shape), placed(parameter)[0], own).within(weights[name]))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
@@ -223,7 +232,8 @@ class FsdpEngine:
 
 def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
     """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
-    return values.new_zeros(len(micro_batch.rows), width).index_put((micro_batch.row, micro_batch.column), values)
+    own = values.new_zeros(len(micro_batch.rows), width).index_put((micro_batch.row, micro_batch.column), values)
+    return own if micro_batch.group is None else filled(own, micro_batch.group)
 
 
 def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
@@ -233,21 +243,23 @@ def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
     return {name: pick(column) for name, column in batch.items()}
 
 
-def _summed(metrics: list[dict[str, float]], world: int, device: torch.device) -> dict[str, float]:
+def _summed(metrics: list[dict[str, float]], ranks: Ranks, device: torch.device) -> dict[str, float]:
     """Sum the metrics of all micro-batches of all ranks, in the order of the ranks: the same bits on every rank."""
-    ranks = _gathered(metrics, world, device) if world > 1 else [metrics]
+    found = _gathered(metrics, ranks, device) if ranks.data > 1 else [metrics]
     total: dict[str, float] = {}
-    for micro_batch in (micro_batch for rank in ranks for micro_batch in rank):
+    for micro_batch in (micro_batch for rank in found for micro_batch in rank):
         for name, value in micro_batch.items():
             total[name] = total.get(name, 0.0) + value
     return total
 
 
-def _gathered(metrics: list[dict[str, float]], world: int, device: torch.device) -> list[list[dict[str, float]]]:
-    """Gather the metrics of each rank's micro-batches."""
+def _gathered(metrics: list[dict[str, float]], ranks: Ranks, device: torch.device) -> list[list[dict[str, float]]]:
+    """Gather the metrics of each rank's micro-batches; ranks that share a pass have the same."""
     own = msgspec.msgpack.encode([[*micro_batch.items()] for micro_batch in metrics])
-    ranks = (msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, world, device))
-    return [[dict(micro_batch) for micro_batch in rank] for rank in ranks]
+    found = (
+        msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, ranks.data, device, ranks.data_group)
+    )
+    return [[dict(micro_batch) for micro_batch in rank] for rank in found]
 
 
 def _tensor(batch: Columns, name: str) -> torch.Tensor:

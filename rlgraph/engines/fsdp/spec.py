@@ -8,6 +8,7 @@ from typing import Any
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import SavedShard, TrainerSpec
+from rlgraph.errors import DataError
 
 log = logging.getLogger("rlgraph.engines")
 
@@ -20,12 +21,15 @@ def load(model: Any, place: Place) -> TrainEngine:
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.rendezvous import meet
 
-    dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute
+    sharing = model.traits.sharing > 1
+    dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute or sharing
     shared = True
     if model.self_test:
         from rlgraph.engines.forward.self_test import trainer_layout
 
         layout = trainer_layout(model.path, flat=flat, device=place.device, dtype=dtype)
+        if sharing and not layout.flat:
+            raise DataError(f"{layout.note}; ranks share such passes alone: use tensor_parallel=1 and context_parallel=1")
         flat, shared = layout.flat, layout.shared
         if layout.note and place.rank == 0:
             log.warning(layout.note)
@@ -44,6 +48,8 @@ def load(model: Any, place: Place) -> TrainEngine:
         flat=flat,
         shared=shared,
         host_moments=model.offload == "moments",
+        tensor_parallel=model.tensor_parallel,
+        context_parallel=model.context_parallel,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -58,7 +64,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
 SPEC = TrainerSpec(
     name="fsdp",
     load=load,
-    settings=("micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head", "offload"),
+    settings=("micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head", "offload", "tensor_parallel", "context_parallel"),
     reads_shards=True,
     saved_shards=saved_shards,
 )

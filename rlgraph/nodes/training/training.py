@@ -53,7 +53,9 @@ class TrainedModel(Model):
     * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
       AMX), else float32.
     * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
-    * `data_parallel`: the number of data-parallel processes. None: one for each GPU of the pool, one on the host.
+    * `data_parallel`: the number of data-parallel groups of processes. None: as many as the pool has GPUs for, one on the host.
+    * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
+    * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
     * `recompute`: keeps only the input of each layer for the backward pass. It saves memory and takes a third more time.
     * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
@@ -67,6 +69,8 @@ class TrainedModel(Model):
 
     optimizer: AdamW = field(default_factory=AdamW)
     data_parallel: Count | None = None
+    tensor_parallel: Count = 1
+    context_parallel: Count = 1
     micro_batch_tokens: Count = 16384
     dtype: Dtype = "auto"
     recompute: bool = False
@@ -83,6 +87,11 @@ class TrainedModel(Model):
             raise GraphError(
                 f"{type(self).__name__}(optimizer=rg.Muon(), offload='moments'): only AdamW's moments can be in host memory; leave out one"
             )
+        if self.tensor_parallel > 1 and self.compiled:
+            raise GraphError(
+                f"{type(self).__name__}(tensor_parallel={self.tensor_parallel}, compiled=True): layers that ranks share are not compiled; "
+                "leave out compiled"
+            )
         object.__setattr__(self, "_spec", trainer_of(self))
 
     @property
@@ -92,7 +101,7 @@ class TrainedModel(Model):
 
     @property
     def ranks(self) -> int | None:
-        return self.data_parallel
+        return None if self.data_parallel is None else self.data_parallel * self.tensor_parallel * self.context_parallel
 
     @property
     def fuses_head(self) -> bool:
@@ -110,6 +119,8 @@ class TrainedModel(Model):
             host_moments=self.offload == "moments",
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
+            tensor_parallel=self.tensor_parallel,
+            context_parallel=self.context_parallel,
         )
 
     def load(self, context: Any) -> Any:
@@ -173,12 +184,16 @@ def check_folder(path: str) -> None:
 
 
 def check_trained(model: TrainedModel) -> None:
-    """Raise DataError for a folder without a model, or for a model whose log-probs here differ from those of its own forward.
+    """Raise DataError for a folder without a model, or for a model whose log-probs here differ from those of its own forward, and
+    GraphError for a model that its ranks cannot share.
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
+    from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
     from rlgraph.engines.hf_models.pretrained import check_model
 
+    if model.traits.sharing > 1:
+        check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
     if check_model(model.path).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 

@@ -71,7 +71,7 @@ def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x
         lines = _label_lines(pool, plan)
         room = LABEL_MOST - 2 * PAD
         found.append(TextLine(x + PAD, y + 23.0, fitted(lines[0], NAME, room, bold=True), NAME, bold=True))
-        found.append(TextLine(x + PAD, y + 42.0, lines[1], SMALL, "muted"))
+        found.append(TextLine(x + PAD, y + 42.0, fitted(lines[1], SMALL, room), SMALL, "muted"))
         full = pool is not None and pool.busy >= FULL
         found += [TextLine(x + PAD, y + 60.0, line, SMALL, "red" if full else "muted") for line in lines[2:]]
     return found
@@ -89,7 +89,9 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
     if pool is None:
         return [words.HOST, words.counted(sum(worker.pool is None for worker in plan.workers), "process")]
     used = any(node.pool == pool.name for node in plan.nodes)
-    return [words.clean(pool.name), words.devices(pool), f"busy {pool.busy:.0%}" if used else "no nodes of its own"]
+    models = {node.model for node in plan.nodes if node.pool == pool.name}
+    shared = [model.split for model in plan.models if model.name in models and model.split]
+    return [words.clean(pool.name), " · ".join([words.devices(pool), *shared]), f"busy {pool.busy:.0%}" if used else "no nodes of its own"]
 
 
 def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> float:

@@ -1,0 +1,105 @@
+"""Ranks that share a pass: the sizes that they divide, and the seconds in which they exchange tokens in each layer."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from rlgraph.costs.costs import Costs, epochs_of
+from rlgraph.costs.estimates import Device
+from rlgraph.costs.functions import NodeCost
+from rlgraph.costs.model_shapes import ModelShape, Shapes
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import Graph, Node
+from rlgraph.graph.operation import ModelTraits
+
+LINKED = 0.7  # share of the link between GPUs that collectives reach; an assumption, which a profile replaces
+ITEMSIZE = 2  # bytes of a number on the way
+
+
+def undivided(heads: int, kv_heads: int, vocab: int, intermediate: int, *, tensor: int, context: int) -> tuple[str, int, str] | None:
+    """Find a size that ranks do not divide: its name in config.json, the size, and the settings; None where they divide all.
+
+    >>> undivided(32, 8, 151936, 12288, tensor=2, context=2), undivided(14, 2, 151936, 4864, tensor=4, context=1)
+    (None, ('num_attention_heads', 14, 'tensor_parallel=4'))
+    """
+    both = {"tensor_parallel": tensor, "context_parallel": context}
+    rules = [
+        ("num_attention_heads", heads, both),
+        *((name, size, {"tensor_parallel": tensor}) for name, size in _cut_by_tensor(kv_heads, vocab, intermediate).items()),
+    ]
+    for name, size, ranks in rules:
+        product = 1
+        for count in ranks.values():
+            product *= count
+        if size % product:
+            return name, size, " × ".join(f"{setting}={count}" for setting, count in ranks.items() if count > 1)
+    return None
+
+
+def _cut_by_tensor(kv_heads: int, vocab: int, intermediate: int) -> Mapping[str, int]:
+    return {"num_key_value_heads": kv_heads, "vocab_size": vocab, "intermediate_size": intermediate}
+
+
+def check_shared(graph: Graph, shapes: Shapes) -> None:
+    """Raise PlanError for a model of known shape that its ranks do not divide."""
+    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
+        shape, traits = shapes.get(model.path), model.traits
+        if shape is None or traits.sharing == 1:
+            continue
+        sizes = shape.heads, shape.kv_heads, shape.vocab, shape.intermediate
+        found = undivided(*sizes, tensor=traits.tensor_parallel, context=traits.context_parallel)
+        if found is not None:
+            name, size, settings = found
+            raise PlanError(
+                f"graph '{graph.name}': model '{model.path}' has {name}={size}, which {settings} does not divide; every rank has as many: "
+                f"choose a divisor of {size}"
+            )
+
+
+def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains: bool) -> float:
+    """Estimate the seconds in which a rank exchanges tokens with those of its pass, for each token of the pass.
+
+    Ranks that share matrices gather and scatter the tokens twice a layer (Korthikanti et al., 2022, section 4.2.2), ranks that share a row
+    exchange queries, keys, values and results (Jacobs et al., 2023). The backward pass does both again, and so does recomputing.
+    """
+    tensor, context = traits.tensor_parallel, traits.context_parallel
+    gathered = 4 * shape.hidden * (tensor - 1) / tensor / context
+    exchanged = 2 * (shape.heads + max(shape.kv_heads, context)) * shape.head_dim / tensor * (context - 1) / context / context
+    walks = (2 + traits.recompute) if trains else 1
+    return walks * shape.layers * (gathered + exchanged) * ITEMSIZE / (device.peer_link * LINKED)
+
+
+def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+    """Take measured costs of trainers to other numbers of ranks that share a pass: exchanges are added, those measured are taken off."""
+    nodes = dict(costs.nodes)
+    for node, cost, measured in _elsewhere(graph, costs):
+        shape = shapes.get(node.model.path) if node.model is not None else None
+        if device is None or shape is None or node.model is None:
+            continue
+        trains, traits = node.traits.work == "train", node.model.traits
+        change = epochs_of(node) * sum(
+            sign * each.sharing * exchange_s(shape, device, each, trains=trains) for sign, each in ((1, traits), (-1, measured))
+        )
+        nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0))
+    return replace(costs, nodes=nodes)
+
+
+def assumed_sharing(graph: Graph, costs: Costs) -> tuple[str, ...]:
+    """Name the nodes that were measured with other numbers of ranks that share a pass."""
+    return tuple(
+        f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, context_parallel={measured.context_parallel}: its "
+        "exchanges of tokens are taken from the model's shape and the link between GPUs"
+        for node, _, measured in _elsewhere(graph, costs)
+    )
+
+
+def _elsewhere(graph: Graph, costs: Costs) -> Iterator[tuple[Node, NodeCost, ModelTraits]]:
+    """Find the nodes whose cost follows tokens and was measured with ranks that share a pass in another way, and that way."""
+    for node in graph.nodes:
+        cost = costs.nodes.get(node.name)
+        if node.model is None or not isinstance(cost, NodeCost) or cost.measured is None or not cost.token_s:
+            continue
+        passes = cost.measured.passes
+        tensor, context = (passes.tensor, passes.context) if passes is not None else (1, 1)
+        traits = node.model.traits
+        if (tensor, context) != (traits.tensor_parallel, traits.context_parallel):
+            yield node, cost, replace(traits, tensor_parallel=tensor, context_parallel=context)

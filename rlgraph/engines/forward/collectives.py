@@ -1,0 +1,161 @@
+"""What ranks that share a pass send each other, with gradients: each has some of its tokens, of its heads, or of a parameter."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+
+# Their names from torch 2.13 on, where the old ones warn.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_sum_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def ranks_in(group: Any) -> int:
+    """Count the ranks of a group."""
+    return dist.get_world_size(group)
+
+
+def own_part(parameter: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
+    """This rank's part of a parameter that ranks share; a parameter of this rank alone is its own part.
+
+    Gradients of what all ranks hold alike are `summed` over them, or else equal already.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    gradients = [Partial() for _ in parameter.placements] if summed else parameter.placements
+    found: torch.Tensor = parameter.to_local(grad_placements=gradients)
+    return found
+
+
+def gathered_rows(part: torch.Tensor, group: Any, *, summed: bool = True) -> torch.Tensor:
+    """Gather the rows `[1, l, H]` of all ranks, in their order, as `[1, L, H]`.
+
+    What each rank does with them gives a gradient: these are `summed`, or, where every rank does the same, each rank takes its own.
+    """
+    found: torch.Tensor = _Gather.apply(part, group, summed)
+    return found
+
+
+def scattered_sum(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows `[1, l, H]` of the sum."""
+    found: torch.Tensor = _ScatterSum.apply(part, group)
+    return found
+
+
+def whole_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Exchange tokens for heads: of `[1, H, l, D]`, all heads of this rank's tokens, make `[1, h, L, D]`, some heads of all tokens."""
+    found: torch.Tensor = _Heads.apply(part, group)
+    return found
+
+
+def whole_tokens(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Exchange heads for tokens: the inverse of `whole_heads`."""
+    found: torch.Tensor = _Tokens.apply(part, group)
+    return found
+
+
+def filled(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Add up tensors of which each rank has filled some places, the others being 0; every rank then does the same with the whole."""
+    found: torch.Tensor = _Filled.apply(part, group)
+    return found
+
+
+def own_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    """View this rank's rows `[1, l, ...]` of `[1, L, ...]`."""
+    return whole.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+
+
+def stacked(mine: torch.Tensor, group: Any) -> torch.Tensor:
+    """Stack the tensors of all ranks, `[ranks, *shape]`; no gradient passes."""
+    ranks = dist.get_world_size(group)
+    found = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
+    _gather(found, mine.contiguous(), group=group)
+    return found.view(ranks, *mine.shape)
+
+
+def _all_rows(part: torch.Tensor, group: Any) -> torch.Tensor:
+    return stacked(part[0], group).flatten(0, 1)[None]
+
+
+def _sum_of_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    rows = whole.shape[1] // dist.get_world_size(group)
+    found = whole.new_empty((rows, *whole.shape[2:]))
+    _sum_scatter(found, whole[0].contiguous(), group=group)
+    return found[None]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any, summed: bool) -> torch.Tensor:
+        ctx.group, ctx.summed = group, summed
+        return _all_rows(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_sum_of_rows if ctx.summed else own_rows)(grads[0], ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _sum_of_rows(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_rows(grads[0], ctx.group), None
+
+
+def _to_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
+    ranks, (_, heads, tokens, width) = dist.get_world_size(group), part.shape
+    found = _exchanged(part.reshape(ranks, heads // ranks, tokens, width), group)
+    return found.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, width)
+
+
+def _to_tokens(part: torch.Tensor, group: Any) -> torch.Tensor:
+    ranks, (_, heads, tokens, width) = dist.get_world_size(group), part.shape
+    found = _exchanged(part.reshape(heads, ranks, tokens // ranks, width).transpose(0, 1), group)
+    return found.reshape(1, ranks * heads, tokens // ranks, width)
+
+
+def _exchanged(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Send part i to rank i, and take its part for this rank."""
+    parts = parts.contiguous()
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return found
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _to_heads(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _to_tokens(grads[0], ctx.group), None
+
+
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _to_tokens(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _to_heads(grads[0], ctx.group), None
+
+
+class _Filled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None

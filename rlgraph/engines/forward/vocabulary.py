@@ -1,0 +1,31 @@
+"""A vocabulary that is cut between ranks: each has the logits of its words, and log-probs follow from few numbers a token of each rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlgraph.engines.forward.collectives import stacked
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The words of this rank: `size` of them from `first` on. The ranks of `group` have the others."""
+
+    group: Any
+    first: int
+    size: int
+
+    def own(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Number `tokens [N]` among the words of this rank, and tell which of them are here; those of other ranks count as word 0."""
+        here = (tokens >= self.first) & (tokens < self.first + self.size)
+        return torch.where(here, tokens - self.first, 0), here
+
+    def joined(self, normalisers: torch.Tensor, *of_shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Gather what ranks know of `[N]` tokens: the logarithm of the sum over each rank's words, and other numbers.
+
+        Return the logarithm of the whole sum `[N]`, that of each rank's share of it `[ranks, N]`, and the other numbers `[ranks, N]` each.
+        """
+        ranks = stacked(torch.stack([normalisers, *of_shards]), self.group)
+        whole = ranks[:, 0].logsumexp(0)
+        return whole, ranks[:, 0] - whole, [*ranks[:, 1:].unbind(1)]

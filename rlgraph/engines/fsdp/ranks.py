@@ -1,0 +1,44 @@
+"""The ranks of a model: which share its matrices (tensor), which a row of tokens (context), and which have batches of their own (data)."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlgraph.errors import GraphError
+
+
+class Ranks:
+    """The place of one rank of `world`. Neighbours share matrices, then rows of tokens: of 8 with `tensor` and `context` 2, ranks 0 and 1
+    share matrices, ranks 0 and 2 a row, and ranks 0 to 3 compute what 4 to 7 do for other sequences.
+
+    `sharded` is the mesh over which FSDP shards parameters: all ranks that share no matrices. Groups are None for a size of 1.
+    Raises GraphError where the ranks are no multiple of `tensor` × `context`.
+    """
+
+    def __init__(self, device: str, rank: int, world: int, *, tensor: int = 1, context: int = 1) -> None:
+        if world % (tensor * context):
+            raise GraphError(
+                f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}): the ranks come in groups of "
+                f"{tensor * context}; give a multiple"
+            )
+        self.tensor, self.context, self.data = tensor, context, world // (tensor * context)
+        self.data_rank, self.context_rank = rank // (tensor * context), rank // tensor % context
+        numbers = torch.arange(world)
+        self.matrices: DeviceMesh | None = None
+        if tensor > 1:
+            both = DeviceMesh(device, numbers.view(-1, tensor), mesh_dim_names=("fsdp", "tp"))
+            self.sharded, self.matrices = both["fsdp"], both["tp"]
+        else:
+            self.sharded = DeviceMesh(device, numbers)
+        self.context_group: Any = None
+        self.data_group: Any = self.sharded.get_group()
+        if context > 1:
+            shape = (self.data, context, tensor)
+            mesh = DeviceMesh(device, numbers.view(shape), mesh_dim_names=("dp", "cp", "tp"))
+            self.context_group, self.data_group = mesh["cp"].get_group(), mesh["dp"].get_group()
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that compute one pass together."""
+        return self.tensor * self.context

@@ -1,0 +1,133 @@
+"""Tensor parallel: ranks share the matrices of each layer, by the model's own plan, and between matrices each has some of the tokens.
+
+A plan of transformers says which projections are cut by columns and which by rows. Around them each rank has the hidden states of its
+tokens alone, so norms and residuals are cut as well (sequence parallel: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2): a
+block gathers the tokens, and its last matrix sums over the ranks and gives each its tokens back. Embedding and head are cut by words.
+"""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import embedding
+
+from rlgraph.engines.forward.collectives import gathered_rows, own_part, scattered_sum
+from rlgraph.engines.forward.heads import Head, PolicyHead
+from rlgraph.engines.forward.vocabulary import VocabularyShard
+from rlgraph.engines.hf_models.parallel_plan import COLUMNS, ROWS, check_parallel, plan_of
+
+Run = Callable[..., Any]
+
+
+def share_matrices(head: Head, mesh: DeviceMesh) -> None:
+    """Cut the parameters of a head over the ranks of a mesh, and let its modules compute with the parts; call it before FSDP.
+
+    Passes are packed flat, in rows of a length that the ranks divide. Raises GraphError for a model that the ranks do not divide, or whose
+    plan is not known here.
+    """
+    backbone, group = head.backbone, mesh.get_group()
+    check_parallel(type(head).__name__, backbone.config.get_text_config(), tensor=mesh.size())
+    styles = {f"model.{name}" if name else "model": style for name, style in _styles(head).items()}
+    words = backbone.get_input_embeddings()
+    _distribute(head, mesh, styles, (words, _output(head)))
+    for name, module in head.named_modules():
+        _replace(module, styles.get(name), words, group)
+    for block in {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}:
+        head.get_submodule(block).register_forward_pre_hook(_gathering(group), with_kwargs=True)
+    learns_alike = not isinstance(head, PolicyHead)  # a critic's head is whole on every rank
+    backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=not learns_alike))
+    if isinstance(head, PolicyHead):
+        size = words.num_embeddings // mesh.size()
+        head.words = VocabularyShard(group, mesh.get_local_rank() * size, size)
+
+
+def _output(head: Head) -> Any:
+    return head.model.get_output_embeddings() if isinstance(head, PolicyHead) else None
+
+
+def _styles(head: Head) -> dict[str, str]:
+    """Find the style of each projection, by its name below `head.model`."""
+    plan = plan_of(head.backbone.config.get_text_config())
+    inside = next(name for name, module in head.model.named_modules() if module is head.backbone)
+    names = [name for name, _ in head.backbone.named_modules()]
+    found = {name: style for pattern, style in plan.items() for name in names if fnmatchcase(name, pattern)}
+    return {f"{inside}.{name}" if inside else name: style for name, style in found.items()}
+
+
+def _distribute(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[Any, ...]) -> None:
+    """Make DTensors of all parameters; tied ones stay one."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for place, module in head.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in made:
+                style = styles.get(place)
+                cut = (
+                    Shard(0) if style == COLUMNS or module in by_words else Shard(1) if style == ROWS and name == "weight" else Replicate()
+                )
+                whole = distribute_tensor(parameter.detach(), mesh, [cut], src_data_rank=None)  # each takes its own: nothing is sent
+                made[parameter] = torch.nn.Parameter(whole, parameter.requires_grad)
+            module.register_parameter(name, made[parameter])
+
+
+def _replace(module: torch.nn.Module, style: str | None, words: Any, group: Any) -> None:
+    """Let a module with parameters of its own compute with this rank's parts of them."""
+    if module is words:
+        module.forward = _embedding(module, group)
+    elif style == ROWS:
+        module.forward = _by_rows(module, group)
+    elif style == COLUMNS or any(True for _ in module.parameters(recurse=False)):
+        module.forward = _with_own(module, module.forward, summed=style != COLUMNS)
+
+
+def _with_own(module: torch.nn.Module, forward: Run, *, summed: bool) -> Run:
+    """Run a module's own forward with parts in place of its parameters. Gradients of tokens are `summed` over the ranks that have them."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        kept = dict(module._parameters)
+        parts: Any = {name: own_part(one, summed=summed) for name, one in kept.items() if one is not None}
+        module._parameters.update(parts)
+        try:
+            return forward(*given, **named)
+        finally:
+            module._parameters.update(kept)
+
+    return run
+
+
+def _by_rows(module: Any, group: Any) -> Run:
+    """Multiply by this rank's columns of a weight, sum over the ranks, and keep this rank's tokens."""
+
+    def run(states: torch.Tensor) -> torch.Tensor:
+        found = scattered_sum(states @ own_part(module.weight).t(), group)
+        return found if module.bias is None else found + own_part(module.bias, summed=True)
+
+    return run
+
+
+def _embedding(module: Any, group: Any) -> Run:
+    """Look up the words of this rank, sum over the ranks, and keep this rank's tokens."""
+    size = module.num_embeddings // dist.get_world_size(group)
+    words = VocabularyShard(group, dist.get_rank(group) * size, size)
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        own, here = words.own(tokens)
+        padding = None if module.padding_idx is None else module.padding_idx - words.first
+        found = embedding(own, own_part(module.weight), padding if padding is not None and 0 <= padding < size else None)
+        return scattered_sum(found * here[..., None], group)
+
+    return run
+
+
+def _gathering(group: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A hook that gives a block the hidden states of all tokens: its first argument, or the one of that name."""
+
+    def gather(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if given:
+            return (gathered_rows(given[0], group), *given[1:]), named
+        return given, {**named, "hidden_states": gathered_rows(named["hidden_states"], group)}
+
+    return gather

@@ -1,0 +1,53 @@
+"""How the ranks of a model may share it: the plans of transformers that are known here, and the numbers that the ranks divide."""
+
+from pathlib import Path
+from typing import Any
+
+from rlgraph.costs.sharing import undivided
+from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.errors import GraphError, shown
+
+COLUMNS, ROWS = "colwise", "rowwise"
+KNOWN = {COLUMNS, ROWS, "replicated_with_grad_allreduce", "embedding_rowwise"}
+FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_sharing_ranks.py
+
+
+def plan_of(config: Any) -> dict[str, str]:
+    """Look up which projections of a model are cut by columns and which by rows, as patterns of their names."""
+    plan: dict[str, str] = config.base_model_tp_plan or {}
+    return plan
+
+
+def check_folder_parallel(where: str, path: str | Path, *, tensor: int = 1, context: int = 1) -> None:
+    """Check that ranks can share the model of a folder. Raises as `check_parallel` does."""
+    from transformers import AutoConfig
+
+    check_model(path)
+    check_parallel(where, AutoConfig.from_pretrained(path).get_text_config(), tensor=tensor, context=context)
+
+
+def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1) -> None:
+    """Check that ranks can share a model of this configuration.
+
+    Raises GraphError for a family that is not known here, and for heads or a vocabulary that the ranks do not divide.
+    """
+    given = f"{where}({', '.join(f'{name}={size}' for name, size in _asked(tensor, context))})"
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise GraphError(f"{given}: models of type {shown(kind)} are not shared by ranks; it is offered for {', '.join(FAMILIES)}")
+    unknown = sorted(set(plan_of(config).values()) - KNOWN) if tensor > 1 else []
+    if unknown or not plan_of(config):
+        raise GraphError(
+            f"{given}: the plan that transformers has for {shown(kind)} asks for {unknown or 'nothing'}, which is not known here"
+        )
+    sizes = config.num_attention_heads, config.num_key_value_heads, config.vocab_size, config.intermediate_size
+    found = undivided(*sizes, tensor=tensor, context=context)
+    if found is not None:
+        name, size, settings = found
+        raise GraphError(
+            f"{given}: the model has {name}={size}, which {settings} does not divide; every rank has as many: choose a divisor of {size}"
+        )
+
+
+def _asked(tensor: int, context: int) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in (("tensor_parallel", tensor), ("context_parallel", context)) if size > 1]

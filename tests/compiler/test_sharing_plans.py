@@ -1,0 +1,145 @@
+"""Plans for trainers whose ranks share a pass: whole groups on one host, their text and picture, their passes, memory and times."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rlgraph as rg
+from rlgraph.costs.estimates import Workload, fully_sharded
+from rlgraph.costs.functions import NodeCost, Setting
+from rlgraph.costs.microbatch_count import Passes
+from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.errors import GraphError, PlanError
+
+QWEN3_8B = {
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def folder(path: Path) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return str(path)
+
+
+def no_reward(responses: list[str]) -> list[float]:
+    return [0.0 for _ in responses]
+
+
+def loop(train: rg.Pool, model: str = "m", rollout_gpus: int = 2, **settings: object) -> rg.Graph:
+    generator = rg.Generator(model, pool=rg.Pool("rollout", gpus=rollout_gpus), max_context=4096)
+    policy = rg.Policy(model, pool=train, **settings)  # type: ignore[arg-type]
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}] * 8, count=8), weights, group_size=4)
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("loop", step.metrics)
+
+
+def passes_of(plan: rg.Plan) -> Passes | None:
+    return plan.node("update").passes
+
+
+def test_a_plan_says_how_ranks_share_passes_in_its_text_and_its_picture(tmp_path: Path) -> None:
+    plan = rg.compile(loop(rg.Pool("train", gpus=4), tensor_parallel=2, micro_batch_tokens=1000), rg.Cluster(gpus=6))
+    assert [w.gpus for w in plan.workers if w.model == "policy"] == [(2,), (3,), (4,), (5,)]
+    assert "tp 2 × dp 2" in str(plan)
+    plan.draw(tmp_path / "plan.svg")
+    assert "tp 2 × dp 2" in (tmp_path / "plan.svg").read_text()
+    assert passes_of(plan) == Passes(1000, tensor=2)
+    both = rg.compile(
+        loop(rg.Pool("train", gpus=8), tensor_parallel=2, context_parallel=2, micro_batch_tokens=1000),
+        rg.Cluster(gpus=10, gpus_per_node=10),
+    )
+    assert "tp 2 × cp 2 × dp 2" in str(both)
+    assert passes_of(both) == Passes(2000, tensor=2, context=2)
+    assert " tp " not in str(rg.compile(loop(rg.Pool("train", gpus=4)), rg.Cluster(gpus=6)))
+
+
+def test_a_pool_without_a_share_gets_whole_groups() -> None:
+    plan = rg.compile(loop(rg.Pool("train"), tensor_parallel=4), rg.Cluster(gpus=8))
+    assert [pool.gpus for pool in plan.pools] == [(0, 1), (2, 3, 4, 5)]
+    on_host = rg.compile(loop(rg.Pool("train"), rollout_gpus=1, tensor_parallel=2, data_parallel=2), rg.Cluster(gpus=5))
+    assert sum(w.model == "policy" for w in on_host.workers) == 4
+
+
+def test_a_host_without_gpus_runs_one_group() -> None:
+    generator, policy = rg.Generator("m", pool=rg.Pool("a")), rg.Policy("m", pool=rg.Pool("b"), context_parallel=2)
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1"}] * 2, count=2), weights, group_size=2)
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    plan = rg.compile(rg.Graph("host", step.metrics), rg.Cluster(cpus=4))
+    assert sum(w.model == "policy" for w in plan.workers) == 2
+
+
+@pytest.mark.parametrize(
+    ("pool", "cluster", "settings", "said"),
+    [
+        (rg.Pool("train", gpus=3), rg.Cluster(gpus=5), {"tensor_parallel": 2}, r"each pass on 2 GPUs \(tp 2\).*has 3.*multiple of 2"),
+        (
+            rg.Pool("train", gpus=4),
+            rg.Cluster(gpus=6, gpus_per_node=3, hosts=2),
+            {"tensor_parallel": 2},
+            r"policy\[0\] to policy\[1\] compute each pass together.*hosts \[0, 1\]",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(pool: rg.Pool, cluster: rg.Cluster, settings: dict[str, int], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        rg.compile(loop(pool, **settings), cluster)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ({"tensor_parallel": 16}, "num_key_value_heads=8, which tensor_parallel=16"),
+        ({"tensor_parallel": 4, "context_parallel": 16}, r"num_attention_heads=32, which tensor_parallel=4 × context_parallel=16"),
+    ],
+)
+def test_a_model_that_its_ranks_do_not_divide_is_refused_where_its_shape_is_known(tmp_path: Path, ranks: dict[str, int], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        rg.compile(loop(rg.Pool("train", gpus=64), folder(tmp_path / "m"), **ranks), rg.Cluster(gpus=66, gpus_per_node=66))
+
+
+def test_layers_that_ranks_share_are_not_compiled() -> None:
+    with pytest.raises(GraphError, match=r"Policy\(tensor_parallel=2, compiled=True\).*leave out compiled"):
+        rg.Policy("m", pool=rg.Pool("train"), tensor_parallel=2, compiled=True)
+
+
+def test_ranks_that_share_a_pass_take_its_activations_and_logits_apart() -> None:
+    shape = ModelShape.from_config(QWEN3_8B)
+    assert shape is not None
+    work = Workload(shape=shape, itemsize=2, workers=4, width=1.0, rows=64, longest=4096, usual=4096)
+    work = replace(work, trained=True, micro_batch_tokens=8192, fused_head=False)
+    alone, tensor, context = (fully_sharded(w).runs for w in (work, replace(work, tensor=2), replace(work, context=2)))
+    assert tensor["activations"] == alone["activations"] // 2
+    assert tensor["gathered layers"] == alone["gathered layers"] // 2
+    assert tensor["logits"] < alone["logits"]
+    assert context == alone, "micro_batch_tokens bounds the tokens of a rank"
+
+
+def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(tmp_path: Path) -> None:
+    model, cluster = folder(tmp_path / "m"), rg.Cluster(gpus=4, gpu="H100")
+    graphs = {ranks: loop(rg.Pool("train", gpus=2), model, tensor_parallel=ranks, micro_batch_tokens=1 << 20) for ranks in (1, 2)}
+    plans = {ranks: rg.compile(graph, cluster) for ranks, graph in graphs.items()}  # by the roofline
+    names = [node.name for node in plans[1].nodes]
+    measured = NodeCost(token_s=1e-4, measured=Setting(2, 2, 32, Passes(1 << 20)))
+    lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0))
+    costs = rg.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
+    seconds = {ranks: rg.compile(graph, cluster, costs).node("update").seconds for ranks, graph in graphs.items()}
+    tokens = 32 * 100
+    exchanged = 2 * 36 * 4 * 4096 * 2 / 2 / (450e9 * 0.7)  # forward and backward, four times a layer, half of the numbers, two bytes each
+    assert seconds[2] - seconds[1] == pytest.approx(tokens * exchanged, rel=1e-3)
+    assert plans[2].node("update").seconds > plans[1].node("update").seconds > 0
+    assert any("measured with tensor_parallel=1" in said for said in rg.compile(graphs[2], cluster, costs).prediction.assumed)
+    assert not any("tensor_parallel" in said for said in rg.compile(graphs[1], cluster, costs).prediction.assumed)

@@ -1,0 +1,129 @@
+"""Ranks that share matrices or rows of tokens compute what one process does, and move their weights as any other ranks do."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import folder_of
+from parallel_ranks import MUON, Case, assembled, engine_of, run_ranks, trained
+from safetensors.torch import load_file
+from tiny import tiny_qwen
+
+from rlgraph.engines.fsdp.ranks import Ranks
+from rlgraph.engines.hf_export.folder import GrowingExport
+from rlgraph.engines.hf_export.layout import planned
+from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.errors import GraphError
+
+NEAR = {"atol": 5e-6, "rtol": 5e-6}
+RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
+    "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving", "muon")),
+    "tp4": (4, {"tensor_parallel": 4}, ("wide",)),
+    "tp2 × dp2": (4, {"tensor_parallel": 2}, ("llama", "critic", "muon")),
+    "cp2": (2, {"context_parallel": 2}, ("llama", "qwen2", "critic", "saving")),
+    "cp4": (4, {"context_parallel": 4}, ("qwen3",)),  # of two heads of keys
+    "cp2 × dp2": (4, {"context_parallel": 2}, ("llama", "critic")),
+    "tp2 × cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3", "critic")),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    parent = tmp_path_factory.mktemp("models")
+    llama = tiny_model(parent / "llama", hidden=128, tied=False)
+    found = [
+        Case("llama", llama),
+        Case("saving", llama, saving=True),
+        Case("muon", llama, optimizer=MUON),
+        Case("critic", llama, kind="critic"),
+        Case("wide", tiny_model(parent / "wide", hidden=256)),
+        Case("qwen2", tiny_qwen(parent, "qwen2")),
+        Case("qwen3", tiny_qwen(parent, "qwen3")),
+    ]
+    return {case.name: case for case in found}
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
+    """What one process finds with a model, and the folder of its state: computed once for each."""
+    found: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def one(name: str) -> tuple[dict[str, Any], Path]:
+        if name not in found:
+            threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("states") / name
+            torch.set_num_threads(1)
+            engine = engine_of(cases[name])
+            found[name] = trained(engine, cases[name].kind), folder
+            engine.save(folder, 60.0)()
+            engine.close()
+            torch.set_num_threads(threads)
+        return found[name]
+
+    return one
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_share_a_model_train_it_as_one_process_does(
+    ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
+) -> None:
+    world, shared, names = RANKS[ranks]
+    given = [replace(cases[name], begins=alone(name)[1]) for name in names]
+    shapes = {shard.name: (shard.name, shard.global_shape) for shard in alone(names[0])[0]["weights"]}
+    with GrowingExport(tmp_path / "exported", planned(shapes, "float32")) as growing:
+        given[0] = replace(given[0], export=(growing.path, planned(shapes, "float32")))
+        results = run_ranks(given, tmp_path / "out", world, **shared)
+        growing.finish()
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], one) for name, one in assembled([rank["weights after"] for rank in results[names[0]]]).items())
+    for name in names:
+        one, many = alone(name)[0], results[name]
+        assert all(rank["metrics"] == many[0]["metrics"] for rank in many)
+        for found, wanted in zip(many[0]["metrics"], one["metrics"], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        for column in ("scores", "squares", "scores after") if "squares" in one else ("scores", "scores after"):
+            assert all(torch.equal(rank[column], many[0][column]) for rank in many)
+            torch.testing.assert_close(many[0][column], one[column], **NEAR)
+        for held in ("weights", "moments", "weights after", "loaded"):
+            whole = assembled([rank[held] for rank in many])
+            expected = assembled([one["weights after" if held == "loaded" else held]])
+            assert list(whole) == list(expected)
+            exact = held in ("weights", "loaded")  # they are read, not computed
+            for parameter, tensor in whole.items():
+                torch.testing.assert_close(tensor, expected[parameter], **({"atol": 0, "rtol": 0} if exact else NEAR))
+        engine = engine_of(cases[name])  # one process goes on from what the ranks saved
+        engine.load(tmp_path / "out" / name)
+        kept = assembled([rank["weights after"] for rank in many])
+        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in engine.weights().items())
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        (
+            "qwen2",
+            {"tensor": 4},
+            r"Policy\(tensor_parallel=4\): the model has num_key_value_heads=2, which tensor_parallel=4 does not divide",
+        ),
+        ("qwen2", {"context": 8}, r"Policy\(context_parallel=8\): .* num_attention_heads=4, which context_parallel=8 does not divide"),
+        ("llama", {"tensor": 2, "context": 4}, "num_attention_heads=4, which tensor_parallel=2 × context_parallel=4 does not divide"),
+        ("odd", {"tensor": 2}, "vocab_size=289, which tensor_parallel=2 does not divide.*a divisor of 289"),
+        ("gemma2", {"tensor": 2}, "models of type 'gemma2' are not shared by ranks; it is offered for llama, qwen2, qwen3"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused(
+    name: str, ranks: dict[str, int], said: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    made = {"odd": lambda: tiny_model(tmp_path / "odd", vocab=289, hidden=128), "gemma2": lambda: folder_of("gemma2", tmp_path)}
+    folder = cases[name].folder if name in cases else made[name]()
+    with pytest.raises(GraphError, match=said):
+        check_folder_parallel("Policy", folder, **ranks)
+
+
+def test_ranks_come_in_whole_groups() -> None:
+    with pytest.raises(GraphError, match=r"world=6, tensor_parallel=2, context_parallel=2\): the ranks come in groups of 4"):
+        Ranks("cpu", 0, 6, tensor=2, context=2)

@@ -1,0 +1,102 @@
+"""Ranks that share a model, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from forked import server
+from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+
+from rlgraph.algorithms import ValueLoss
+from rlgraph.channels.weights.shards import Assembly, WeightShard
+from rlgraph.engines.forward import fused_head
+from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.fsdp.adamw import AdamW, Muon
+from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.hf_export.layout import ExportLayout
+from rlgraph.engines.hf_export.shard_writer import write_shards
+
+STEPS = 10
+MICRO_BATCH_TOKENS = 48  # two passes
+# A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
+ADAMW, MUON = AdamW(lr=5e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5), Muon(lr=1e-3, eps=1e-3, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is trained. Ranks write their boxes to an `export`, and go on from the state in `begins`."""
+
+    name: str
+    folder: Path
+    kind: str = "policy"
+    optimizer: AdamW = ADAMW
+    saving: bool = False  # of memory: recomputes, a fused head of a few rows at a time, moments on the host
+    begins: Path | None = None
+    export: tuple[Path, ExportLayout] | None = None
+
+
+def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> FsdpEngine:
+    head = PolicyHead(case.folder, fused=saving) if case.kind == "policy" else ValueHead(case.folder)
+    given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": True}
+    return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, recompute=saving, host_moments=saving, **given, **ranks)
+
+
+def trained(engine: FsdpEngine, kind: str) -> dict[str, Any]:
+    """Score a batch, take steps on it, and tell what came of each."""
+    batch = returns_of(batch_of(LENGTHS, holes=True))
+    loss: Any = WeightedLikelihood(entropy=0.1) if kind == "policy" else ValueLoss()
+    found: dict[str, Any] = {"weights": boxes(engine), "scores": engine.scores(batch, temperature=0.7)}
+    if kind == "policy":
+        found["squares"] = engine.scores_and_squares(batch, temperature=0.7)[1]
+    found["metrics"] = [engine.update(batch, loss, temperature=0.7)]
+    found["moments"] = boxes(engine, moments=True)  # of one step: the gradients
+    found["metrics"] += [engine.update(batch, loss, temperature=0.7) for _ in range(STEPS - 1)]
+    return found | {"scores after": engine.scores(batch, temperature=0.7), "weights after": boxes(engine)}
+
+
+def boxes(engine: FsdpEngine, *, moments: bool = False) -> list[WeightShard]:
+    """Copy the boxes of this rank: of the weights, or of the first moment of each."""
+    state = engine.state()
+    names = ("moments.{}.exp_avg", "moments.{}.momentum_buffer") if moments else ("weights.{}",)
+    held = {name: next(state[key.format(name)] for key in names if key.format(name) in state) for name in engine.weights()}
+    shards = engine.weight_shards()
+    return [WeightShard(one.name, one.global_shape, one.offsets, local(held[one.name]).clone(), one.replica) for one in shards]
+
+
+def assembled(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:
+    """Put the boxes of all ranks together, as a generator does."""
+    sent = [[shard for shard in shards if shard.replica == 0] for shards in ranks]
+    return Assembly(sent).assemble([[shard.tensor for shard in shards] for shards in sent])
+
+
+def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str, int]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
+    for case in cases:
+        fused_head.AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
+        engine = engine_of(case, rank, world, saving=case.saving, **ranks)
+        found = trained(engine, case.kind)
+        engine.save(out / case.name, 60.0)()
+        if case.export is not None:
+            write_shards(*case.export, engine.weight_shards())
+        if case.begins is not None:
+            engine.load(case.begins)
+            found["loaded"] = boxes(engine)
+        torch.save(found, out / f"{case.name}.{rank}.pt")
+        engine.close()
+    dist.destroy_process_group()
+
+
+def run_ranks(cases: list[Case], out: Path, world: int, **ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """Train each case on every rank, and return what each rank found, by the case's name."""
+    out.mkdir(parents=True)
+    processes = [server.Process(target=be_rank, args=(cases, out, rank, world, ranks), daemon=True) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0] * world
+    return {case.name: [torch.load(out / f"{case.name}.{rank}.pt", weights_only=False) for rank in range(world)] for case in cases}
