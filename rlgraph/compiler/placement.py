@@ -222,7 +222,7 @@ def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
 def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
     """Raise PlanError for a pool that the workers of one pass do not divide."""
     sharing = model.traits.sharing
-    if gpus and model.ranks is None and (not groups or gpus % (model.group * sharing)):
+    if sharing > 1 and gpus and model.ranks is None and (not groups or gpus % (model.group * sharing)):
         raise PlanError(
             f"{name} computes each pass on {sharing} GPUs ({split(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a "
             f"multiple of {sharing}"
