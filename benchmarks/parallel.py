@@ -190,7 +190,8 @@ def main() -> None:
     failed = False
     for spec in given.specs:
         try:
-            row = found["runs"][spec] = measure(*spec.split(":"), size, given.peak, gpu)
+            shape, _, way = spec.partition(":")
+            row = found["runs"][spec] = measure(shape, way, size, given.peak, gpu)
         except Exception as error:  # noqa: BLE001 (one way that does not fit must not lose the others)
             print(f"{spec}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed = True
