@@ -27,6 +27,8 @@ from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import join, local, placed, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import share_matrices
 from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.hf_models.parallel_plan import check_parallel
+from rlgraph.errors import GraphError
 
 
 class FsdpEngine:
@@ -39,8 +41,11 @@ class FsdpEngine:
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
     kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
     behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
-    memory, and brings those of one parameter at a time to the device in an optimizer step. `on_progress(done, total)` is called after
-    each micro-batch of an update or of scores.
+    memory, and brings those of one parameter at a time to the device in an optimizer step. `tensor_parallel` neighbours share the matrices
+    of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `on_progress(done, total)`
+    is called after each micro-batch of an update or of scores.
+
+    Raises GraphError for ranks that cannot share the model.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class FsdpEngine:
         self._head = head if head.folder is not None else head.to(self._device)
         self._flat = self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat
         self._shared = shared
+        if self._ranks.sharing > 1:
+            self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda":
             fused_norms.install(head.model)
@@ -87,6 +94,12 @@ class FsdpEngine:
         self._on_progress = on_progress
         self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
         self._saver = distributed_checkpoint.Saver(rank, world)
+
+    def _check_sharing(self, head: Head) -> None:
+        if not self._flat:
+            raise GraphError("FsdpEngine(flat=False): ranks share passes that are packed flat; leave out flat")
+        config = head.backbone.config.get_text_config()
+        check_parallel("FsdpEngine", config, tensor=self._ranks.tensor, context=self._ranks.context)
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 from rlgraph.engines.forward.collectives import gathered_rows, own_part, scattered_sum
 from rlgraph.engines.forward.heads import Head, PolicyHead
 from rlgraph.engines.forward.vocabulary import VocabularyShard
-from rlgraph.engines.hf_models.parallel_plan import COLUMNS, ROWS, check_parallel, plan_of
+from rlgraph.engines.hf_models.parallel_plan import COLUMNS, ROWS, plan_of
 
 Run = Callable[..., Any]
 
@@ -26,11 +26,9 @@ Run = Callable[..., Any]
 def share_matrices(head: Head, mesh: DeviceMesh) -> None:
     """Cut the parameters of a head over the ranks of a mesh, and let its modules compute with the parts; call it before FSDP.
 
-    Passes are packed flat, in rows of a length that the ranks divide. Raises GraphError for a model that the ranks do not divide, or whose
-    plan is not known here.
+    Passes are packed flat, in rows of a length that the ranks divide.
     """
     backbone, group = head.backbone, mesh.get_group()
-    check_parallel(type(head).__name__, backbone.config.get_text_config(), tensor=mesh.size())
     styles = {f"model.{name}" if name else "model": style for name, style in _styles(head).items()}
     words = backbone.get_input_embeddings()
     _distribute(head, mesh, styles, (words, _output(head)))
@@ -38,8 +36,8 @@ def share_matrices(head: Head, mesh: DeviceMesh) -> None:
         _replace(module, styles.get(name), words, group)
     for block in {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}:
         head.get_submodule(block).register_forward_pre_hook(_gathering(group), with_kwargs=True)
-    learns_alike = not isinstance(head, PolicyHead)  # a critic's head is whole on every rank
-    backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=not learns_alike))
+    by_words = isinstance(head, PolicyHead)  # else each rank has all of the head, and the same gradient of the states
+    backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=by_words))
     if isinstance(head, PolicyHead):
         size = words.num_embeddings // mesh.size()
         head.words = VocabularyShard(group, mesh.get_local_rank() * size, size)

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlgraph.costs.sharing import undivided
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError, shown
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -20,10 +21,8 @@ def plan_of(config: Any) -> dict[str, str]:
 
 def check_folder_parallel(where: str, path: str | Path, *, tensor: int = 1, context: int = 1) -> None:
     """Check that ranks can share the model of a folder. Raises as `check_parallel` does."""
-    from transformers import AutoConfig
-
     check_model(path)
-    check_parallel(where, AutoConfig.from_pretrained(path).get_text_config(), tensor=tensor, context=context)
+    check_parallel(where, text_config(path), tensor=tensor, context=context)
 
 
 def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1) -> None:
