@@ -24,10 +24,11 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
     "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving", "muon")),
     "tp4": (4, {"tensor_parallel": 4}, ("wide",)),
     "tp2 × dp2": (4, {"tensor_parallel": 2}, ("llama", "critic", "muon")),
-    "cp2": (2, {"context_parallel": 2}, ("llama", "qwen2", "critic", "saving")),
+    "cp2": (2, {"context_parallel": 2}, ("llama", "qwen2", "critic", "saving", "muon")),
     "cp4": (4, {"context_parallel": 4}, ("qwen3",)),  # of two heads of keys
     "cp2 × dp2": (4, {"context_parallel": 2}, ("llama", "critic")),
     "tp2 × cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3", "critic")),
+    "tp2 × cp2 × dp2": (8, {"tensor_parallel": 2, "context_parallel": 2}, ("llama",)),
 }
 
 
@@ -66,7 +67,7 @@ def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> C
     return one
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [pytest.param(name, marks=pytest.mark.slow) if RANKS[name][0] > 4 else name for name in RANKS])
 def test_ranks_that_share_a_model_train_it_as_one_process_does(
     ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
