@@ -1,6 +1,6 @@
 """Ranks that share a model, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ def boxes(engine: FsdpEngine, *, moments: bool = False) -> list[WeightShard]:
     """Copy the boxes of this rank: of the weights, or of the first moment of each."""
     state = engine.state()
     names = ("moments.{}.exp_avg", "moments.{}.momentum_buffer") if moments else ("weights.{}",)
-    held = {name: next(state[key.format(name)] for key in names if key.format(name) in state) for name in engine.weights()}
-    shards = engine.weight_shards()
-    return [WeightShard(one.name, one.global_shape, one.offsets, local(held[one.name]).clone(), one.replica) for one in shards]
+    held = [next(state[key.format(name)] for key in names if key.format(name) in state) for name in engine.weights()]
+    shards = zip(engine.weight_shards(), held, strict=True)  # under the names of the folder, in the same order
+    return [replace(shard, tensor=local(tensor).clone()) for shard, tensor in shards]
 
 
 def assembled(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:
