@@ -22,7 +22,7 @@ def opened(address: str, folder: Path, *more: str, width: int = 1280) -> tuple[s
     """Open an address; give the page as it is then, and the lines of the browser's console."""
     assert CHROMIUM is not None
     flags = [*FLAGS, f"--window-size={width},1400", f"--user-data-dir={folder / 'profile'}", *more, "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *flags, address], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([CHROMIUM, *flags, address], capture_output=True, text=True, timeout=250, check=True)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 

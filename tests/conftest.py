@@ -1,36 +1,7 @@
-"""`--skips N`: exactly N tests skip, each for want of a GPU. Continuous integration asks for it; a user's machine may lack a browser."""
+"""For all tests."""
 
-from typing import Any
-
-import pytest
+from skip_limit import pytest_addoption, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 (hooks)
 
 from rlgraph.engines.amx import leave_out_broken_amx
 
 leave_out_broken_amx()  # tests multiply in bfloat16 themselves
-
-GPU_MARKERS = {"gpu", "multi_gpu"}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--skips", type=int, metavar="N", help="fail unless exactly N tests skip, each for want of a GPU")
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> Any:
-    """Fail a session whose tests skipped otherwise than `--skips` allows, and say which."""
-    allowed, terminal = session.config.getoption("--skips"), session.config.pluginmanager.get_plugin("terminalreporter")
-    if allowed is not None and terminal is not None and not hasattr(session.config, "workerinput"):
-        skipped = terminal.stats.get("skipped", [])
-        others = [report.nodeid for report in skipped if not GPU_MARKERS & set(getattr(report, "keywords", ()))]
-        if others or len(skipped) != allowed:
-            session.config.stash[WRONG] = f"{len(skipped)} tests skipped, {allowed} may, for want of a GPU; for another reason: {others}"
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    return (yield)
-
-
-WRONG = pytest.StashKey[str]()
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if WRONG in config.stash:
-        terminalreporter.write_line(f"ERROR: {config.stash[WRONG]}", red=True)

@@ -21,7 +21,7 @@ PACKAGE = Path(rg.__file__).parent
 
 def printed(code: str) -> str:
     """What a process of its own prints."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True).stdout.strip()
 
 
 def test_import_brings_no_library_and_no_module_before_a_name_is_asked_for() -> None:

@@ -89,7 +89,7 @@ def private_of_others(source: str) -> set[str]:
 def contracts(folder: Path) -> str:
     """Run import-linter over the copy of the package in a folder."""
     code = "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100, check=False).stdout
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=250, check=False).stdout
 
 
 def test_no_module_is_too_long_to_read_at_once() -> None:

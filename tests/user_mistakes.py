@@ -16,7 +16,7 @@ from rlgraph import algorithms as alg
 from rlgraph.errors import ConfigError, DataError, GraphError, PlanError, RlgraphError
 
 Stage = Literal["declare", "compile", "launch", "run"]
-SECONDS: dict[Stage, float] = {"declare": 5.0, "compile": 10.0, "launch": 30.0, "run": 60.0}  # on a busy machine
+SECONDS: dict[Stage, float] = {"declare": 20.0, "compile": 20.0, "launch": 60.0, "run": 60.0}  # on a busy machine
 ITEMS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(8)]
 
 

@@ -47,7 +47,7 @@ def test_a_wrong_key_is_refused_over_tcp():
     writer.close()
 
 
-def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_within_a_second():
+def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_long_before_the_deadline():
     writer = HostWriter("edge", 2, 1, b"key", HERE)
     with peer("read", writer.address, 1) as (process, _):
         for step in range(3):
@@ -56,7 +56,7 @@ def test_a_reader_on_another_host_that_is_killed_breaks_the_channel_within_a_sec
         since = time.monotonic()
         with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 3: a reader \(at 127.0.0.1, port \d+\) died"):
             writer.put(3, {}, LONG)
-        assert time.monotonic() - since < 1.2
+        assert time.monotonic() - since < LONG / 2
     writer.close()
 
 

@@ -170,7 +170,7 @@ def test_a_reader_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader \(at 127.0.0.1, port \d+\) died"):
         writer.put(1, {"x": LARGE}, LONG)
-    assert time.monotonic() - since < 2
+    assert time.monotonic() - since < LONG / 2
     writer.close()
 
 
@@ -187,7 +187,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer \(at 127.0.0.1, port \d+\) died"):
         reader.take(0, LONG)
-    assert time.monotonic() - since < 2
+    assert time.monotonic() - since < LONG / 2
     go_on.set()
     reader.close()
 

@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from templates import model_with
 
@@ -219,14 +219,12 @@ def test_a_reader_counts_rows_that_are_left_out() -> None:
 def test_a_program_that_is_killed_draws_every_row_exactly_once(kind: str, tmp_path: Path) -> None:
     """Two kills in the middle of a run, with a checkpoint at every third step; compared with the rows as the stream itself gives them."""
     for kill_at in (5, 10, None):
-        command = [sys.executable, str(DRIVER), kind, str(tmp_path), "14" if kill_at is None else "1000"]
-        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
-        assert program.stdout is not None
-        for line in program.stdout:
-            if int(line) == kill_at:
-                program.send_signal(signal.SIGKILL)
-        _, said = program.communicate()
-        assert program.returncode == (0 if kill_at is None else -signal.SIGKILL), said
+        with programs.Program(str(DRIVER), kind, str(tmp_path), "14" if kill_at is None else "1000", cwd=tmp_path) as program:
+            for line in program.stdout:
+                if int(line) == kill_at:
+                    os.kill(program.pid, signal.SIGKILL)
+            ended = program.end()
+        assert ended.returncode == (0 if kill_at is None else -signal.SIGKILL), ended.stderr
     did = [json.loads(line) for line in (tmp_path / "drawn.jsonl").read_text().splitlines()]
     steps = {row["step"]: row["texts"] for row in did}
     assert len(did) > len(steps), "steps after a checkpoint were done again"

@@ -103,6 +103,7 @@ def test_the_start_finds_an_attention_that_leaves_a_setting_out(
     name: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(name, tmp_path)
+    monkeypatch.setattr(self_test, "_FOUND", {})
     for place in ("attend", "attend_padded"):
         whole = getattr(packed_attention, place)
         monkeypatch.setattr(packed_attention, place, lambda *given, whole=whole, **more: whole(*given, **{**more, setting: None}))
@@ -112,6 +113,27 @@ def test_the_start_finds_an_attention_that_leaves_a_setting_out(
     if name != "mistral":  # whose padded rows have the window in the mask that the model makes
         with pytest.raises(DataError, match=rf"\({name}\): rlgraph does not compute what the model's own forward does.*self_test=False"):
             self_test.trainer_layout(folder, flat=False)
+
+
+def test_a_process_tests_each_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, ...]] = []
+
+    def results(path: Path, ways: tuple[str, ...], **place: object) -> dict[str, self_test.SelfTestResult]:
+        tried.append(ways)
+        return {way: self_test.SelfTestResult(0.0 if way != "flat" else 1.0) for way in ways}
+
+    monkeypatch.setattr(self_test, "_FOUND", {})
+    monkeypatch.setattr(self_test, "trainer_results", results)
+    layouts = [self_test.trainer_layout(folder_of("llama", tmp_path / folder), flat=flat) for folder in "ab" for flat in (False, True)]
+    assert [layout.flat for layout in layouts] == [False] * 4
+    assert tried == [("padded", "shared"), ("flat",)]
+    self_test.trainer_layout(folder_of("mistral", tmp_path), flat=False)
+    self_test.trainer_layout(tmp_path / "a" / "llama", flat=False, dtype=torch.bfloat16)
+    assert tried[2:] == [("padded", "shared")] * 2
+    config = tmp_path / "b" / "llama" / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta"', '"rope_theta_"'))
+    self_test.trainer_layout(config.parent, flat=False)
+    assert len(tried) == 5
 
 
 def test_a_setting_that_attention_does_not_know_is_refused_by_name() -> None:

@@ -85,7 +85,7 @@ print(fingerprint(graph, plan).get("revisions"))
 def compiled(cache: Path, endpoint: str, model: str = "org/tiny", **more: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
-    run = subprocess.run([sys.executable, "-c", COMPILED, model], env=environment, capture_output=True, text=True, timeout=200)
+    run = subprocess.run([sys.executable, "-c", COMPILED, model], env=environment, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 

@@ -107,7 +107,7 @@ def test_each_rank_of_vllms_models_replays_what_its_loader_leaves(tied: Path, un
     folders = [str(folder) for folder in (tied, untied, tiny_qwen(tmp_path, "qwen2"), tiny_qwen(tmp_path, "qwen3"))]
     environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
     command = [sys.executable, str(here.with_name("parallel_process.py")), *folders]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for folder in folders:

@@ -31,7 +31,7 @@ def run(folder: Path, engine: str, limits: dict[str, str]) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name not in AVX2}
     environment |= {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}", **limits}
     command = [sys.executable, str(here.with_name("precision_process.py")), str(folder), engine]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

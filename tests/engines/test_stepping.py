@@ -25,7 +25,7 @@ def found(request: pytest.FixtureRequest, tied: Path, tmp_path_factory: pytest.T
     out, here = tmp_path_factory.mktemp("vllm") / "found.pt", Path(__file__)
     command = [sys.executable, str(here.with_name("vllm_stepping.py")), str(tied), str(out)]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}, capture_output=True, text=True, timeout=100
+        command, env=os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     return torch.load(out)  # type: ignore[no-any-return]

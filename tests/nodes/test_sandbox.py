@@ -171,7 +171,7 @@ def test_code_uses_what_python_has_installed() -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_machine_that_lacks_a_layer_is_refused_with_its_name_unless_that_is_accepted(layer: str) -> None:
     script = Path(__file__).with_name("lacking.py")
-    done = subprocess.run([sys.executable, "-c", BARE, script, layer], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", BARE, script, layer], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     refused, written, of_another = done.stdout.splitlines()
     assert f"lacks the layer '{layer}'" in refused

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import fakes
 import forked  # noqa: F401 (a way of dispatch)
+import programs
 import pytest
 import recorded_program
 import torch
@@ -167,9 +166,7 @@ def test_no_samples_make_no_folder_and_ask_no_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("depth", "format"), [(2, "jsonl"), (1, "parquet")])
 def test_each_sample_is_there_exactly_once_after_a_kill(depth: int, format: str, tmp_path: Path) -> None:
     killed = tmp_path / "killed"
-    arguments = [sys.executable, str(PROGRAM), str(killed), "100", str(depth), format]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
-        assert program.stdout is not None
+    with programs.Program(str(PROGRAM), str(killed), "100", str(depth), format, cwd=tmp_path) as program:
         next(line for line in program.stdout if line == "did 10\n")
         os.killpg(program.pid, signal.SIGKILL)
     steps = list(run(killed, 20, depth, format))

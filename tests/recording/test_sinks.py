@@ -304,7 +304,7 @@ def test_importing_and_declaring_sinks_imports_no_logger() -> None:
         "import sys, rlgraph as rg; rg.sinks.TensorBoard(), rg.sinks.WandB(), rg.sinks.MLflow();"
         "print([m for m in ('wandb', 'mlflow', 'tensorboardX', 'pyarrow') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert found.stdout.strip() == "[]"
 
 

@@ -5,13 +5,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import fakes
 import forked  # noqa: F401 (a way of dispatch)
+import programs
 import pytest
 import recorded_program
 from browser import Browser, needs_browser
@@ -91,10 +90,7 @@ def test_it_listens_on_loopback_alone_and_refuses_other_names_and_files(tmp_path
 
 
 def test_a_report_of_a_run_that_was_killed_is_there(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(tmp_path), "500", "1", "jsonl"], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as program:
-        assert program.stdout is not None
+    with programs.Program(str(PROGRAM), str(tmp_path), "500", "1", "jsonl", cwd=tmp_path) as program:
         next(line for line in program.stdout if line == "did 5\n")
         os.killpg(program.pid, signal.SIGKILL)
     state = read_state(tmp_path)

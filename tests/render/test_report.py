@@ -231,7 +231,7 @@ def in_browser(text: str, folder: Path, width: int, dark: bool) -> tuple[dict[st
     file.write_text(text.replace("</body>", f"<script>\n{PROBE}\n</script></body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},1400", "--dump-dom"]
     flags += [f"--user-data-dir={folder / 'profile'}", *(["--blink-settings=preferredColorScheme=0"] if dark else [])]
-    done = subprocess.run([CHROMIUM, *flags, file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([CHROMIUM, *flags, file.as_uri()], capture_output=True, text=True, timeout=250, check=True)
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
     assert title is not None
     return json.loads(unescape(title[1])), "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)

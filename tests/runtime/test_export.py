@@ -105,7 +105,7 @@ def test_plain_vllm_answers_from_an_export_as_transformers_does(trained: tuple[P
 
     exported = trained[0] / "live32"
     alone = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    ended = subprocess.run([sys.executable, "-c", PLAIN_VLLM, str(exported)], env=alone, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([sys.executable, "-c", PLAIN_VLLM, str(exported)], env=alone, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stderr[-3000:]
     answers = json.loads(ended.stdout.split("answers ")[1])
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

@@ -128,7 +128,7 @@ with job:
 def test_a_killed_worker_leaves_no_process_no_file_and_no_shared_memory() -> None:
     before = set(Path("/dev/shm").iterdir())
     script = KILL.format(tests=str(Path(fakes.__file__).parent))
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert "WorkerDied: worker 'generator'" in run.stderr, run.stderr
     _, folder, *pids = next(line for line in run.stdout.splitlines() if line.startswith("left:")).split()
     assert not Path(folder).exists()
@@ -212,9 +212,9 @@ dispatch.ray.shutdown()
 @pytest.mark.ray
 def test_a_start_keeps_its_deadline_though_ray_makes_no_actor() -> None:
     script = STOPPED_RAYLET.format(tests=str(Path(fakes.__file__).parent))
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert re.search(r"raised (ChannelTimeout|WorkerDied) .*(workers \[|no actor)", run.stdout), run.stdout + run.stderr
-    assert float(re.search(r"took ([\d.]+)", run.stdout)[1]) < 30  # type: ignore[index]
+    assert float(re.search(r"took ([\d.]+)", run.stdout)[1]) < 60  # type: ignore[index]
 
 
 @node(reads="values", writes="rewards")

@@ -90,10 +90,9 @@ def test_so_many_steps_are_in_flight_that_stages_beside_the_loop_never_hold_it_u
     assert Simulator(plan, 120, window=4).period(60) > 1.2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(200, 1000, 100))
-def test_eight_hundred_more_graphs_are_predicted_to_a_microsecond(first: int) -> None:
-    for seed in range(first, first + 100):
+@pytest.mark.parametrize("first", range(200, 1000, 200))
+def test_many_more_graphs_are_predicted_to_a_microsecond(first: int) -> None:
+    for seed in range(first, first + 40):
         assert not differences(seed)
         case = random_case(seed)
         plan = rg.compile(case.graph, case.cluster, case.costs)

@@ -1,11 +1,10 @@
 """Published stage times give the published step times, as far as the document says, and the document says what the script does."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -16,15 +15,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     """Return the figures and the document as the script makes them today."""
     folder = tmp_path_factory.mktemp("seed_tables")
     (folder / "doc.md").write_text((ROOT / "docs" / "seed_tables.md").read_text())
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "seed_tables.py"),
-        "--json",
-        str(folder / "out.json"),
-        "--markdown",
-        str(folder / "doc.md"),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    options = "--json", str(folder / "out.json"), "--markdown", str(folder / "doc.md")
+    run = programs.run(str(ROOT / "benchmarks" / "seed_tables.py"), *options, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads((folder / "out.json").read_text()), (folder / "doc.md").read_text()
 

@@ -5,9 +5,10 @@ sequence alone. A layer that looks further than its window, or a state that runs
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ PADDED, SHARED, FLAT = "padded", "shared", "flat"
 PATHS = (PADDED, SHARED, FLAT)
 NEAR = 1e-3  # nats, at most, in float32
 NEAR_HALF = 0.06  # nats, the median, of a kernel that takes bfloat16: single tokens go to other experts by rounding, and are far off
+Found = TypeVar("Found")
 SHAPE = ((40, (21, 30)), (37, (13, 17)), (12, (34, 6)))  # tokens of each prompt and of its responses: longer than a window
 
 
@@ -59,11 +61,11 @@ def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: 
 
     Raises DataError if none is correct, or for a model that transformers cannot make.
     """
-    found = trainer_results(path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
+    found = _once(trainer_results, path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
     if flat and found[FLAT].right:
         return BatchLayout(flat=True, shared=False)
     if flat:
-        found |= trainer_results(path, (PADDED, SHARED), device=device, dtype=dtype)
+        found |= _once(trainer_results, path, (PADDED, SHARED), device=device, dtype=dtype)
     where = f"model '{path}' ({check_model(path).model_type})"
     if not found[PADDED].right:
         raise DataError(
@@ -77,12 +79,25 @@ def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: 
 
 def check_generator(path: str | Path, *, device: str = "cpu") -> None:
     """Raise DataError for a model whose responses the engine `transformers` does not sample from the model's distribution."""
-    result = generator_result(path, device=device)
+    result = _once(generator_result, path, device=device)
     if not result.right:
         raise DataError(
             f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode what the model's own forward "
             f"computes: {result}; use engine='vllm', or go without this test at your own risk: self_test=False"
         )
+
+
+_FOUND: dict[tuple[Any, ...], Any] = {}
+
+
+def _once(test: Callable[..., Found], path: str | Path, *ways: Any, **place: Any) -> Found:
+    """Run a test of a model's configuration, or take what it found in this process before: its small model has the same weights."""
+    text = (Path(path) / "config.json").read_bytes()
+    key = test, text, *ways, *place.values()
+    if key not in _FOUND:
+        _FOUND[key] = test(path, *ways, **place)
+    found: Found = copy(_FOUND[key])
+    return found
 
 
 def trainer_results(
