@@ -28,7 +28,8 @@ from rlgraph.engines.api import Request, Response, Sampling
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn
+from rlgraph.nodes.rollout.responses import Task
 
 RATIO, CAP, PROMPT = 10, 15, 16  # the 99th percentile and the longest response, in medians; tokens of a prompt
 WARM_UP = 3
@@ -86,12 +87,13 @@ def lengths(step: int, size: Size) -> list[int]:
     return [min(CAP * size.median, max(1, length)) for length in drawn]
 
 
-def requests(step: int, size: Size) -> list[Request]:
+def tasks(step: int, size: Size) -> list[Task]:
     draw = random.Random(step)
     found = []
     for row, length in enumerate(lengths(step, size)):
         prompt = [draw.randint(1, 256) for _ in range(PROMPT)]
-        found.append(Request(f"r: {step}.{row}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=step * size.rows + row))
+        request = Request(f"r: {step}.{row}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=step * size.rows + row)
+        found.append(Task(request))
     return found
 
 
@@ -103,12 +105,12 @@ def run(
     engine.load_weights(weights[0], version=0)
     context = Context(engine=engine)
     trainer = context.arrivals = Trainer(context, weights, update_s, rule)
-    decoding = DecodeLoop(context, "r: ", rule, lambda step: requests(step, size))
+    decoding = DecodeLoop(context, OneTurn(engine, "r: "), rule, lambda step: tasks(step, size))
     start, tokens, staleness, waited_s = 0.0, 0, [], 0.0
     for step in range(WARM_UP + size.batches):
         trainer.wait(rule.needs(step))
-        decoding.begin(step, requests(step, size))
-        batch = decoding.take(step, requests(step, size))
+        decoding.begin(step, tasks(step, size))
+        batch = [outcome.response for outcome in decoding.take(step, tasks(step, size))]
         trainer.deliver(step)
         check_bound(step, rule.depth, batch)
         if step == WARM_UP - 1:

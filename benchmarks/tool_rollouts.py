@@ -28,13 +28,18 @@ from rlgraph.nodes.base import Context
 
 
 class Slow:
-    """Says something short after a while, to every turn."""
+    """Answers every turn with something short after a while."""
 
     seconds = 0.0
 
-    async def reply(self, text: str) -> str | None:
+    async def reset(self) -> None:
+        return None
+
+    async def step(self, said: rg.Message) -> rg.Turn:
         await asyncio.sleep(self.seconds)
-        return " and "
+        return rg.Turn([rg.Message("user", "and")])
+
+    async def close(self) -> None: ...
 
 
 def main() -> None:
@@ -50,17 +55,16 @@ def main() -> None:
     Slow.seconds = given.tool_s
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path = str(given.model or tiny_model(Path(folder) / "tiny"))
+        path = str(given.model or tiny_model(Path(folder) / "tiny", chat=True))
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
         most = 5 * given.turn_tokens  # of a response, what the tool says included
-        engine = VllmEngine(path, max_model_len=most + 41, dtype=dtype, threads=1, random_weights=given.model is not None)
+        engine = VllmEngine(path, max_model_len=most + 81, dtype=dtype, threads=1, random_weights=given.model is not None)
         context = Context(engine=engine)
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         sampling = Sampling(max_tokens=most, stop_token_ids=tuple(range(1, 1 + vocabulary // given.turn_tokens)))
-        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=most + 41)
+        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=most + 81)
         prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
-        tools = rg.Tools(environment=Slow, pool=rg.Pool("tools", cpus=given.conversations))
-        stage = generator.rollout(prompts, tools=tools, max_turns=given.turns).node.operation.start(context)
+        stage = generator.rollout(prompts, agent=Slow, max_turns=given.turns).node.operation.start(context)
         for step in range(given.repeats + 1):
             batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
             start = time.perf_counter()
@@ -80,9 +84,9 @@ def main() -> None:
                     "with_tools": sum(lengths) / with_tools,
                     "without": sum(lengths) / without,
                     "ratio": without / with_tools,
-                    "ratio_while_any_could_decode": without / (with_tools - metrics["tools/idle_s"]),
-                    "idle_share": metrics["tools/idle_s"] / with_tools,
-                    "turns_mean": metrics["tools/turns_mean"],
+                    "ratio_while_any_could_decode": without / (with_tools - metrics["agent/idle_s"]),
+                    "idle_share": metrics["agent/idle_s"] / with_tools,
+                    "turns_mean": metrics["agent/turns_mean"],
                 }
             )
         engine.close()

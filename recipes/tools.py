@@ -2,13 +2,13 @@
 
     python recipes/tools.py [key=value ...] [config=FILE.yaml]
 
-Trains SmolLM2-135M-Instruct to ask a calculator, shown twice in the prompt, and to give its answer. `--help` lists the settings.
+Trains SmolLM2-135M-Instruct to ask a calculator, shown in two earlier turns, and to give its answer. The model's chat template
+renders all turns. `--help` lists the settings.
 """
 
 from dataclasses import dataclass
 
-from tasks.calculator import last_line, questions
-from transformers import AutoTokenizer
+from tasks.calculator import last_turn, questions
 
 import rlgraph as rg
 
@@ -19,7 +19,7 @@ class Config:
     engine: str = "vllm"
     prompts: int = 4  # prompts a step
     group_size: int = 8  # responses a prompt
-    max_tokens: int = 64  # tokens a response, what the tool says included
+    max_tokens: int = 96  # tokens a response, what the tool says included
     max_turns: int = 3
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions
@@ -30,13 +30,12 @@ class Config:
 
 def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
-    line_end = AutoTokenizer.from_pretrained(model)("\n", add_special_tokens=False)["input_ids"]  # a turn is a line
     generator = rg.Generator(
         model,
         pool=rg.Pool("rollout"),
-        sampling=rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=tuple(line_end)),
+        sampling=rg.Sampling(max_tokens=cfg.max_tokens),
         engine=cfg.engine,
-        max_context=512,
+        max_context=1024,
         seed=cfg.seed,
     )
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr), micro_batch_tokens=2048)  # small: faster on a CPU
@@ -45,7 +44,7 @@ def graph(cfg: Config) -> rg.Graph:
 
     prompts = rg.prompts(questions(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, tools=tools, max_turns=cfg.max_turns)
-    rewards = rg.reward(last_line, prompts, rollout)  # `responses` is what the policy wrote, without the tool's words
+    rewards = rg.reward(last_turn, prompts, rollout)  # `responses` is what the policy wrote, without the tool's words
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)

@@ -53,6 +53,8 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.base import Context, node
     from rlgraph.nodes.conversations import Chat
     from rlgraph.nodes.environments import tools
+    from rlgraph.nodes.environments.agent import Agent, Environment
+    from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
     from rlgraph.nodes.environments.tools import Tools
     from rlgraph.nodes.examples import examples, pairs
     from rlgraph.nodes.prompts import prompts
@@ -89,6 +91,7 @@ __all__ = [
     "RLOO",
     "WSD",
     "AdamW",
+    "Agent",
     "CertificateError",
     "ChannelBroken",
     "ChannelClosed",
@@ -108,6 +111,7 @@ __all__ = [
     "DataError",
     "DispatchError",
     "EngineSpec",
+    "Environment",
     "ExportError",
     "Generator",
     "Graph",
@@ -117,6 +121,7 @@ __all__ = [
     "Job",
     "Lengths",
     "Linear",
+    "Message",
     "Model",
     "ModelTraits",
     "Muon",
@@ -142,9 +147,11 @@ __all__ = [
     "Sampling",
     "SimPO",
     "StalenessError",
+    "ToolCall",
     "Tools",
     "TrainerSpec",
     "TruncatedIS",
+    "Turn",
     "ValueLoss",
     "WorkerDied",
     "advantages",
@@ -191,6 +198,7 @@ _NAMES = {
     "RLOO": "rlgraph.algorithms",
     "WSD": "rlgraph.engines.schedules",
     "AdamW": "rlgraph.engines.fsdp.adamw",
+    "Agent": "rlgraph.nodes.environments.agent",
     "CertificateError": "rlgraph.errors",
     "ChannelBroken": "rlgraph.errors",
     "ChannelClosed": "rlgraph.errors",
@@ -210,6 +218,7 @@ _NAMES = {
     "DataError": "rlgraph.errors",
     "DispatchError": "rlgraph.errors",
     "EngineSpec": "rlgraph.engines.registry",
+    "Environment": "rlgraph.nodes.environments.agent",
     "ExportError": "rlgraph.errors",
     "Generator": "rlgraph.nodes.rollout.rollout",
     "Graph": "rlgraph.graph.nodes",
@@ -219,6 +228,7 @@ _NAMES = {
     "Job": "rlgraph.runtime.driver.job",
     "Lengths": "rlgraph.costs.lengths",
     "Linear": "rlgraph.engines.schedules",
+    "Message": "rlgraph.nodes.environments.messages",
     "Model": "rlgraph.graph.nodes",
     "ModelTraits": "rlgraph.graph.operation",
     "Muon": "rlgraph.engines.fsdp.adamw",
@@ -244,9 +254,11 @@ _NAMES = {
     "Sampling": "rlgraph.engines.api",
     "SimPO": "rlgraph.algorithms",
     "StalenessError": "rlgraph.errors",
+    "ToolCall": "rlgraph.nodes.environments.messages",
     "Tools": "rlgraph.nodes.environments.tools",
     "TrainerSpec": "rlgraph.engines.registry",
     "TruncatedIS": "rlgraph.algorithms",
+    "Turn": "rlgraph.nodes.environments.messages",
     "ValueLoss": "rlgraph.algorithms",
     "WorkerDied": "rlgraph.errors",
     "advantages": "rlgraph.nodes.training.advantages",

@@ -39,6 +39,15 @@ def right(responses: list[str]) -> list[float]:
     return [0.0] * len(responses)
 
 
+class Answers:
+    async def reset(self) -> None: ...
+
+    async def step(self, said: rg.Message) -> rg.Turn:
+        return rg.Turn(done=True)
+
+    async def close(self) -> None: ...
+
+
 NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.Pool: {"name": "p"},
     rg.Model: {"path": "m", "pool": POOL},
@@ -51,6 +60,9 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.TrainerSpec: {"name": "mine", "load": right},
     rg.Refill: {"reward": right},
     rg.Tools: {"tools": (search,)},
+    rg.Agent: {"environment": Answers},
+    rg.Message: {"role": "user", "content": ""},
+    rg.ToolCall: {"name": "search"},
     rg.Costs: {"nodes": {"rollout": 1.0}},
     rg.Linear: {"steps": 9},
     rg.Cosine: {"steps": 9},
@@ -230,7 +242,8 @@ def test_a_value_that_cannot_be_printed_is_named_by_its_class() -> None:
         lambda: algorithms.GDPO(keys=tuple(map(str, range(10_000))), weights=(1.0,)),
         lambda: algorithms.Rejection.from_verl(LONG, 2.0),
         lambda: reasoning_gym("chain_sum", size=1, instruction=LONG),
-        lambda: rg.Tools(environment=LONG, pool=rg.Pool("tools", cpus=1)),
+        lambda: rg.Agent(LONG),
+        lambda: rg.Agent(Answers, calls=LONG),
         lambda: rg.Tools([LONG], pool=rg.Pool("tools", cpus=1)),
         lambda: checked_metrics("score", {LONG: LONG}),
         lambda: deeper(None, LONG),

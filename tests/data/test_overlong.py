@@ -102,7 +102,7 @@ def test_prompts_lose_their_beginning_wherever_they_are_sent(folder: Path) -> No
         def context_length(self) -> int:
             return 12
 
-    [[request]] = rollout.node.operation.requests(Context(engine=Engine()), prompts.node.operation.batch(0))
+    [[task]] = rollout.node.operation.tasks(Context(engine=Engine()), prompts.node.operation.batch(0))
     _, refilled = launched(folder, data, count=1, refill=True)
     sampler = refilled.node.operation.start(Context(engine=Engine()))
     sampler.newest = 0
@@ -110,7 +110,7 @@ def test_prompts_lose_their_beginning_wherever_they_are_sent(folder: Path) -> No
     weights = rg.feedback("weights", depth=1)
     evaluation = rg.evaluate(rollout.node.model, data, weights, reward=right, every=1)
     evaluation.node.inputs[0].node.operation.fire(Context(engine=Engine()), 0)
-    assert {tokenizer.decode(tokens) for tokens in [request.prompt, *asked]} == {"456789"}
+    assert {tokenizer.decode(tokens) for tokens in [task.request.prompt, *asked]} == {"456789"}
     assert len(asked) == 3
     assert prompts.node.operation.metrics == {"data/overlong_prompts": 1.0}
 

@@ -10,7 +10,8 @@ from templates import FRONT, SPECIAL, model_with, tokenizer_of
 import rlgraph as rg
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.rollout import Generator, check_prompts
+from rlgraph.nodes.rollout.fitting import check_prompts
+from rlgraph.nodes.rollout.rollout import Generator
 
 USER = {"role": "user", "content": "1 + 1 ="}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -51,7 +52,8 @@ def sent(folder: Path, data: list[dict[str, Any]], chat: rg.Chat | None = None) 
     prompts = rg.prompts(data, count=len(data), chat=chat)
     rollout = generator_of(folder).rollout(prompts).node
     columns = prompts.node.operation.batch(0)
-    [requests] = rollout.operation.requests(Context(), columns)
+    [tasks] = rollout.operation.tasks(Context(), columns)
+    requests = [task.request for task in tasks]
     order = [prompts.node.operation.order.row(place) for place in columns["prompt_ids"].tolist()]
     return [list(request.prompt) for _, request in sorted(zip(order, requests, strict=True), key=lambda pair: pair[0])]
 

@@ -12,7 +12,7 @@ from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.rollout import check_prompts
+from rlgraph.nodes.rollout.fitting import check_prompts
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -66,8 +66,8 @@ def test_every_rollout_and_evaluation_sends_its_prompts_with_one_start(folder: P
     generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=4))
     prompts, weights = rg.prompts(data, count=2), rg.feedback("weights", depth=1)
     rollout = generator.rollout(prompts).node
-    requests = rollout.operation.requests(Context(), prompts.node.operation.batch(0))
-    asked = [request.prompt for part in requests for request in part]
+    tasks = rollout.operation.tasks(Context(), prompts.node.operation.batch(0))
+    asked = [task.request.prompt for part in tasks for task in part]
     engine = Asked()
     refilled = generator.rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=length), name="refilled").node
     sampler = refilled.operation.start(Context(engine=engine))

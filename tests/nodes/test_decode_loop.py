@@ -12,7 +12,8 @@ import rlgraph as rg
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn
+from rlgraph.nodes.rollout.responses import Task
 
 STEPS = 7
 
@@ -114,7 +115,7 @@ def run(case: Case) -> tuple[list[list[Response]], Trainer]:
     """Fire a rollout STEPS times as a worker does, beside a trainer."""
     context = Context(engine=Echo(case.room))
     trainer = Trainer(context, case.delays)
-    loop = DecodeLoop(context, "rollout: ", case.rule, lambda step: requests(case, step))
+    loop = DecodeLoop(context, OneTurn(context.engine, "rollout: "), case.rule, lambda step: requests(case, step))
     batches = []
     for step in range(STEPS):
         context.arrivals = trainer
@@ -122,14 +123,15 @@ def run(case: Case) -> tuple[list[list[Response]], Trainer]:
         if case.latest:
             trainer.poll()
         loop.begin(step, requests(case, step))
-        batches.append(loop.take(step, requests(case, step)))
+        batches.append([one.response for one in loop.take(step, requests(case, step))])
         trainer.deliver(step)
     return batches, trainer
 
 
-def requests(case: Case, step: int) -> list[Request]:
+def requests(case: Case, step: int) -> list[Task]:
     return [
-        Request(f"rollout: {step}.{row}", [step, row], Sampling(max_tokens=length), seed=0) for row, length in enumerate(case.lengths[step])
+        Task(Request(f"rollout: {step}.{row}", [step, row], Sampling(max_tokens=length), seed=0))
+        for row, length in enumerate(case.lengths[step])
     ]
 
 
@@ -199,9 +201,9 @@ def test_an_interrupt_brings_newer_tokens_than_waiting_for_the_next_step() -> No
 def test_other_prompts_than_were_looked_up_are_refused() -> None:
     context = Context(engine=Echo(8))
     drawn = iter(range(100))
-    request = lambda: [Request(f"rollout: {next(drawn)}", [0], Sampling(max_tokens=2), 0) for _ in range(2)]  # noqa: E731
-    loop = DecodeLoop(context, "rollout: ", BatchAdmission(continuous=True), lambda step: request())
-    first = [Request("rollout: a", [0], Sampling(max_tokens=1), 0), Request("rollout: b", [0], Sampling(max_tokens=3), 0)]
+    request = lambda: [Task(Request(f"rollout: {next(drawn)}", [0], Sampling(max_tokens=2), 0)) for _ in range(2)]  # noqa: E731
+    loop = DecodeLoop(context, OneTurn(context.engine, "rollout: "), BatchAdmission(continuous=True), lambda step: request())
+    first = [Task(Request("rollout: a", [0], Sampling(max_tokens=1), 0)), Task(Request("rollout: b", [0], Sampling(max_tokens=3), 0))]
     loop.begin(0, first)
     loop.take(0, first)
     with pytest.raises(DataError, match="step 1 has other prompts than it had one step before"):

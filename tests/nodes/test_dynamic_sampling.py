@@ -139,7 +139,6 @@ def own_node() -> rg.Output:
 
 WRONG = {
     "a group of one": ({"group_size": 1}, {}, "a group of one is never constant"),
-    "tools": ({"tools": rg.Tools([rg.tools.python], pool=rg.Pool("s", cpus=1))}, {}, "a refill is for single turns"),
     "a batch ahead of none": ({"continuous": True, "weights": rg.feedback("w", depth=0)}, {}, "continuous=True at depth=0"),
     "parts": ({"chunks": 2}, {}, "refill= and chunks=2"),
     "one round": ({}, {"rounds": 1}, "Refill\\(rounds=1\\)"),

@@ -1,197 +1,250 @@
-"""Rollouts of several turns, on an engine that writes what a script says."""
+"""Conversations with tools and environments, on an engine that writes what a script says."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from conversing import Rolled, eventually
+from templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running
-from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.nodes.base import Context
 
-CALL = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'
+CALL = '<tool_call>\n{"name": "double", "arguments": {"number": %d}}\n</tool_call>'
 POOL = rg.Pool("sandbox", cpus=2)
+NEXT = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def double(number: int) -> int:
+    """Double a number."""
     return 2 * number
-
-
-class Scripted(GenerateEngine):
-    """Writes, one token a step, what the script says to the text that it is given."""
-
-    def __init__(self, tokenizer: Any, script: Callable[[str], str]) -> None:
-        super().__init__()
-        self.tokenizer, self.script = tokenizer, script
-        self.asked: list[Request] = []
-        self.open: dict[str, tuple[list[int], int]] = {}
-        self.most: dict[str, int] = {}
-
-    def submit(self, request: Request) -> None:
-        self.asked.append(request)
-        self.most[request.id] = request.sampling.max_tokens
-        text = self.script(self.tokenizer.decode(request.prompt))
-        self.open[request.id] = (self.tokenizer(text)["input_ids"][: request.sampling.max_tokens], 0)
-
-    def decode(self) -> dict[str, Response]:
-        done = {}
-        for name, (tokens, count) in list(self.open.items()):
-            self.open[name] = (tokens, count + 1)
-            if count + 1 >= len(tokens):
-                del self.open[name]
-                cut = len(tokens) == self.most[name]
-                done[name] = Response(tokens, [-0.5] * len(tokens), finish="length" if cut else "stop")
-        return done
-
-    def unfinished(self) -> int:
-        return len(self.open)
-
-    def written(self) -> dict[str, int]:
-        return {name: count for name, (_, count) in self.open.items()}
-
-    def drop(self, ids: Sequence[str]) -> dict[str, Response]:
-        return {name: Response(*self.open.pop(name)) for name in ids if name in self.open}  # type: ignore[arg-type]
-
-    def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None: ...
-
-    def context_length(self) -> int:
-        return 1000
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", context=1024)
-
-
-def converse(
-    folder: Path, script: Callable[[str], str], tools: rg.Tools, prompts: list[dict[str, str]], max_tokens: int = 300, **options: Any
-) -> tuple[dict[str, Any], dict[str, float], Scripted]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=max_tokens), max_context=900)
-    source = rg.prompts(prompts, count=len(prompts))
-    node = generator.rollout(source, tools=tools, **options).node
-    engine = Scripted(tokenizer, script)
-    stage = node.operation.start(Context(engine=engine, cache={str(folder): tokenizer}))
-    columns, metrics = stage(0, source.node.operation.batch(0))  # type: ignore[attr-defined]
-    columns["texts"] = [
-        (tokenizer.decode(row[mask]), tokenizer.decode(row))
-        for row, mask in zip(columns["responses"], columns["response_mask"], strict=True)
-    ]
-    return columns, metrics, engine
+    return model_with(tmp_path_factory.mktemp("models") / "qwen2_5", "qwen2_5")
 
 
 def ask_once(text: str) -> str:
-    return "it is 14" if "tool_response" in text else CALL % 7
+    return "it is 14" if "<tool_response>" in text else CALL % 7
 
 
-def test_a_call_is_answered_and_the_response_goes_on(folder: Path) -> None:
-    columns, metrics, engine = converse(folder, ask_once, rg.Tools([double], pool=POOL), [{"prompt": "2 x 7?"}])
-    written, whole = columns["texts"][0]
-    assert written == (CALL % 7) + "it is 14"
-    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
-    assert whole == (CALL % 7) + "\n<tool_response>\n14\n</tool_response>\nit is 14"
-    assert metrics["tools/turns_mean"] == 2
-    assert metrics["tools/calls"] == 1
-    assert metrics["tools/tokens"] == len("\n<tool_response>\n14\n</tool_response>\n")
-    assert [request.id.rsplit("/")[-1] for request in engine.asked] == ["0", "1"]
+def tools(*given: Any, **options: Any) -> rg.Tools:
+    return rg.Tools([double, *given], pool=POOL, **options)
+
+
+def test_a_call_is_answered_as_the_template_says_and_the_response_goes_on(folder: Path) -> None:
+    rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools())
+    assert rolled.turns() == [
+        (True, CALL % 7 + "<|im_end|>"),
+        (False, f"\n<|im_start|>user\n<tool_response>\n14\n</tool_response>{NEXT}"),
+        (True, "it is 14<|im_end|>"),
+    ]
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
+    assert '"name": "double", "description": "Double a number."' in rolled.tokenizer.decode(rolled.engine.asked[0].prompt)
+    found = {name: rolled.metrics[f"tools/{name}"] for name in ("turns_mean", "calls", "failures", "malformed_calls", "limit_turns")}
+    assert found == {"turns_mean": 2, "calls": 1, "failures": 0, "malformed_calls": 0, "limit_turns": 0}
+
+
+def test_what_the_model_reads_is_what_the_template_renders_of_the_whole_conversation(folder: Path) -> None:
+    rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools())
+    call = {"type": "function", "function": {"name": "double", "arguments": {"number": 7}}}
+    messages = [
+        {"role": "user", "content": "2 x 7?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "14"},
+    ]
+    text = rolled.tokenizer.apply_chat_template(messages, tools=tools().schemas, add_generation_prompt=True, tokenize=False)
+    assert rolled.tokenizer.decode(rolled.engine.asked[1].prompt) == text
+    assert list(rolled.engine.asked[1].prompt) == rolled.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_no_token_is_encoded_again(folder: Path) -> None:
-    columns, _, engine = converse(folder, ask_once, rg.Tools([double], pool=POOL), [{"prompt": "2 x 7?"}])
-    first, second = engine.asked
-    row = columns["responses"][0].tolist()
+    rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools())
+    first, second = rolled.engine.asked
+    row = rolled.columns["responses"][0].tolist()
     told = len(second.prompt) - len(first.prompt)
     assert list(second.prompt) == [*first.prompt, *row[:told]]
     assert second.sampling.max_tokens == first.sampling.max_tokens - told
+    assert first.seed != second.seed
 
 
 def test_what_the_model_was_told_has_no_log_probs_and_is_not_trained_on(folder: Path) -> None:
-    columns, _, _ = converse(folder, ask_once, rg.Tools([double], pool=POOL), [{"prompt": "2 x 7?"}])
+    columns = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools()).columns
     mask = columns["response_mask"][0]
     assert (columns["rollout_log_probs"][0][mask] == -0.5).all()
     assert (columns["rollout_log_probs"][0][~mask] == 0).all()
     assert 0 < mask.sum() < len(mask)
 
 
-def test_rows_stay_in_the_order_of_the_prompts_whoever_is_answered_first(folder: Path) -> None:
-    async def slow(number: int) -> int:
-        await asyncio.sleep(0.05 if number == 1 else 0)
-        return number
-
-    prompts = [{"prompt": f"say {i}"} for i in range(4)]
-    script = lambda text: "done " + text[4] if "tool_response" in text else (CALL % int(text[4])).replace("double", "slow")  # noqa: E731
-    columns, _, _ = converse(folder, script, rg.Tools([slow], pool=POOL), prompts, group_size=2)
-    order = [text[4] for text in _texts(prompts)]
-    assert [written.split("done ")[1] for written, _ in columns["texts"]] == [number for number in order for _ in range(2)]
-
-
-def _texts(prompts: list[dict[str, str]]) -> list[str]:
-    batch = rg.prompts(prompts, count=len(prompts)).node.operation.batch(0)  # type: ignore[attr-defined]
-    texts: list[str] = batch["prompt_texts"]
-    return texts
+def test_two_calls_of_a_turn_are_answered_in_one_message_as_the_template_joins_them(folder: Path) -> None:
+    script = lambda text: "done" if "<tool_response>" in text else CALL % 1 + "\n" + CALL % 2  # noqa: E731
+    [read] = Rolled(folder, script, [{"prompt": "go"}], tools=tools()).read()
+    both = "<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response>"
+    assert read == f"\n<|im_start|>user\n{both}{NEXT}"
 
 
 def test_turns_end_at_their_limit(folder: Path) -> None:
-    columns, metrics, engine = converse(folder, lambda text: CALL % 1, rg.Tools([double], pool=POOL), [{"prompt": "go"}], 900, max_turns=3)
-    assert metrics["tools/turns_max"] == 3
-    assert len(engine.asked) == 3
-    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("turns")]
+    rolled = Rolled(folder, lambda text: CALL % 1, [{"prompt": "go"}], max_tokens=900, tools=tools(), max_turns=3)
+    assert rolled.metrics["tools/turns_max"] == len(rolled.engine.asked) == 3
+    assert rolled.metrics["tools/limit_turns"] == 1
+    assert rolled.metrics["tools/calls"] == 2, "the calls of the last turn are not made"
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("turns")]
 
 
 def test_an_answer_without_a_call_in_the_last_turn_is_cut_off_by_nothing(folder: Path) -> None:
-    columns, _, engine = converse(folder, ask_once, rg.Tools([double], pool=POOL), [{"prompt": "2 x 7?"}], max_turns=2)
-    assert len(engine.asked) == 2
-    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
+    rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools(), max_turns=2)
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
 
 
-def test_a_response_ends_where_its_tokens_are_used_up(folder: Path) -> None:
-    columns, _, _ = converse(folder, lambda text: CALL % 1, rg.Tools([double], pool=POOL), [{"prompt": "go"}], max_tokens=100)
-    assert columns["responses"].shape[1] == 100
-    assert columns["finish_reasons"].tolist() == [FINISH_REASONS.index("length")]
+@pytest.mark.parametrize("max_tokens", [40, 90, 125])
+def test_a_response_ends_where_its_tokens_are_used_up(folder: Path, max_tokens: int) -> None:
+    rolled = Rolled(folder, lambda text: CALL % 1, [{"prompt": "go"}], max_tokens=max_tokens, tools=tools())
+    assert rolled.columns["responses"].shape[1] == max_tokens
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("length")]
+    assert rolled.metrics["tools/limit_tokens"] == 1
 
 
 def test_a_tool_that_hangs_is_answered_for_and_the_conversation_goes_on(folder: Path) -> None:
     async def hang(number: int) -> int:
-        await asyncio.Event().wait()
-        return number
+        while True:  # not even its cancellation ends it
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
 
     script = lambda text: "gave up" if "error" in text else (CALL % 1).replace("double", "hang")  # noqa: E731
-    columns, metrics, _ = converse(folder, script, rg.Tools([hang], pool=POOL, deadline_s=0.05), [{"prompt": "go"}])
-    assert columns["texts"][0][0].endswith("gave up")
-    assert metrics["tools/failures"] == 1
+    rolled = Rolled(folder, script, [{"prompt": "go"}], tools=tools(hang, deadline_s=0.05))
+    assert "error: no answer within 0.05 s" in rolled.read()[0]
+    assert rolled.written()[1] == "gave up<|im_end|>"
+    assert rolled.metrics["tools/failures"] == 1
 
 
-def test_an_environment_of_ones_own_gets_its_columns_and_keeps_its_state(folder: Path) -> None:
-    class Guess:
-        def __init__(self, answers: str) -> None:
-            self.answer, self.tries = answers, 0
-
-        async def reply(self, text: str) -> str | None:
-            self.tries += 1
-            return None if self.answer in text else f" no, try {self.tries + 1}: "
-
-    script = lambda text: str(text.count("no,"))  # noqa: E731
-    columns, metrics, _ = converse(folder, script, rg.Tools(environment=Guess, pool=POOL), [{"prompt": "guess: ", "answer": "2"}])
-    assert columns["texts"] == [("012", "0 no, try 2: 1 no, try 3: 2")]
-    assert metrics["tools/turns_max"] == 3
+def test_a_turn_that_ends_at_another_token_is_closed_as_the_template_does(folder: Path) -> None:
+    rolled = Rolled(folder, lambda text: ask_once(text) + "\n", [{"prompt": "2 x 7?"}], close="", tools=tools())
+    assert rolled.read()[0].startswith("<|im_end|>\n<|im_start|>user"), "the model wrote a line end that the user stops at"
 
 
-def test_an_environment_whose_columns_nobody_carries_is_refused() -> None:
-    class Needs:
-        def __init__(self, solutions: str) -> None: ...
+class Guess:
+    """Asks for a number, and gives less for each turn that it takes."""
 
-        async def reply(self, text: str) -> str | None:
-            return None
+    open: ClassVar[int] = 0
+    closed: ClassVar[int] = 0
 
-    generator = rg.Generator("model", pool=rg.Pool("rollout"))
-    with pytest.raises(rg.RlgraphError, match="reads column 'solutions'"):
-        generator.rollout(rg.prompts([{"prompt": "a"}], count=1), tools=rg.Tools(environment=Needs, pool=POOL))
+    def __init__(self, answer: str) -> None:
+        self.answer, self.turns = answer, 0
+        Guess.open += 1
+
+    async def reset(self) -> list[rg.Message]:
+        return [rg.Message("user", "Guess my number between 1 and 9.")]
+
+    async def step(self, said: rg.Message) -> rg.Turn:
+        self.turns += 1
+        right = said.content.strip() == self.answer
+        reward = 1.0 / self.turns if right else -0.25
+        return rg.Turn([rg.Message("user", "Right." if right else "No.")], reward=reward, done=right, info={"guesses": 1})
+
+    async def close(self) -> None:
+        Guess.closed += 1
+
+
+def counting(text: str) -> str:
+    return str(1 + text.count("No."))
+
+
+def test_an_environment_begins_the_conversation_answers_its_turns_and_rewards_them(folder: Path) -> None:
+    Guess.open = Guess.closed = 0
+    rolled = Rolled(folder, counting, [{"prompt": "unread", "answer": "3"}], agent=Guess, group_size=2)
+    assert rolled.written() == ["1<|im_end|>", "2<|im_end|>", "3<|im_end|>"]
+    assert rolled.read() == [f"\n<|im_start|>user\nNo.{NEXT}"] * 2
+    prompt = rolled.tokenizer.decode(rolled.engine.asked[0].prompt)
+    assert "Guess my number" in prompt
+    assert "unread" not in prompt
+    assert rolled.columns["rewards"].tolist() == pytest.approx([1 / 3 - 0.5] * 2)
+    given = rolled.columns["token_rewards"][0]
+    assert given[given != 0].tolist() == pytest.approx([-0.25, -0.25, 1 / 3])
+    assert rolled.columns["response_mask"][0][given != 0].all(), "a reward stands at a token that the policy wrote"
+    assert rolled.metrics["agent/info/guesses"] == 3
+    assert rolled.metrics["critic/rewards/mean"] == pytest.approx(1 / 3 - 0.5)
+    assert Guess.open == 2
+    eventually(lambda: Guess.closed == 2)
+
+
+def test_credit_goes_to_the_turn_that_earned_it(folder: Path) -> None:
+    rolled = Rolled(folder, counting, [{"prompt": "", "answer": "2"}], agent=Guess, group_size=2)
+    returns = rg.algorithms.ReinforcePlusPlus(gamma=1.0)(rolled.columns)["returns"][0]  # type: ignore[attr-defined]
+    mask = rolled.columns["response_mask"][0]
+    assert returns[mask].tolist() == pytest.approx([0.25, 0.25, 0.5, 0.5]), "-0.25 + 0.5 from the first turn on, 0.5 from the second"
+    rows = rg.RLOO()(rolled.columns)["advantages"]
+    assert torch.equal(rows, torch.zeros_like(rows)), "equal rewards in a group"
+
+
+def test_the_last_turn_is_answered_for_its_reward(folder: Path) -> None:
+    rolled = Rolled(folder, counting, [{"prompt": "", "answer": "9"}], agent=Guess, max_turns=2)
+    assert rolled.columns["rewards"].tolist() == [-0.5]
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("turns")]
+    assert rolled.metrics["agent/limit_turns"] == 1
+
+
+class Late(Guess):
+    """Answers after a random time."""
+
+    async def step(self, said: rg.Message) -> rg.Turn:
+        await asyncio.sleep(random.random() * 0.02)
+        return await super().step(said)
+
+
+@pytest.mark.parametrize("options", [{}, {"concurrency": 3}, {"chunks": 2}])
+def test_rows_and_their_bits_do_not_depend_on_who_is_answered_first(folder: Path, options: dict[str, Any]) -> None:
+    prompts = [{"prompt": "", "answer": str(1 + i % 5)} for i in range(8)]
+    first = Rolled(folder, counting, prompts, agent=Guess, group_size=2)
+    for _ in range(3):
+        again = Rolled(folder, counting, prompts, agent=Late, group_size=2, **options)
+        for name, column in first.columns.items():
+            assert torch.equal(again.columns[name], column), name
+
+
+def test_concurrency_bounds_the_open_conversations(folder: Path) -> None:
+    class Counted(Late):
+        now = most = 0
+
+        def __init__(self, answer: str) -> None:
+            super().__init__(answer)
+            Counted.now += 1
+            Counted.most = max(Counted.most, Counted.now)
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            Counted.now -= 1
+
+    rolled = Rolled(folder, counting, [{"prompt": "", "answer": "2"}] * 12, agent=Counted, concurrency=3)
+    assert Counted.most == 3
+    assert len(rolled.columns["rewards"]) == 12
+
+
+def test_hundreds_of_environments_wait_at_once(folder: Path) -> None:
+    gate = Gate(320)
+
+    class Waits(Guess):
+        async def step(self, said: rg.Message) -> rg.Turn:
+            await gate.wait()
+            return rg.Turn(done=True, reward=1.0)
+
+    rolled = Rolled(folder, lambda text: "1", [{"prompt": "", "answer": "1"}] * 40, agent=Waits, group_size=8)
+    assert rolled.columns["rewards"].sum() == 320
+
+
+class Gate:
+    """Opens once so many wait at it."""
+
+    def __init__(self, count: int) -> None:
+        self.left, self.open = count, asyncio.Event()
+
+    async def wait(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.open.set()
+        await self.open.wait()

@@ -1,12 +1,15 @@
 """Tools: which can be declared, what a call gives, and what the calculator takes."""
 
 import asyncio
+import json
 
 import pytest
 
 import rlgraph as rg
 from rlgraph.errors import GraphError
-from rlgraph.nodes.environments.tools import ToolCalls, calculated
+from rlgraph.nodes.environments.calculator import calculated
+from rlgraph.nodes.environments.call_formats import calls_of, hermes
+from rlgraph.nodes.environments.tools import ToolCalls
 from rlgraph.nodes.sandbox import ToolError
 
 POOL = rg.Pool("sandbox", cpus=2)
@@ -20,37 +23,46 @@ async def broken(query: str) -> str:
     raise OSError("no disk")
 
 
-def reply(text: str, **settings: object) -> tuple[str | None, ToolCalls]:
-    calls = ToolCalls(rg.Tools([rg.tools.python, rg.tools.calculator, search, broken], pool=POOL, **settings))  # type: ignore[arg-type]
-    return asyncio.run(calls.reply(text)), calls
+def reply(text: str, **settings: object) -> tuple[rg.Turn, list[str]]:
+    given = rg.Tools([rg.tools.python, rg.tools.calculator, search, broken], pool=POOL, **settings)  # type: ignore[arg-type]
+    turn = asyncio.run(ToolCalls(given).step(rg.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))))
+    return turn, [message.content for message in turn.messages]
 
 
 def call(name: str, **arguments: str) -> str:
-    import json
-
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def test_a_turn_without_a_call_ends_the_conversation() -> None:
-    assert reply("the answer is 4")[0] is None
+    assert reply("the answer is 4")[0] == rg.Turn(done=True)
 
 
 def test_each_call_of_a_turn_is_answered_in_order() -> None:
-    text, calls = reply(f"let me see {call('search', query='x')} and {call('calculator', expression='2 ** 10 + 1')}")
-    assert text == "\n<tool_response>\nfound x\n</tool_response>\n\n<tool_response>\n1025\n</tool_response>\n"
-    assert (calls.calls, calls.failures) == (2, 0)
+    turn, texts = reply(f"let me see {call('search', query='x')} and {call('calculator', expression='2 ** 10 + 1')}")
+    assert texts == ["found x", "1025"]
+    assert [(m.role, m.name, m.tool_call_id) for m in turn.messages] == [
+        ("tool", "search", "call00000"),
+        ("tool", "calculator", "call00001"),
+    ]
+    assert turn.info == {"calls": 2, "failures": 0}
+
+
+def test_calls_beyond_the_most_of_a_turn_are_answered_too() -> None:
+    turn, texts = reply(call("search", query="x") * 10)
+    assert texts == ["found x"] * 8 + ["error: a turn calls at most 8 tools"] * 2
+    assert turn.info["calls"] == 8
 
 
 def test_python_runs_in_its_sandbox() -> None:
-    text, _ = reply(call("python", code="print(sum(range(5)))"))
-    assert text == "\n<tool_response>\n10\n</tool_response>\n"
+    assert reply(call("python", code="print(sum(range(5)))"))[1] == ["10"]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("<tool_call>nonsense</tool_call>", "a call is <tool_call>"),
-        ('<tool_call>{"name": "python", "arguments": "1"}</tool_call>', "are named"),
+        ('<tool_call>{"name": "python", "arguments": "1"}</tool_call>', "a call is <tool_call>"),
+        ('<tool_call>{"name": "python", "arg', "the call is not closed; a call is"),
         (call("nothing"), "there is no tool 'nothing'; there are ['broken', 'calculator', 'python', 'search']"),
         (call("broken", query="x"), "error: OSError: no disk"),
         (call("search", wrong="x"), "TypeError"),
@@ -58,15 +70,13 @@ def test_python_runs_in_its_sandbox() -> None:
     ],
 )
 def test_a_call_that_fails_is_answered_with_what_was_wrong(text: str, says: str) -> None:
-    answer, calls = reply(text)
-    assert answer is not None
+    turn, [answer] = reply(text)
     assert says in answer
-    assert calls.failures == 1
+    assert turn.info == {"calls": 1, "failures": 1}
 
 
 def test_a_long_answer_is_cut() -> None:
-    answer, _ = reply(call("python", code="print('y' * 3000)"), output_characters=50)
-    assert answer is not None
+    _, [answer] = reply(call("python", code="print('y' * 3000)"), output_characters=50)
     assert "2951 more characters" in answer or "2950 more characters" in answer
 
 
@@ -81,25 +91,46 @@ def test_what_cannot_be_declared_is_refused() -> None:
     def plain(query: str) -> str:
         return query
 
-    class NoReply:
-        pass
-
     for wrong, says in (
         (lambda: rg.Tools([], pool=POOL), "has no tool"),
         (lambda: rg.Tools([plain], pool=POOL), "async"),  # type: ignore[list-item]
         (lambda: rg.Tools([search, search], pool=POOL), "one name"),
         (lambda: rg.Tools([search], pool=rg.Pool("gpus")), "which is of GPUs"),
-        (lambda: rg.Tools(environment=NoReply, pool=POOL), "async def reply"),  # type: ignore[arg-type]
+        (lambda: rg.Tools([search], pool=POOL, calls="hermès"), "'pythonic', 'qwen3_coder'"),
         (lambda: rg.Tools([search], pool=POOL, deadline_s=0), "deadline_s=0"),
     ):
         with pytest.raises(GraphError, match=says):
             wrong()
 
 
-@pytest.mark.parametrize(("option", "value"), [("chunks", 2), ("continuous", True)])
-def test_a_rollout_of_turns_is_refused_what_it_cannot_be_combined_with(option: str, value: object) -> None:
-    generator = rg.Generator("model", pool=rg.Pool("rollout"))
-    prompts = rg.prompts([{"prompt": "a"}] * 4, count=4)
-    tools = rg.Tools([search], pool=POOL)
-    with pytest.raises(GraphError, match=f"leave {option} out"):
-        generator.rollout(prompts, rg.feedback("weights", depth=1), tools=tools, **{option: value})  # type: ignore[arg-type]
+class NoStep:
+    async def reset(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Anything(NoStep):
+    def __init__(self, **columns: object) -> None: ...
+
+    async def step(self, said: rg.Message) -> rg.Turn:
+        return rg.Turn(done=True)
+
+
+class Needs(Anything):
+    def __init__(self, solution: str) -> None: ...
+
+
+def test_an_agent_that_cannot_be_declared_is_refused() -> None:
+    generator, prompts = rg.Generator("model", pool=rg.Pool("rollout")), rg.prompts([{"prompt": "a"}], count=1)
+    for wrong, says in (
+        (lambda: rg.Agent(NoStep), r"`async def reset\(self\)`, `step\(self, said\)`"),  # type: ignore[arg-type]
+        (lambda: rg.Agent(Anything), "its parameters name the fields"),
+        (lambda: rg.Agent(Needs, calls="llama"), "calls is one of"),
+        (lambda: rg.Agent(Needs, pool=rg.Pool("gpus")), "run on host cores"),
+        (lambda: generator.rollout(prompts, agent=Needs), "reads column 'solutions'"),
+        (lambda: generator.rollout(prompts, agent=Needs, tools=rg.Tools([search], pool=POOL)), "choose one"),
+        (lambda: generator.rollout(prompts, concurrency=4), "concurrency=4 but no tools and no agent"),
+        (lambda: generator.rollout(prompts, agent=7), "agent=7"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(GraphError, match=says):
+            wrong()

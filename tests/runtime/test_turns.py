@@ -1,16 +1,16 @@
-"""Whole runs with tools: workers sample what a single process does, and rewards go up."""
+"""Whole runs with environments: workers sample what a single process does, and rewards go up."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens
+from digests import ITEMS, DigestPolicy, digest, here, in_workers
+from templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
 
-TURN = rg.Sampling(max_tokens=24, stop_token_ids=tuple(range(10, 60)))
+TURN = rg.Sampling(max_tokens=150, stop_token_ids=tuple(range(10, 60)))
 
 
 class Again:
@@ -19,9 +19,15 @@ class Again:
     def __init__(self) -> None:
         self.turns = 0
 
-    async def reply(self, text: str) -> str | None:
+    async def reset(self) -> list[rg.Message]:
+        return [rg.Message("user", "Letters, please.")]
+
+    async def step(self, said: rg.Message) -> rg.Turn:
         self.turns += 1
-        return " more: " if self.turns < 3 else None
+        letters = sum(letter.isalpha() and letter.isascii() for letter in said.content)
+        return rg.Turn([rg.Message("user", "more")], reward=letters / 24, done=self.turns == 3)
+
+    async def close(self) -> None: ...
 
 
 @rg.node(reads="responses response_mask", writes="seen")
@@ -38,9 +44,8 @@ def loop(model: Path, depth: int) -> rg.Graph:
     generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=TURN, dtype="float32")
     policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=2e-3), dtype="float32")
     weights = rg.feedback("weights", depth=depth)
-    tools = rg.Tools(environment=Again, pool=rg.Pool("tools", cpus=2))
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, tools=tools, max_turns=3)
-    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, agent=Again, max_turns=3)
+    advantages = rg.advantages(rollout, estimator=rg.GRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_high=0.28))
     weights.close(step.weights)
     return rg.Graph("turns", step.metrics, seen(rollout))
@@ -48,13 +53,13 @@ def loop(model: Path, depth: int) -> rg.Graph:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return model_with(tmp_path_factory.mktemp("model") / "qwen2_5", "qwen2_5")
 
 
 def test_responses_of_several_turns_learn(model: Path) -> None:
     found = here(loop(model, 1), 24)
     assert all(step["told"] > 0 for step in found)
-    first, last = (sum(step["odd"] for step in part) / len(part) for part in (found[:5], found[-5:]))
+    first, last = (sum(step["critic/rewards/mean"] for step in part) / len(part) for part in (found[:5], found[-5:]))
     assert last > first + 0.1, (first, last)
 
 

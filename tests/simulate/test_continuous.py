@@ -13,7 +13,8 @@ from rlgraph.costs.calibrate import measured_costs
 from rlgraph.costs.functions import Decode, NodeCost
 from rlgraph.costs.regression import spread
 from rlgraph.engines.api import Request, Response
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn
+from rlgraph.nodes.rollout.responses import Task
 from rlgraph.simulate.continuous import Machine, never
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws
@@ -81,12 +82,12 @@ def run(rule: BatchAdmission, rows: int, engines: int, update_s: float, shares_s
     published: dict[int, float] = {}
     clocks = [Clocked(DECODE, rule.running == "recompute", shares_steps, published) for _ in range(engines)]
 
-    def requests(engine: int, step: int) -> list[Request]:
+    def tasks(engine: int, step: int) -> list[Task]:
         mine = range(rows * engine // engines, rows * (engine + 1) // engines)
-        return [Request(f"{step}.{row}", [], rg.Sampling(), int(drawn[step % STEPS, row])) for row in mine]
+        return [Task(Request(f"{step}.{row}", [], rg.Sampling(), int(drawn[step % STEPS, row]))) for row in mine]
 
     loops: list[DecodeLoop] = [
-        DecodeLoop(clock, "", rule, lambda step, engine=engine: requests(engine, step))  # type: ignore[arg-type, misc]
+        DecodeLoop(clock, OneTurn(clock.engine, ""), rule, lambda step, engine=engine: tasks(engine, step))  # type: ignore[arg-type, misc]
         for engine, clock in enumerate(clocks)
     ]
     trained: list[float] = []
@@ -94,8 +95,8 @@ def run(rule: BatchAdmission, rows: int, engines: int, update_s: float, shares_s
         for engine, clock in enumerate(clocks):
             clock.wait(rule.needs(step))
             clock.now += DECODE.start_s
-            loops[engine].begin(step, requests(engine, step))
-            loops[engine].take(step, requests(engine, step))
+            loops[engine].begin(step, tasks(engine, step))
+            loops[engine].take(step, tasks(engine, step))
         begin = max([clock.now for clock in clocks] + [at + PUBLISH_S for at in trained[-1:]])
         trained.append(begin + update_s)
         published[step + 1] = trained[-1] + PUBLISH_S

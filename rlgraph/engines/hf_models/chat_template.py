@@ -20,17 +20,18 @@ class ChatPrompt:
     >>> ChatPrompt.from_json(ChatPrompt([{"role": "user", "content": "Hi"}]).to_json()).messages
     [{'role': 'user', 'content': 'Hi'}]
 
-    `continue_final`: the model continues the last message, instead of answering it.
+    `continue_final`: the model continues the last message, instead of answering it. `closed`: it writes nothing after the last message.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] | None = None
     continue_final: bool = False
+    closed: bool = False
 
     def to_json(self) -> str:
         """Write it as JSON; keys keep their order, which templates print."""
-        return json.dumps(vars(self), ensure_ascii=False)
+        return json.dumps({name: value for name, value in vars(self).items() if name != "closed"}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "ChatPrompt":
@@ -41,7 +42,7 @@ class ChatPrompt:
         text: str = tokenizer.apply_chat_template(
             list(self.messages),
             tools=list(self.tools) or None,
-            add_generation_prompt=not self.continue_final,
+            add_generation_prompt=not self.continue_final and not self.closed,
             continue_final_message=self.continue_final,
             tokenize=False,
             **(self.template_kwargs or {}),
@@ -120,6 +121,11 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
             ) from error
     tokens: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return tokens
+
+
+def reads(template: str | Mapping[str, str] | None, name: str) -> bool:
+    """Whether a template reads an argument of this name."""
+    return template is not None and name in _words_read(template)
 
 
 def _words_read(template: str | Mapping[str, str]) -> set[str]:

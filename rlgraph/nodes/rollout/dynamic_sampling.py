@@ -18,7 +18,6 @@ import torch
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
-from rlgraph.engines.api import Request
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -28,9 +27,13 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rollout.batch_admission import TaskDecoder
 from rlgraph.nodes.rollout.group_stream import Group, batch_of_next, batches, kept
-from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
+from rlgraph.nodes.rollout.responses import columns_of_sampled
 from rlgraph.nodes.rollout.rollout import Rollout
+from rlgraph.nodes.rollout.turn_loop import TurnLoop
+from rlgraph.nodes.rollout.turn_metrics import turn_metrics
+from rlgraph.nodes.rollout.turns import item_of
 from rlgraph.setting_types import Range
 from rlgraph.settings import Seconds
 
@@ -79,7 +82,7 @@ class Refill:
             )
         self._check(where, name, rollout)
         own = tuple(column for column in prompts.columns if column != "prompt_ids")
-        carried = (*WRITES, *own)
+        carried = (*rollout.writes, *own)
         scored = scoring(where, self.reward, carried, rollout.generator.path, Calls(self.concurrency, self.deadline_s, self.retries))
         missing = [column for column in scored.reads if column not in carried]
         if missing:
@@ -93,8 +96,6 @@ class Refill:
     def _check(self, where: str, name: str, rollout: Rollout) -> None:
         if rollout.group_size < 2:
             raise GraphError(f"{where} has refill= and group_size=1, and a group of one is never constant; use larger groups, or no refill")
-        if rollout.tools is not None:
-            raise GraphError(f"{where} has refill= and tools=; a refill is for single turns: use rg.filter_groups instead")
         if rollout.chunks > 1:
             raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch is known when its last group is: choose one")
         check_column(name, self.writes)
@@ -122,7 +123,7 @@ class DynamicRollout(Operation):
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.rollout.generator.path)  # loaded before the first step, not in it
         self.scoring.start(context)
-        return DynamicSampler(self, context)
+        return DynamicSampler(self, context, self.rollout.decoder(context))
 
 
 @dataclass
@@ -134,6 +135,7 @@ class DynamicSampler:
 
     operation: DynamicRollout
     context: Context
+    decoder: TaskDecoder
     passed: int = 0  # prompts of this rank in batches that have left
     newest: int = -1
     groups: list[Group] = field(default_factory=list)
@@ -143,7 +145,7 @@ class DynamicSampler:
     def __call__(self, step: int, columns: Columns) -> Fired:
         self.newest = max(self.newest, step)
         world, wanted = self.context.world, self.wanted
-        batch = self._sample(step) if wanted else []
+        batch = self._sampled(step) if wanted else []
         self.groups = self.groups[len(batch) :]
         self.passed += len(batch)
         trained = kept(batch, wanted)
@@ -152,12 +154,24 @@ class DynamicSampler:
         # Metrics are averaged over ranks, so each rank reports its count times `world`: the average is then the total.
         metrics = {f"dynamic_sampling/{name}": float(number * world) for name, number in counts.items()}
         metrics |= self.operation.draws_from.metrics | self._spread(trained, batch)
+        if isinstance(self.decoder, TurnLoop):
+            drawn = [sampled for group in batch for sampled in group.responses.values()]
+            metrics |= turn_metrics(drawn, self.decoder.seconds, self.operation.rollout.rewarded, world)
         return self._columns(trained) | {self.operation.writes: _rewards(trained)}, metrics
 
     @property
     def wanted(self) -> int:
         """The groups of a batch that this rank samples."""
         return len(rows_of_rank(self.operation.draws_from.count, self.context.rank, self.context.world))
+
+    def _sampled(self, step: int) -> Sequence[Group]:
+        """Sample the batch that is due. If that fails, conversations are closed."""
+        try:
+            return self._sample(step)
+        except BaseException:
+            if isinstance(self.decoder, TurnLoop):
+                self.decoder.close()
+            raise
 
     def _sample(self, step: int) -> Sequence[Group]:
         """Decode until the batch that is due is complete. Returns all its groups, those that are left out too, in the data order."""
@@ -180,14 +194,15 @@ class DynamicSampler:
         while step + batch_of_next(self.groups, self.wanted, self.wanted * self.operation.rounds) <= self.newest:
             position = (self.passed + len(self.groups)) * self.context.world + self.context.rank
             item = source.item(position)
-            prompt = rollout.encoded(self.context, source.columns([item]))[0]
-            seeds = [seed_of(rollout.generator.seed, position, member) for member in range(rollout.group_size)]
-            requests = [Request(f"{rollout.prefix}{position}.{m}", prompt, rollout.sampling, seed) for m, seed in enumerate(seeds)]
-            group = Group(position, item, requests)
+            columns = source.columns([item])
+            prompt = rollout.encoded(self.context, columns)[0] if rollout.agent is None else ()
+            own = item_of(columns, 0) if rollout.agent is not None else {}
+            tasks = [rollout.task(position, member, prompt, own) for member in range(rollout.group_size)]
+            group = Group(position, item, tasks)
             self.groups.append(group)
-            for request in requests:
-                self.context.engine.submit(request)
-                self.waiting[request.id] = group
+            for task in tasks:
+                self.decoder.submit(task)
+                self.waiting[task.request.id] = group
 
     def _join(self, step: int) -> None:
         """Take new weights and let the next batches draw, as far as the rule allows: once at most half of the newest still decodes."""
@@ -211,9 +226,9 @@ class DynamicSampler:
     def _advance(self) -> list[Group]:
         """Decode one step, and return the groups that it completes."""
         complete = []
-        for name, response in self.context.engine.step(self.operation.rollout.prefix).items():
+        for name, sampled in self.decoder.step().items():
             group = self.waiting.pop(name)
-            group.responses[name] = response
+            group.responses[name] = sampled
             if not group.running:
                 complete.append(group)
         return complete
@@ -227,12 +242,10 @@ class DynamicSampler:
 
     def _columns(self, groups: Sequence[Group]) -> dict[str, Column]:
         """Build the columns of responses and prompts, one row a response."""
-        rows = [(group, request) for group in groups for request in group.requests]
+        rows = [(group, group.responses[task.request.id]) for group in groups for task in group.tasks]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
-        responses = [group.responses[request.id] for group, request in rows]
-        return self.operation.draws_from.columns([group.item for group, _ in rows]) | columns_of(
-            [request.prompt for _, request in rows], responses, positions
-        )
+        sampled = columns_of_sampled([one for _, one in rows], positions, self.operation.rollout.rewarded)
+        return self.operation.draws_from.columns([group.item for group, _ in rows]) | sampled
 
     def _spread(self, trained: Sequence[Group], batch: Sequence[Group]) -> dict[str, float]:
         if not trained:

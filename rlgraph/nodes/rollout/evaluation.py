@@ -23,9 +23,9 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
-from rlgraph.nodes.rollout.fitting import most_tokens
+from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
 from rlgraph.nodes.rollout.responses import columns_of, truncated
-from rlgraph.nodes.rollout.rollout import Generator, check_prompts
+from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.nodes.rollout.val_metrics import summary
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
 

@@ -1,26 +1,71 @@
 """Prompts and the room that a rollout has for them: checked at the launch, dropped or cut off as their data set says."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rlgraph import notices
+from rlgraph.columns import Columns
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.chat_template import check_conversations
 from rlgraph.engines.hf_models.encoding import encoded_prompts
-from rlgraph.errors import DataError
+from rlgraph.errors import DataError, shown
+from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.streamed_prompts import Room, StreamedPrompts
 
+if TYPE_CHECKING:
+    from rlgraph.nodes.rollout.rollout import Generator
 
-def fit_prompts(node: str, path: str, tokenizer: Any, source: Prompts, context: int, response: int) -> None:
-    """Count the tokens of every prompt, and drop or count those that are too long.
+
+def check_prompts(
+    node: Node, generator: "Generator", sampling: Sampling, source: object, chats: Callable[[Columns], list[str]] | None = None
+) -> Any:
+    """Check model and prompts, and return the tokenizer. `chats` makes conversations of the prompts' columns; None: as they are.
+
+    Raises DataError for a folder that is no model, or a prompt that leaves no room for a response.
+    """
+    from rlgraph.engines.hf_models.model_files import check_tokenizer
+    from rlgraph.engines.hf_models.pretrained import check_model
+
+    model = check_model(generator.path, loadable=True)
+    unknown = [token for token in sampling.stop_token_ids if token >= model.vocab_size]
+    if unknown:
+        raise DataError(
+            f"node '{node.name}' stops at the tokens {shown(unknown)}, which the vocabulary of '{generator.path}' does not have: its ids "
+            f"are 0 to {model.vocab_size - 1}; take them from the model's own tokenizer"
+        )
+    context = generator.max_context or model.context_length
+    tokenizer = check_tokenizer(generator.path)
+    room = context - sampling.max_tokens
+    if room < 1:
+        raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
+    if isinstance(source, StreamedPrompts):
+        expect_prompts(Room(node.name, generator.path, context, sampling.max_tokens), tokenizer, source)
+    if isinstance(source, Prompts):
+        fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens, chats)
+    return tokenizer
+
+
+def fit_prompts(
+    node: str,
+    path: str,
+    tokenizer: Any,
+    source: Prompts,
+    context: int,
+    response: int,
+    chats: Callable[[Columns], list[str]] | None = None,
+) -> None:
+    """Count the tokens of every prompt, and drop or count those that are too long. `chats` makes conversations of the prompts' columns.
 
     Raises DataError for an empty prompt, for one that is too long where the data set does not say what becomes of it, and where none
     is short enough.
     """
     columns = source.columns([source.data[index] for index in range(len(source.data))])
-    if source.chat is not None:
+    if chats is not None:
+        encoded = check_conversations(path, tokenizer, chats(columns))
+    elif source.chat is not None:
         encoded = check_conversations(path, tokenizer, [str(text) for text in columns["prompt_messages"]])
     else:
         encoded = encoded_prompts(tokenizer, columns)

@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.api import Request, Response
+from rlgraph.nodes.rollout.responses import Outcome, Task
 
 
 @dataclass(eq=False)
 class Group:
-    """The requests to one prompt, their responses by request id, and their rewards once all responses are there."""
+    """The tasks of one prompt, their responses by request id, and their rewards once all responses are there."""
 
     position: int
     item: Mapping[str, Any]
-    requests: Sequence[Request]
-    responses: dict[str, Response] = field(default_factory=dict)
+    tasks: Sequence[Task]
+    responses: dict[str, Outcome] = field(default_factory=dict)
     rewards: torch.Tensor | None = None
     constant: bool = False  # whether all rewards are there and exactly equal
 
     @property
     def running(self) -> int:
         """The number of responses that still decode."""
-        return len(self.requests) - len(self.responses)
+        return len(self.tasks) - len(self.responses)
 
     def score(self, rewards: torch.Tensor) -> None:
         """Take the rewards of the responses, [group_size]."""

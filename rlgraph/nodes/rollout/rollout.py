@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -14,18 +14,20 @@ from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
 from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.nodes.base import Context, Stage
-from rlgraph.nodes.environments.multi_turn import MultiTurnLoop
+from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompt_source import PromptSource
-from rlgraph.nodes.prompts import Prompts
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, admission_rule
-from rlgraph.nodes.rollout.fitting import expect_prompts, fit_prompts, most_tokens
-from rlgraph.nodes.rollout.responses import WRITES, columns_of, seed_of
-from rlgraph.nodes.streamed_prompts import Room, StreamedPrompts
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn, TaskDecoder, admission_rule
+from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
+from rlgraph.nodes.rollout.responses import REWARDS, WRITES, Outcome, Task, columns_of_sampled, seed_of
+from rlgraph.nodes.rollout.turn_checks import chats_of
+from rlgraph.nodes.rollout.turn_loop import TurnLoop
+from rlgraph.nodes.rollout.turn_metrics import turn_metrics
+from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, turn_loop
 from rlgraph.setting_types import Named, Range
 from rlgraph.settings import Count, Dtype, Natural, checked
 
@@ -130,7 +132,9 @@ class Generator(Model):
         group_size: Annotated[int, Range(least=1, rule="a whole number of responses to a prompt, at least 1")] = 1,
         sampling: Sampling | None = None,
         tools: Tools | None = None,
+        agent: Agent | Callable[..., Environment] | None = None,
         max_turns: Annotated[int, Range(least=1, rule="a whole number of turns, at least 1")] | None = None,
+        concurrency: Count | None = None,
         chunks: Annotated[int, Range(least=1, rule="a whole number of parts that a batch leaves in, at least 1")] = 1,
         interrupt: Running | None = None,
         continuous: bool = False,
@@ -156,29 +160,34 @@ class Generator(Model):
         max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. With `continuous` a run still depends on its seed
         and depth alone; with `interrupt` it depends on the clock too. The staleness bound holds for every token.
 
-        With `tools` a response has up to `max_turns` turns (8); others decode while its tools run. `max_tokens` bounds all its tokens,
-        tool answers included; `response_mask` is 0 on those. The last bits of log-probs depend on which turns decode together.
+        With `tools` or an `agent` (a class with `reset`, `step` and `close`, or an `rg.Agent`) a response is a conversation of up to
+        `max_turns` turns (8), rendered by the model's chat template: docs/agents.md. `concurrency` bounds the conversations that are
+        open at once (None: all). `max_tokens` bounds all tokens of a response; `response_mask` is 0 on those that the model has not
+        written. An agent's rewards become the columns `rewards` and `token_rewards`. With `continuous` such a run depends on the clock.
 
         `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling: the next prompts replace groups whose rewards are all equal. The
         rollout then draws its own prompts and carries their fields (`answers`) and the `rewards` as columns: pass it to later nodes in
         place of `prompts`.
 
-        Raises GraphError for `max_turns` without tools, chunks that do not divide the prompts of a step, `interrupt` or `continuous` at
-        depth 0, and options that exclude each other.
+        Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,
+        `interrupt` or `continuous` at depth 0, and options that exclude each other.
         """
-        _check_options(name, {"chunks": chunks, "refill": refill, "tools": tools, "max_turns": max_turns, "continuous": continuous})
+        _check_options(name, {"tools": tools, "agent": agent, "max_turns": max_turns, "concurrency": concurrency, "refill": refill})
         source = prompts.node.operation
         operation = Rollout(
             generator=self,
             group_size=group_size,
             sampling=sampling or self.sampling,
             tools=tools,
+            agent=tools.agent() if tools is not None else agent if isinstance(agent, Agent | None) else Agent(agent),
             max_turns=max_turns or MAX_TURNS,
+            concurrency=concurrency,
             chunks=chunks,
             prefix=f"{name}: ",
             admission=admission_rule(name, weights, interrupt, continuous, source),
             source=source if continuous else None,
             overlong=source.overlong if isinstance(source, PromptSource) else Overlong(),
+            carried=prompts.columns,
         )
         return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
 
@@ -186,24 +195,18 @@ class Generator(Model):
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise GraphError for options that no rollout can have."""
     refill = options["refill"]
-    if options["max_turns"] is not None and options["tools"] is None:
+    if options["tools"] is not None and options["agent"] is not None:
         raise GraphError(
-            f"node '{name}' has max_turns={options['max_turns']} but no tools, so there is one turn; pass tools= or leave max_turns out"
+            f"node '{name}' has tools= and agent=; choose one: an environment gets calls of tools parsed, with rg.Agent(…, calls=…)"
         )
-    if options["tools"] is not None:
-        _check_turns(name, options)
+    for option in ("max_turns", "concurrency"):
+        if options[option] is not None and options["tools"] is None and options["agent"] is None:
+            raise GraphError(
+                f"node '{name}' has {option}={options[option]} but no tools and no agent, so there is one turn; pass tools= or agent=, or "
+                f"leave {option} out"
+            )
     if refill is not None and not hasattr(refill, "declare"):
         raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")
-
-
-def _check_turns(name: str, options: Mapping[str, Any]) -> None:
-    """Raise GraphError for options that exclude a rollout of several turns."""
-    for option, off in (("chunks", 1), ("continuous", False)):
-        if options[option] != off:
-            raise GraphError(
-                f"node '{name}' has tools= and {option}={options[option]}; turns wait for tools and end in no order that parts or "
-                f"batches could leave in: leave {option} out"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,35 +217,49 @@ class Rollout(Operation):
     group_size: int
     sampling: Sampling
     tools: Tools | None
+    agent: Agent | None
     max_turns: int
+    concurrency: int | None
     chunks: int
     prefix: str  # of the ids of its requests
     admission: BatchAdmission
     source: Any  # of the next prompts, for a continuous rollout: it draws them before they are due
     overlong: Overlong = field(default_factory=Overlong)
+    carried: tuple[str, ...] = ()  # the columns of its prompts
 
     def declare(self, name: str, prompts: Output, weights: Feedback | None) -> Output:
         """Declare the node that samples responses to the prompts of another node."""
         messages = tuple(column for column in prompts.columns if column == "prompt_messages")
-        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *(self.tools.reads if self.tools is not None else ()))))
+        of_agent = self.agent.reads(prompts.columns).values() if self.agent is not None else ()
+        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *of_agent)))
         rows = prompts.node.rows * self.group_size
         node = declare(
-            name, self, (prompts,), reads=reads, writes=WRITES, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
+            name, self, (prompts,), reads=reads, writes=self.writes, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
         )
         return Output(node)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The columns of a response; an environment's rewards are among them."""
+        return (*WRITES, *REWARDS) if self.rewarded else WRITES
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether its environments give rewards."""
+        return self.agent is not None and self.tools is None
 
     @property
     def traits(self) -> NodeTraits:
         return NodeTraits(
             work="generate",
-            host_pool=self.tools.pool if self.tools else None,
+            host_pool=self.agent.pool if self.agent is not None else None,
             dims=self.dims,
             sampling=self.sampling,
             group_size=self.group_size,
             admission=self.admission,
-            one_turn=self.tools is None,
+            one_turn=self.agent is None,
             looks_ahead=self.source is not None,
-            given=(self.tools,),
+            given=(self.tools, self.agent) if self.rewarded else (self.tools,),
         )
 
     @property
@@ -259,30 +276,56 @@ class Rollout(Operation):
         """Check the tools, the model and the prompts of `source`. Raises GraphError or DataError for one that cannot be used."""
         if self.tools is not None:
             self.tools.check()
-        check_prompts(node, self.generator, self.sampling, source)
+        if self.agent is None:
+            check_prompts(node, self.generator, self.sampling, source)
+            return
+        described = self.tools.schemas if self.tools is not None else []
+        tokenizer = check_prompts(node, self.generator, self.sampling, None)
+        check_conversations_of(self, tokenizer, source)
+        if self.tools is not None:  # an environment may begin with other messages than its prompt
+            check_prompts(node, self.generator, self.sampling, source, lambda columns: chats_of(columns, tokenizer, described))
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # here, so that the first step does not load it
-        if self.tools is not None:
-            return MultiTurnLoop(self, self.tools, context)
-        loop = DecodeLoop(context, self.prefix, self.admission, lambda step: _chained(self.requests(context, self._drawn(context, step))))
+        decoder = self.decoder(context)
+        loop = DecodeLoop(context, decoder, self.admission, lambda step: _chained(self.tasks(context, self._drawn(context, step))))
         if self.chunks > 1:
             return lambda step, columns: self.parts(context, loop, step, columns)  # type: ignore[return-value]
         return lambda step, columns: next(self.parts(context, loop, step, columns))
+
+    def decoder(self, context: Context) -> TaskDecoder:
+        """Make what samples its responses: in one turn each, or in conversations."""
+        if self.agent is None:
+            return OneTurn(context.engine, self.prefix)
+        return turn_loop(self, self.agent, context)
 
     def _drawn(self, context: Context, step: int) -> Columns:
         assert self.source is not None
         return self.source.batch(step, context.set_aside)
 
-    def parts(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[dict[str, Column]]:
+    def parts(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
         """Decode all parts of the batch together; yield them in the order of the data, each as soon as its last response is there."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        parts = self.requests(context, columns)
-        loop.begin(step, _chained(parts))
-        for rows, requests in zip(self.shares(context, ids), parts, strict=True):
-            responses = loop.take(step, requests)
-            yield columns_of([request.prompt for request in requests], responses, repeat_rows(ids[rows], self.group_size))
+        parts = self.tasks(context, columns)
+        try:
+            loop.begin(step, _chained(parts))
+            for rows, tasks in zip(self.shares(context, ids), parts, strict=True):
+                sampled = loop.take(step, tasks)
+                yield self.packed(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if isinstance(loop.decoder, TurnLoop):
+                loop.decoder.close()
+            raise
+
+    def packed(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
+        """Pack the responses of a part into columns, with the metrics of its conversations."""
+        columns = columns_of_sampled(sampled, ids, self.rewarded)
+        if not isinstance(decoder, TurnLoop):
+            return columns
+        return columns, turn_metrics(sampled, decoder.seconds, self.rewarded, context.world * self.chunks)
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Choose the rows of each part that this rank samples. Concatenated over the ranks, they are in the order of the data."""
@@ -296,27 +339,29 @@ class Rollout(Operation):
         most = most_tokens(self.overlong, context, self.generator.max_context, self.sampling)
         return encoded_prompts(context.tokenizer(self.generator.path), columns, most)
 
-    def requests(self, context: Context, columns: Columns) -> list[list[Request]]:
-        """Make a request for each response of this rank, by part.
+    def tasks(self, context: Context, columns: Columns) -> list[list[Task]]:
+        """Make a task for each response of this rank, by part.
 
         A response depends on the weights, the generator's seed, its prompt's place in the data order and its own place in the group.
+        A conversation's prompt is encoded when it begins.
         """
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        encoded, places = self.encoded(context, columns), ids.tolist()
+        places = ids.tolist()
+        encoded = self.encoded(context, columns) if self.agent is None else [()] * len(places)
+        items = [item_of(columns, row) if self.agent is not None else {} for row in range(len(places))]
         return [
-            [
-                Request(
-                    f"{self.prefix}{places[row]}.{member}", encoded[row], self.sampling, seed_of(self.generator.seed, places[row], member)
-                )
-                for row in rows
-                for member in range(self.group_size)
-            ]
+            [self.task(places[row], member, encoded[row], items[row]) for row in rows for member in range(self.group_size)]
             for rows in self.shares(context, ids)
         ]
 
+    def task(self, place: int, member: int, prompt: Sequence[int], item: Mapping[str, Any]) -> Task:
+        """Make the task of a response to the prompt at a place of the data order."""
+        seed = seed_of(self.generator.seed, place, member)
+        return Task(Request(f"{self.prefix}{place}.{member}", prompt, self.sampling, seed), member, item)
 
-def _chained(parts: list[list[Request]]) -> list[Request]:
+
+def _chained(parts: list[list[Task]]) -> list[Task]:
     return list(itertools.chain(*parts))
 
 
@@ -332,26 +377,3 @@ def declared_context(path: str) -> int | None:
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
     factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # these extend the trained context by their factor
     return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None
-
-
-def check_prompts(node: Node, generator: Generator, sampling: Sampling, source: object) -> None:
-    """Check model and prompts. Raises DataError for a folder that is no model, or a prompt that leaves no room for a response."""
-    from rlgraph.engines.hf_models.model_files import check_tokenizer
-    from rlgraph.engines.hf_models.pretrained import check_model
-
-    model = check_model(generator.path, loadable=True)
-    unknown = [token for token in sampling.stop_token_ids if token >= model.vocab_size]
-    if unknown:
-        raise DataError(
-            f"node '{node.name}' stops at the tokens {shown(unknown)}, which the vocabulary of '{generator.path}' does not have: its ids "
-            f"are 0 to {model.vocab_size - 1}; take them from the model's own tokenizer"
-        )
-    context = generator.max_context or model.context_length
-    tokenizer = check_tokenizer(generator.path)
-    room = context - sampling.max_tokens
-    if room < 1:
-        raise DataError(f"node '{node.name}' samples {sampling.max_tokens} tokens in a context of {context}: lower max_tokens")
-    if isinstance(source, StreamedPrompts):
-        expect_prompts(Room(node.name, generator.path, context, sampling.max_tokens), tokenizer, source)
-    if isinstance(source, Prompts):
-        fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens)

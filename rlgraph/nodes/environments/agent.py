@@ -1,0 +1,132 @@
+"""Environments that answer the turns of a model, and the limits of a conversation with one."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rlgraph import settings
+from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.errors import GraphError, shown
+from rlgraph.graph.nodes import Pool
+from rlgraph.nodes.environments.call_formats import FORMATS
+from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
+from rlgraph.nodes.prompt_source import plural
+from rlgraph.settings import Count, Seconds
+
+SPECIAL = {"prompt": "prompt_texts", "messages": "prompt_messages"}  # what a parameter of these names gets
+METHODS = ("reset", "step", "close")
+
+
+class Environment(Protocol):
+    """Answers the turns of one conversation. Write a small class; `generator.rollout(prompts, agent=Class)` makes one for each response.
+
+    The parameters of the class name the fields of the prompt's item that it gets, as those of a reward do: `Guess(answer="4")`. `prompt`
+    is the prompt's text, and `messages` its conversation.
+
+    >>> class Guess:
+    ...     def __init__(self, answer: str) -> None:
+    ...         self.answer = answer
+    ...     async def reset(self):
+    ...         return [Message("user", "Guess my number.")]
+    ...     async def step(self, said):
+    ...         return Turn(reward=float(said.content == self.answer), done=True)
+    ...     async def close(self): ...
+    >>> Agent(Guess).reads(["prompt_texts", "answers"])
+    {'answer': 'answers'}
+    """
+
+    async def reset(self) -> Sequence[Message] | None:
+        """Begin, and return the messages with which the conversation begins; None for the prompt's own."""
+
+    async def step(self, said: Message) -> Turn:
+        """Answer what the model has `said`."""
+
+    async def close(self) -> None:
+        """Free what it holds. Called once, however the conversation ends."""
+
+
+@dataclass(frozen=True, eq=False)
+class Agent:
+    """An environment with the limits of its conversations, for `generator.rollout(prompts, agent=Agent(Guess))`.
+
+    >>> import rlgraph as rg
+    >>> class Guess:
+    ...     def __init__(self, answer: str) -> None:
+    ...         self.answer = answer
+    ...     async def reset(self):
+    ...         return [rg.Message("user", "Guess my number.")]
+    ...     async def step(self, said):
+    ...         right = said.content == self.answer
+    ...         return rg.Turn([rg.Message("user", "No.")], reward=float(right), done=right)
+    ...     async def close(self): ...
+    >>> prompts = rg.prompts([{"prompt": "", "answer": "4"}], count=1)
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts, agent=rg.Agent(Guess, deadline_s=5), group_size=4)
+    >>> rollout.columns[-2:]
+    ('rewards', 'token_rewards')
+
+    * `deadline_s`: seconds of one call of `reset`, `step` or `close`.
+    * `conversation_s`: seconds of a whole conversation. None: no limit.
+    * `output_characters`: characters of the messages of one turn. What is beyond is cut off.
+    * `shared`: one environment for all responses to a prompt. Its methods get the number of the response in its group as a last argument.
+    * `calls`: the format in which the model writes calls of tools, parsed to `said.tool_calls`: "hermes", "llama3_json", "pythonic",
+      "qwen3_coder", "vllm:NAME" for a parser of vLLM, or a function of the text and the tools' schemas. None: nothing is parsed.
+    * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
+    * `pool`: the host cores that environments take. None: those of the generator's process.
+
+    An environment that raises, hangs or returns what it must not ends its conversation (`finish_reasons` 3), and the run goes on.
+    Raises GraphError for a class without the three async methods, or whose parameters are not names.
+    """
+
+    environment: Callable[..., Environment]
+    deadline_s: Seconds = 60.0
+    conversation_s: Seconds | None = None
+    output_characters: Count = 65536
+    shared: bool = False
+    calls: str | Callable[..., Sequence[ToolCall]] | None = None
+    keep_thinking: bool = False
+    pool: Pool | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        if self.calls is not None:
+            check_format("Agent", self.calls)
+        _check_environment(f"Agent(environment={shown(self.environment)})", self.environment)
+        if self.pool is not None and self.pool.cpus is None:
+            raise GraphError(f"Agent(pool=Pool('{self.pool.name}')): environments run on host cores: Pool('{self.pool.name}', cpus=n)")
+
+    def reads(self, carried: Sequence[str]) -> Mapping[str, str]:
+        """Name the column that each parameter of the environment gets, of those that the prompts carry."""
+        known = {p.name: p for p in inspect.signature(self.environment).parameters.values()}
+        columns = {name: SPECIAL.get(name, name if name in carried else plural(name)) for name in known}
+        return {name: column for name, column in columns.items() if column in carried or known[name].default is inspect.Parameter.empty}
+
+    def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
+        """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""
+        return self.environment(**{name: _given(name, item[column]) for name, column in columns.items()})
+
+
+def _given(name: str, value: Any) -> Any:
+    if name == "messages":
+        return [Message.of(message) for message in ChatPrompt.from_json(value).messages]
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def check_format(what: str, calls: str | Callable[..., Any]) -> None:
+    """Raise GraphError for a name that is no format of calls."""
+    if isinstance(calls, str) and calls not in FORMATS and not calls.removeprefix("vllm:") != calls:
+        raise GraphError(
+            f"{what}(calls={shown(calls)}): calls is one of {sorted(FORMATS)}, 'vllm:' with the name of a parser of vLLM, or a function "
+            "of a turn's text and the tools' schemas"
+        )
+
+
+def _check_environment(where: str, environment: Callable[..., Any]) -> None:
+    for name in METHODS if isinstance(environment, type) else ():
+        if not inspect.iscoroutinefunction(inspect.getattr_static(environment, name, None)):
+            raise GraphError(f"{where}: an environment is a class with `async def reset(self)`, `step(self, said)` and `close(self)`")
+    kinds = {p.kind for p in inspect.signature(environment).parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
+        raise GraphError(f"{where}: its parameters name the fields of a prompt that it is made with, as (self, answer)")

@@ -1,0 +1,309 @@
+"""Conversations of a rollout: each answers its environment's turns by itself, while the others decode.
+
+A conversation is in one of three states: it waits for room, it waits for its environment, or its turn decodes. The engine takes a step
+whenever a turn decodes; what environments have answered meanwhile is picked up between two steps. No text is encoded twice: sampled
+tokens stay as sampled, so the engine finds earlier turns in its prefix cache, and the trainer sees exactly the tokens that were sampled.
+"""
+
+import atexit
+import logging
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf_models.turns import TurnTemplate
+from rlgraph.errors import DataError, RlgraphError
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.environments.agent import Agent, Environment
+from rlgraph.nodes.environments.call_formats import CallFormat, calls_of
+from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
+from rlgraph.nodes.environments.messages import Message, Turn
+from rlgraph.nodes.rollout.conversation import Conversation
+from rlgraph.nodes.rollout.responses import Outcome, Task
+from rlgraph.nodes.rollout.turn_checks import probe_answer
+
+WAIT_S = 0.1  # for an environment, where nothing decodes
+MOST_MESSAGES = 64  # of one turn of an environment
+CLOSING_S = 10.0  # for environments to close where a run has failed
+log = logging.getLogger("rlgraph.agents")
+
+
+@dataclass(frozen=True)
+class TurnRules:
+    """What a rollout says of its conversations.
+
+    `reads` names the column of each parameter of the environment; `chat` makes the conversation of a prompt's item. Of `prefix` are the
+    ids of requests. A prompt has at most `most_prompt` tokens; a longer one is cut where `cut_prompts`, else its conversation fails.
+    `rewarded` says that the last turn is answered too, for its reward.
+    """
+
+    agent: Agent
+    reads: Mapping[str, str]
+    chat: Callable[[Mapping[str, Any]], ChatPrompt]
+    form: CallFormat | None
+    prefix: str
+    group_size: int
+    max_turns: int
+    concurrency: int | None
+    most_prompt: int
+    cut_prompts: bool
+    rewarded: bool
+
+
+@dataclass(eq=False)
+class _GroupEnvironment:
+    """The environment of a group, and how many of its conversations have not ended."""
+
+    left: int
+    environment: Environment | None = None
+
+
+class TurnLoop:
+    """Samples conversations; a decoder of `DecodeLoop`."""
+
+    def __init__(self, rules: TurnRules, template: TurnTemplate, context: Context) -> None:
+        self.rules, self.template, self.context = rules, template, context
+        self.calls = EnvironmentCalls()
+        self.seconds: dict[str, float] = defaultdict(float)  # of `reply` and `idle`, and errors of `close`, until they are taken
+        self._waiting: deque[Task] = deque()
+        self._live: set[Conversation] = set()
+        self._open: dict[str, Conversation] = {}  # by the request that decodes
+        self._groups: dict[str, _GroupEnvironment] = {}
+        self._done: dict[str, Outcome] = {}
+        self._checked: set[str] = set()  # roles of messages that the template renders after a turn
+        atexit.register(_drain, weakref.ref(self))
+
+    def submit(self, task: Task) -> None:
+        self._waiting.append(task)
+
+    def step(self) -> Mapping[str, Outcome]:
+        """Decode one step of the open turns. Waits for an environment only if nothing can decode."""
+        self._begin()
+        start = time.monotonic()
+        ended = self.calls.ended(0.0 if self._open or self._done else WAIT_S)
+        self.seconds["idle_s"] += 0.0 if self._open else time.monotonic() - start
+        for call in ended:
+            self._heard(call)
+        if self._open:
+            for name, response in self.context.engine.step(self.rules.prefix).items():
+                conversation = self._open.pop(name)
+                conversation.wrote(response)
+                self._wrote(conversation, response.tokens)
+        done, self._done = self._done, {}
+        return done
+
+    def close(self) -> None:
+        """Close the environments of all conversations, where the rollout has failed; wait a while for them."""
+        self.context.engine.abort(list(self._open))
+        self.calls.cancel(("reset", "step"))
+        for conversation in [one for one in self._live if not one.ended]:
+            self._end(conversation, "abort")
+        self.drain()
+        self._waiting.clear()
+        self._open.clear()
+        self._done.clear()
+
+    def drain(self) -> None:
+        """Wait a while for environments that close."""
+        deadline = time.monotonic() + CLOSING_S
+        while len(self.calls) and time.monotonic() < deadline:
+            for call in self.calls.ended(WAIT_S):
+                if call.kind == "close":
+                    self._heard(call)
+
+    def _begin(self) -> None:
+        """Begin conversations, in the order of their tasks, as long as there is room."""
+        while self._waiting and (self.rules.concurrency is None or len(self._live) < self.rules.concurrency):
+            task = self._waiting.popleft()
+            conversation = Conversation(task, self.rules.chat(task.item), time.monotonic())
+            self._live.add(conversation)
+            self._call(conversation, "reset", lambda c=conversation: self._reset(c))  # type: ignore[misc]
+
+    def _call(self, conversation: Conversation, kind: str, function: Callable[[], Any]) -> None:
+        agent = self.rules.agent
+        left = self._left_s(conversation) if kind != "close" else agent.deadline_s
+        self.calls.begin(Call(conversation, kind), function, min(agent.deadline_s, left))
+
+    def _left_s(self, conversation: Conversation) -> float:
+        """The seconds that a conversation may still take."""
+        most = self.rules.agent.conversation_s
+        return float("inf") if most is None else max(conversation.begun + most - time.monotonic(), 0.0)
+
+    async def _reset(self, conversation: Conversation) -> object:
+        """Make the environment, and begin; in the event loop."""
+        agent, task = self.rules.agent, conversation.task
+        if not agent.shared:
+            conversation.environment = agent.make(self.rules.reads, task.item)
+            return await conversation.environment.reset()
+        group = task.request.id.rpartition(".")[0]
+        shared = self._groups.setdefault(group, _GroupEnvironment(self.rules.group_size))
+        shared.environment = shared.environment or agent.make(self.rules.reads, task.item)
+        conversation.environment = shared.environment
+        return await conversation.environment.reset(task.member)  # type: ignore[call-arg]
+
+    async def _close(self, conversation: Conversation) -> None:
+        """Close the environment of a conversation, or of a group with its last one; in the event loop."""
+        if self.rules.agent.shared:
+            name = conversation.task.request.id.rpartition(".")[0]
+            group = self._groups[name]
+            group.left -= 1
+            if group.left:
+                return
+            conversation.environment = self._groups.pop(name).environment
+        if conversation.environment is not None:
+            await conversation.environment.close()
+
+    def _heard(self, call: Call) -> None:
+        """Go on with a conversation whose environment has answered."""
+        conversation: Conversation = call.owner
+        if call.kind == "close":
+            self._live.discard(conversation)
+            self.seconds["close_errors"] += call.failed is not None
+            if call.failed:
+                log.warning("an environment was not closed: %s", call.reason)
+            return
+        self.seconds["reply_s"] += call.seconds
+        if call.failed is not None:
+            limit = call.failed == "timeouts" and self._left_s(conversation) == 0.0
+            self._fail(conversation, "limit_seconds" if limit else call.failed, call.reason)
+            return
+        try:
+            if call.kind == "reset":
+                self._started(conversation, call.value)
+            else:
+                self._answered(conversation, call.value)
+        except _CannotGoOn as wrong:
+            self._fail(conversation, wrong.kind, str(wrong))
+
+    def _started(self, conversation: Conversation, messages: object) -> None:
+        """Submit the first turn, after the messages that `reset` returned."""
+        if messages is not None:
+            given = [message.as_dict() for message in self._checked_messages("reset", messages)]
+            if given[-1]["role"] == "assistant":
+                raise _CannotGoOn("errors", "reset returned messages that end with one of the assistant; the model writes what follows")
+            system = [m for m in conversation.chat.messages[:1] if m["role"] == "system" and given[0]["role"] != "system"]
+            conversation.chat = replace(conversation.chat, messages=[*system, *given], continue_final=False)
+        try:
+            prompt = self.template.prompt(conversation.chat)
+        except Exception as error:  # noqa: BLE001 (whatever a template raises)
+            raise _CannotGoOn("template_errors", f"the chat template refuses the messages: {error!s:.200}") from None
+        conversation.prompt = prompt[-self.rules.most_prompt :]
+        if len(prompt) > self.rules.most_prompt and not self.rules.cut_prompts:
+            raise _CannotGoOn("overlong_prompts", f"the prompt has {len(prompt)} tokens, and there is room for {self.rules.most_prompt}")
+        self._submit(conversation)
+
+    def _submit(self, conversation: Conversation) -> None:
+        request = conversation.next_request(self.template.close)
+        self._open[request.id] = conversation
+        self.context.engine.submit(request)
+
+    def _wrote(self, conversation: Conversation, tokens: Sequence[int]) -> None:
+        """Pass a turn of the model to its environment."""
+        if conversation.finish != "stop" or not tokens:
+            conversation.counts["limit_tokens"] += conversation.finish == "length"
+            self._end(conversation)
+            return
+        reasoning, content = self.template.thinking(self.template.content(tokens))
+        form, tools = self.rules.form, conversation.chat.tools
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+        calls = calls_of(content, form, schemas) if form is not None else ()
+        conversation.counts["malformed_calls"] += sum(bool(call.error) for call in calls)
+        conversation.said = said = Message("assistant", content, reasoning, calls)
+        if conversation.turn >= self.rules.max_turns and not self.rules.rewarded:
+            conversation.counts["limit_turns"] += bool(calls)
+            self._end(conversation, "turns" if calls else "stop")
+            return
+        environment, extra = conversation.environment, (conversation.task.member,) if self.rules.agent.shared else ()
+        assert environment is not None
+        self._call(conversation, "step", lambda: environment.step(said, *extra))
+
+    def _answered(self, conversation: Conversation, turn: object) -> None:
+        """Submit the next turn, after what the environment has answered."""
+        if not isinstance(turn, Turn):
+            raise _CannotGoOn("errors", f"step returned a {type(turn).__name__}; it returns an rg.Turn")
+        conversation.rewarded(turn.reward)
+        for name, value in turn.info.items():
+            conversation.counts[f"info/{name}"] += value
+        if turn.done:
+            self._end(conversation, "stop")
+            return
+        messages = self._cut(conversation, self._checked_messages("step", turn.messages))
+        if conversation.turn >= self.rules.max_turns:
+            conversation.counts["limit_turns"] += 1
+            self._end(conversation, "turns")
+            return
+        if self._left_s(conversation) == 0.0:
+            raise _CannotGoOn("limit_seconds", "the conversation took longer than its conversation_s")
+        self._tell(conversation, [message.as_dict() for message in messages])
+
+    def _tell(self, conversation: Conversation, answers: list[dict[str, Any]]) -> None:
+        assert conversation.said is not None
+        self._check_roles(conversation.chat, answers)
+        said = conversation.said.as_dict()
+        try:
+            tokens = self.template.between(conversation.chat, said, answers, conversation.tokens[-1])
+        except DataError as error:
+            raise _CannotGoOn("template_errors", str(error)) from None
+        conversation.chat = replace(conversation.chat, messages=[*conversation.chat.messages, said, *answers], continue_final=False)
+        conversation.told(tokens)
+        if conversation.room == 0:
+            conversation.counts["limit_tokens"] += 1
+            self._end(conversation, "length")
+        else:
+            self._submit(conversation)
+
+    def _check_roles(self, chat: ChatPrompt, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError for the first message of a role after which the template changes earlier turns."""
+        for role in {answer["role"] for answer in answers} - self._checked:
+            self.template.check(chat, probe_answer(role, chat.tools), self.rules.agent.keep_thinking)
+            self._checked.add(role)
+
+    def _checked_messages(self, what: str, messages: object) -> Sequence[Message]:
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, Message) for message in messages):
+            raise _CannotGoOn("errors", f"{what} returned a {type(messages).__name__} where a list of rg.Message is due")
+        if not messages or len(messages) > MOST_MESSAGES:
+            raise _CannotGoOn("errors", f"{what} returned {len(messages)} messages; a conversation goes on with 1 to {MOST_MESSAGES}")
+        return messages
+
+    def _cut(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[Message]:
+        """Cut off what is beyond the characters of a turn."""
+        room, kept = self.rules.agent.output_characters, []
+        for message in messages:
+            gone = len(message.content) - room
+            if gone > 0:
+                conversation.counts["cut_messages"] += 1
+                message = replace(message, content=f"{message.content[:room]}… ({gone} more characters)")
+            kept.append(message)
+            room = max(room - len(message.content), 0)
+        return kept
+
+    def _fail(self, conversation: Conversation, kind: str, reason: str) -> None:
+        conversation.counts[kind] += 1
+        log.warning("a conversation has ended (%s): %s", kind, reason)
+        self._end(conversation, "abort")
+
+    def _end(self, conversation: Conversation, finish: Any = None) -> None:
+        """End a conversation. Its environment is closed meanwhile, and then its place is free."""
+        conversation.ended, conversation.finish = True, finish or conversation.finish
+        conversation.prompt = conversation.prompt or [self.template.close]  # of one that never began; a prompt has a token
+        self._done[conversation.task.request.id] = conversation.sampled()
+        self._call(conversation, "close", lambda: self._close(conversation))
+
+
+def _drain(loop: "weakref.ref[TurnLoop]") -> None:
+    """Let environments close where the process ends."""
+    found = loop()
+    if found is not None:
+        found.drain()
+
+
+class _CannotGoOn(RlgraphError):
+    """A conversation cannot go on; `kind` is how it is counted."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(what)
+        self.kind = kind
