@@ -152,22 +152,16 @@ class Generator(Model):
         a step use one weight version. Writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`,
         `finish_reasons` [B] and `group_ids`. The responses to one prompt are adjacent rows.
 
-        `chunks` splits the batch. Chunks leave in the order of the data, each as soon as its groups are done, so that rewards and
-        log-probs overlap with decoding. A node that takes the whole batch gets the same one for any `chunks`.
-
-        `interrupt` swaps in each published version before the next decode step: "recompute" prefills the running responses again under
-        the new weights, "keep" goes on with their old keys and values. `continuous` lets batch k + 1 join on version
-        max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. With `continuous` a run still depends on its seed
-        and depth alone; with `interrupt` it depends on the clock too. The staleness bound holds for every token.
-
-        With `tools` or an `agent` (a class with `reset`, `step` and `close`, or an `rg.Agent`) a response is a conversation of up to
-        `max_turns` turns (8), rendered by the model's chat template: docs/agents.md. `concurrency` bounds the conversations that are
-        open at once (None: all). `max_tokens` bounds all tokens of a response; `response_mask` is 0 on those that the model has not
-        written. An agent's rewards become the columns `rewards` and `token_rewards`. With `continuous` such a run depends on the clock.
-
-        `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling: the next prompts replace groups whose rewards are all equal. The
-        rollout then draws its own prompts and carries their fields (`answers`) and the `rewards` as columns: pass it to later nodes in
-        place of `prompts`.
+        * `chunks` splits the batch into parts that leave in the order of the data, each as soon as its groups are done.
+        * `interrupt` swaps in each published version before the next decode step: "recompute" prefills the running responses again under
+          the new weights, "keep" goes on with their old keys and values. The run then depends on the clock.
+        * `continuous` lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. The
+          run still depends on its seed and depth alone, without turns. The staleness bound holds for every token.
+        * `tools` or an `agent` (a class with `reset`, `step` and `close`, or an `rg.Agent`) make a response a conversation of up to
+          `max_turns` turns (8), `concurrency` of them open at once (None: all): docs/agents.md. An agent's rewards become the columns
+          `rewards` and `token_rewards`. `response_mask` is 0 on tokens that the model has not written; `max_tokens` bounds all tokens.
+        * `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their fields
+          (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
 
         Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,
         `interrupt` or `continuous` at depth 0, and options that exclude each other.
@@ -179,7 +173,7 @@ class Generator(Model):
             group_size=group_size,
             sampling=sampling or self.sampling,
             tools=tools,
-            agent=tools.agent() if tools is not None else agent if isinstance(agent, Agent | None) else Agent(agent),
+            agent=_agent_of(tools, agent),
             max_turns=max_turns or MAX_TURNS,
             concurrency=concurrency,
             chunks=chunks,
@@ -190,6 +184,13 @@ class Generator(Model):
             carried=prompts.columns,
         )
         return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
+
+
+def _agent_of(tools: Tools | None, agent: Agent | Callable[..., Environment] | None) -> Agent | None:
+    """Make the agent of a rollout: of tools, or of a class of environments."""
+    if tools is not None:
+        return tools.agent()
+    return agent if isinstance(agent, Agent | None) else Agent(agent)
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
