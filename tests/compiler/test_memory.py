@@ -268,7 +268,7 @@ def test_whole_logits_are_counted_and_a_fused_head_holds_a_few_rows_of_them(tmp_
 def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tmp_path: Path) -> None:
     model, cluster = folder(tmp_path / "m", QWEN3_8B), rg.Cluster(gpus=64, gpu_memory_bytes=28 * GIB)
     few = {"recompute": True, "micro_batch_tokens": 40960}
-    with pytest.raises(PlanError, match=r"logits \d+\.\d GiB.*; set fused_head=True, or lower micro_batch_tokens"):
+    with pytest.raises(PlanError, match=r"logits \d+\.\d GiB.*; set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel"):
         rg.compile(logits_of(model, False, **few), cluster)
     rg.compile(logits_of(model, True, **few), cluster)
 
