@@ -31,7 +31,7 @@ def test_passes_are_those_of_the_trainer(lengths: list[int], limit: int, ranks: 
     batch = batch_of([*lengths, 40], group=1)
     batch["prompt_mask"] = torch.ones_like(batch["prompt_mask"])
     trained: list[int] = []
-    for mini_batch in UpdateSchedule(mini_batches=mini_batches).parts({name: column[:-1] for name, column in batch.items()}):
+    for mini_batch in UpdateSchedule(mini_batches=mini_batches).cut({name: column[:-1] for name, column in batch.items()}):
         plans = plan_micro_batches(mini_batch, ranks, limit, flat=True)
         trained += [max(sum(s.tokens for s in plan[index]) for plan in plans) for index in range(len(plans[0]))]
     passes = Passes(limit, mini_batches).of_a_rank(np.array([lengths, lengths], dtype=float), batch["prompts"].shape[1], ranks)

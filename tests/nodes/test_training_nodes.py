@@ -23,7 +23,7 @@ def length(responses: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mini_batches": 4}, "has mini_batches=4 of a batch of 6 rows; the parts are to be equally large"),
+        ({"mini_batches": 4}, "has mini_batches=4 of a batch of 6 rows; mini-batches are to be equally large"),
         ({"mini_batches": 0}, "mini_batches is a whole number of at least 1"),
         ({"epochs": 1.5}, "epochs is a whole number of at least 1"),
         ({"critic_warmup": -1}, "critic_warmup is a whole number of at least 0"),
