@@ -38,7 +38,7 @@ class MicroBatch:
     consecutive parts of the row, and this is the part of one.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
-    `(row[i], column[i])` is where that token lies in a [len(rows), T] column.
+    `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `real` is false on padding of the flattened input.
     """
 
     rows: torch.Tensor
@@ -52,6 +52,7 @@ class MicroBatch:
     starts: torch.Tensor | None = None
     longest: int = 0
     group: Any = None
+    real: torch.Tensor | None = None
 
     def part(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
         """Take the part of a row for one of the ranks of a group: its tokens, and what they predict."""
@@ -162,6 +163,7 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         targets=torch.cat([none, *targets]),
         row=torch.cat([none, *rows]),
         column=torch.cat([none, *columns]),
+        real=(segments != IGNORED).flatten() & bool(sequences),
     )
 
 
@@ -201,6 +203,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         column=torch.cat([none, *columns]),
         starts=torch.tensor(starts, dtype=torch.int32),
         longest=max([spare, *(s.tokens for s in sequences)]),
+        real=torch.arange(starts[-1]) < sum(s.tokens for s in sequences),
     )
 
 

@@ -16,6 +16,7 @@ from rlgraph.engines.forward import fused_norms, packed_attention
 from rlgraph.engines.forward.collectives import filled
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.forward.packing import MicroBatch, pack, pack_flat, plan_micro_batches
+from rlgraph.engines.forward.routers import Routing, routers_of
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.exchange import gathered
@@ -42,8 +43,9 @@ class FsdpEngine:
     kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
     behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step. `tensor_parallel` neighbours share the matrices
-    of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `on_progress(done, total)`
-    is called after each micro-batch of an update or of scores.
+    of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `load_balance` is the
+    weight of the loss that balances the experts of a mixture.
+    `on_progress(done, total)` is called after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
     """
@@ -65,6 +67,7 @@ class FsdpEngine:
         host_moments: bool = False,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        load_balance: float = 0.0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
@@ -81,6 +84,7 @@ class FsdpEngine:
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda":
             fused_norms.install(head.model)
+        self._routing = Routing([] if compiled or self._ranks.sharing > 1 else routers_of(head.model), load_balance)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         if self._ranks.matrices is not None:
             share_matrices(head, self._ranks.matrices)
@@ -133,15 +137,25 @@ class FsdpEngine:
         totals = Totals.of(_tensor(batch, "response_mask"))
         found: list[dict[str, float]] = []
         for micro_batch in self._passes(batch):
-            scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy)
+            with self._routing:
+                scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy)
+            assert micro_batch.real is not None
+            self._routing.count(micro_batch.real)
             if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
             whole = tuple(_unpack(score, micro_batch, width) for score in scores)
             value, metrics = self._head.loss(loss, whole, _rows(batch, micro_batch.rows, self._device), totals)
-            value.backward()
-            found.append({self._head.loss_name: value.item()} | metrics)
-        return self._step({self._head.loss_name: 0.0} | _summed(found, self._ranks, self._device), totals.tokens > 0, guard)
+            balance, more = self._routing.loss(micro_batch.real, len(micro_batch.targets) / max(totals.tokens, 1))
+            (value if balance is None else value + balance).backward()
+            found.append({self._head.loss_name: value.item()} | metrics | more)
+        metrics = {self._head.loss_name: 0.0} | _summed(found, self._ranks, self._device)
+        metrics |= self._routing.metrics(self._add_up)
+        return self._step(metrics, totals.tokens > 0, guard)
+
+    def _add_up(self, counts: torch.Tensor) -> None:
+        if self._ranks.sharded.size() > 1:
+            dist.all_reduce(counts, group=self._ranks.sharded.get_group())
 
     def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
         norm = clipped(self._head.parameters(), self._settings.grad_clip)

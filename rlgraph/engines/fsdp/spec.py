@@ -50,6 +50,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         host_moments=model.offload == "moments",
         tensor_parallel=model.tensor_parallel,
         context_parallel=model.context_parallel,
+        load_balance=model.load_balance,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -64,7 +65,17 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
 SPEC = TrainerSpec(
     name="fsdp",
     load=load,
-    settings=("micro_batch_tokens", "recompute", "compiled", "self_test", "fused_head", "offload", "tensor_parallel", "context_parallel"),
+    settings=(
+        "micro_batch_tokens",
+        "recompute",
+        "compiled",
+        "self_test",
+        "fused_head",
+        "offload",
+        "load_balance",
+        "tensor_parallel",
+        "context_parallel",
+    ),
     reads_shards=True,
     saved_shards=saved_shards,
 )

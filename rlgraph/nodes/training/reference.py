@@ -28,6 +28,7 @@ class Reference(TrainedModel):
     recompute: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)
     offload: Literal["moments"] | None = field(default=None, init=False)
+    load_balance: float = field(default=0.0, init=False)
 
     @checked()
     def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:

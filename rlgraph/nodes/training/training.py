@@ -20,7 +20,7 @@ from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mini_batches import UpdateSchedule
 from rlgraph.nodes.training.mixture import Part
 from rlgraph.setting_types import Named
-from rlgraph.settings import Count, Dtype
+from rlgraph.settings import AtLeastZero, Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 DEFAULT_GUARDS = Guards()
@@ -63,6 +63,7 @@ class TrainedModel(Model):
     * `offload`: "moments" keeps AdamW's moments in host memory, 8 bytes a parameter, and brings those of one parameter at a time to the
       GPU in an optimizer step. The step has the same bits. It is for GPUs.
     * `compiled`: fuses the kernels of each layer, at a slower start.
+    * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
     """
@@ -77,6 +78,7 @@ class TrainedModel(Model):
     fused_head: bool | None = None
     offload: Literal["moments"] | None = None
     compiled: bool = False
+    load_balance: AtLeastZero = 0.0
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
@@ -91,6 +93,11 @@ class TrainedModel(Model):
             raise GraphError(
                 f"{type(self).__name__}(tensor_parallel={self.tensor_parallel}, compiled=True): layers that ranks share are not compiled; "
                 "leave out compiled"
+            )
+        if self.load_balance and (self.compiled or self.tensor_parallel > 1 or self.context_parallel > 1):
+            raise GraphError(
+                f"{type(self).__name__}(load_balance={self.load_balance}): layers that are compiled, or that ranks share, do not "
+                "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         object.__setattr__(self, "_spec", trainer_of(self))
 

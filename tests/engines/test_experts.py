@@ -1,0 +1,97 @@
+"""The trainer of a mixture of experts: grouped products, the loss that balances experts, metrics, and equal bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import folder_of
+
+from rlgraph.engines.forward import self_test
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.errors import GraphError
+
+COEFFICIENT = 0.3
+WAYS: list[dict[str, bool]] = [{"shared": False}, {"flat": True}, {"recompute": True, "flat": True}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("experts")
+    return {name: folder_of(name, parent) for name in ("qwen3_moe", "mixtral", "granitemoe")}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    found = self_test._batch()
+    found["advantages"] = torch.randn(found["responses"].shape, generator=torch.Generator().manual_seed(1))
+    return found
+
+
+def updated(folder: Path, **settings: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    from tiny import WeightedLikelihood
+
+    engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
+    metrics = engine.update(batch(), WeightedLikelihood())
+    weights = {name: weight.clone() for name, weight in engine.weights().items()}
+    engine.close()
+    return metrics, weights
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_balancing_loss_and_its_gradient_are_those_of_transformers(name: str, way: dict[str, bool], folders: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    data = batch()
+    plain = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32, attn_implementation="eager").eval()
+    assert plain.config._experts_implementation == "grouped_mm"
+    width = data["prompts"].shape[1]
+    keep = torch.cat([data["prompt_mask"], data["response_mask"]], 1)
+    ends = keep.flip(1).int().argmax(1)  # padding behind each row; its last token is no input
+    keep[torch.arange(len(keep)), keep.shape[1] - 1 - ends] = False
+    tokens = torch.cat([data["prompts"], data["responses"]], 1)
+    positions = (keep.long().cumsum(1) - 1).clamp(min=0)
+    out = plain(input_ids=tokens, attention_mask=keep.long(), position_ids=positions, output_router_logits=True, use_cache=False)
+    logs = out.logits[:, width - 1 : -1].log_softmax(-1).gather(-1, data["responses"][..., None])[..., 0]
+    likelihood = -(logs * data["advantages"])[data["response_mask"]].sum() / data["response_mask"].sum()
+    (likelihood + COEFFICIENT * out.aux_loss).backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm().item()
+
+    metrics, _ = updated(folders[name], load_balance=COEFFICIENT, **way)
+    assert metrics["moe/load_balance_loss"] == pytest.approx(out.aux_loss.item(), rel=1e-5)
+    assert metrics["actor/pg_loss"] == pytest.approx(likelihood.item(), rel=1e-4, abs=1e-6)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+    layers = torch.stack([torch.bincount(x[keep.flatten()].topk(2, -1)[1].flatten(), minlength=8) for x in out.router_logits])
+    shares = layers / layers.sum(1, keepdim=True)
+    assert metrics["moe/expert_share_max"] == pytest.approx(shares.max().item(), rel=1e-6)
+    assert [metrics[f"moe/expert_share/{expert}"] for expert in range(8)] == pytest.approx(shares.mean(0).tolist(), rel=1e-6)
+    tables = torch.stack([x[keep.flatten()].log_softmax(-1) for x in out.router_logits])
+    assert metrics["moe/routing_entropy"] == pytest.approx(-(tables.exp() * tables).sum(-1).mean().item(), rel=1e-5)
+    assert metrics["moe/dropped_tokens"] == 0
+
+
+def test_passes_of_any_size_give_the_same_routing(folders: dict[str, Path]) -> None:
+    whole, small = (updated(folders["qwen3_moe"], micro_batch_tokens=size)[0] for size in (8192, 80))
+    names = [name for name in whole if name.startswith("moe/")]
+    assert len(names) == 4 + 8
+    assert {name: small[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-4, abs=1e-6)
+
+
+def test_equal_updates_give_equal_bits(folders: dict[str, Path]) -> None:
+    (metrics, weights), (others, again) = (updated(folders["qwen3_moe"], load_balance=COEFFICIENT, flat=True) for _ in range(2))
+    assert metrics == others
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
+
+
+def test_a_balancing_loss_that_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    import rlgraph as rg
+
+    with pytest.raises(GraphError, match="no routers of experts"):
+        updated(folder_of("llama", tmp_path), load_balance=0.1)
+    with pytest.raises(GraphError, match="does not tell which experts it chose"):
+        updated(folders["granitemoe"], load_balance=0.1)
+    with pytest.raises(GraphError, match="layers that are compiled, or that ranks share, do not tell"):
+        rg.Policy("tiny", pool=rg.Pool("train"), load_balance=0.1, compiled=True)
