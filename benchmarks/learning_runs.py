@@ -172,10 +172,10 @@ def run_until_flat(cfg: Settings, folder: Path, flat: Flat, until_s: float, expo
     return entry(metrics_of(folder), stopped, flat)
 
 
-def held_out(cfg: Settings) -> list[dict[str, str]]:
-    """List the questions of the evaluations, with their answers."""
+def held_out(cfg: Settings) -> list[dict[str, Any]]:
+    """List the questions of the evaluations as messages, with their answers."""
     _, rows = mathematics.data(cfg)
-    return [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
+    return [{"messages": row["prompt"], "answer": row["answer"]} for row in rows]
 
 
 def progress(metrics: Mapping[str, float], evaluated: Sequence[float]) -> str:
@@ -223,7 +223,16 @@ def given_settings(given: argparse.Namespace, **usual: Any) -> Settings:
 
     given.work = Path(tempfile.mkdtemp())
     given.json = given.work / given.json.name
-    small = {"engine": "transformers", "prompts": 2, "group_size": 2, "questions": 4, "samples": 2, "max_tokens": 4, "max_context": 400}
+    small = {
+        "engine": "transformers",
+        "prompts": 2,
+        "group_size": 2,
+        "questions": 4,
+        "samples": 2,
+        "max_tokens": 4,
+        "max_context": 900,
+        "shots": 1,
+    }
     few = small | {"steps": 2, "every": 1, "model": model_with(given.work / "model", "smollm2")}
     return rg.config(mathematics.Config, [f"{name}={value}" for name, value in few.items()] + given.settings)
 

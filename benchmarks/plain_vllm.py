@@ -2,7 +2,7 @@
 
     python benchmarks/plain_vllm.py FOLDER questions.json answers.json
 
-`questions.json` has `rows` with prompt and answer, `system`, and the settings `max_tokens`, `max_context`, `samples` and `seed`.
+`questions.json` has `rows` with messages and answer, `system`, and the settings `max_tokens`, `max_context`, `samples` and `seed`.
 """
 
 import json
@@ -31,7 +31,7 @@ def sampled(folder: str, asked: dict[str, Any]) -> list[list[str]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     system = [{"role": "system", "content": asked["system"]}] if asked["system"] else []
-    messages = [[*system, {"role": "user", "content": row["prompt"]}] for row in asked["rows"]]
+    messages = [[*system, *row["messages"]] for row in asked["rows"]]
     prompts = [
         {"prompt_token_ids": tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False)} for each in messages
     ]

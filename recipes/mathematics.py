@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.school import questions
+from tasks.school import questions, with_examples
 
 import rlgraph as rg
 
@@ -21,6 +21,7 @@ class Config:
     engine: str = "vllm"
     train: str = ""  # a parquet file of verl's schema; without it, grade-school arithmetic
     held_out: str = ""
+    shots: int = 0  # solved questions before each one of grade school, as earlier turns
     system: str = "Answer with the number alone."  # the first message of each conversation; "" for none
     thinking: bool | None = None  # for templates that read it, as Qwen 3's
     prompts: int = 16  # prompts a step
@@ -44,11 +45,13 @@ class Config:
 
 
 def data(cfg: Config) -> tuple[Any, Any]:
-    """Return the questions to train on, and those held out; no question is in both."""
+    """Return the questions to train on, and those held out; no question is in both, nor among the examples."""
     if cfg.train:
         return rg.data.verl(cfg.train, overlong="drop"), rg.data.verl(cfg.held_out or cfg.train, overlong="drop")
-    held_out = questions(cfg.questions, seed=1_000_003)
-    return questions(2048, cfg.seed, frozenset(row["prompt"] for row in held_out)), held_out
+    examples = questions(cfg.shots, seed=2_000_003) if cfg.shots else []
+    held_out = questions(cfg.questions, seed=1_000_003, leave_out=frozenset(row["prompt"] for row in examples))
+    train = questions(2048, cfg.seed, frozenset(row["prompt"] for row in (*examples, *held_out)))
+    return with_examples(train, examples), with_examples(held_out, examples)
 
 
 def graph(cfg: Config) -> rg.Graph:

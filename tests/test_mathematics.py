@@ -68,3 +68,17 @@ def test_no_held_out_question_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert len({row["prompt"] for row in train}) == 512
     assert not asked & {row["prompt"] for row in train}
     assert {row["data_source"] for row in train} == {row["data_source"] for row in held_out} == {"chain_sum", "products"}
+
+
+def test_examples_are_earlier_turns_of_every_question_and_are_asked_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
+    import mathematics
+
+    train, held_out = mathematics.data(mathematics.Config(questions=16, shots=2))
+    first = train[0]["prompt"][:4]
+    assert [message["role"] for message in first] == ["user", "assistant"] * 2
+    assert all(row["prompt"][:4] == first and len(row["prompt"]) == 5 for row in (*train, *held_out))
+    asked = [{row["prompt"][-1]["content"] for row in rows} for rows in (train, held_out)]
+    assert not asked[0] & asked[1]
+    assert not {message["content"] for message in first} & (asked[0] | asked[1])
+    assert mathematics.data(mathematics.Config(questions=16, shots=0))[1][0]["prompt"][0]["role"] == "user"

@@ -8,6 +8,12 @@ TASKS: dict[str, dict[str, int]] = {
 }
 
 
+def with_examples(rows: list[dict[str, Any]], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make each question a conversation in which the examples were asked and answered before."""
+    before = [{"role": role, "content": row[key]} for row in examples for role, key in (("user", "prompt"), ("assistant", "answer"))]
+    return [{**row, "prompt": [*before, {"role": "user", "content": row["prompt"]}]} for row in rows]
+
+
 def questions(count: int, seed: int, leave_out: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     """Draw `count` different questions, the tasks in turn, none of `leave_out`: rows with `prompt`, `answer` and `data_source`."""
     import reasoning_gym

@@ -100,7 +100,16 @@ def test_curves_are_means_where_all_seeds_are() -> None:
 
 def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
-    small = {"engine": "transformers", "prompts": 2, "group_size": 2, "questions": 2, "samples": 2, "max_tokens": 4, "max_context": 400}
+    small = {
+        "engine": "transformers",
+        "prompts": 2,
+        "group_size": 2,
+        "questions": 2,
+        "samples": 2,
+        "max_tokens": 4,
+        "max_context": 900,
+        "shots": 1,
+    }
     arguments = [f"{name}={value}" for name, value in small.items()]
     cfg = rg.config(learning_runs.Settings, [*arguments, f"model={model_with(tmp_path / 'model', 'smollm2')}", "every=2"])
     cfg = replace(cfg, steps=20, depth=2, loss="proximal")
