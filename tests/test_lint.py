@@ -33,7 +33,7 @@ PRIVATE = {
 BREACHES = {
     "imports go down only": ("errors.py", "from rlgraph import api"),
     "Ray is known to its dispatch, its channels and its graph": ("nodes/items.py", "import ray"),
-    "transformers and vllm are imported by the engines alone": ("nodes/prompts.py", "import transformers"),
+    "transformers, vllm and sglang are imported by the engines alone": ("nodes/prompts.py", "import transformers"),
     "what draws plans and runs knows no engine and no node's work": ("render/text.py", "import rlgraph.engines.registry"),
     "an engine saves and loads itself: the runtime knows nothing of how it is sharded": (
         "runtime/local.py",

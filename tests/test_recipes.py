@@ -125,7 +125,7 @@ def assert_recorded(folder: Path, said: str, metrics: set[str]) -> None:
 
 WRONG = {
     "an unknown key": (["learning_rate=1"], "Key 'learning_rate' not in 'Config'"),
-    "an engine that is none": (["model=tiny", "engine=none"], "engine is one of ['vllm', 'transformers'] or an EngineSpec"),
+    "an engine that is none": (["model=tiny", "engine=none"], "engine is one of ['vllm', 'transformers', 'sglang'] or an EngineSpec"),
     "a value of another type": (["steps=many"], "Value 'many' of type 'str' could not be converted to Integer"),
     "a file that is not there": (["config=none.yaml"], "config=none.yaml: there is no such file"),
     "no setting at all": (["fast"], "argument 'fast' is no setting; write key=value"),

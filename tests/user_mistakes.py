@@ -182,7 +182,7 @@ MODELS = {
     "no seed": declared("leave it out for 0", generator={"seed": None}),
     "a negative seed": declared("seed is a whole number of at least 0", generator={"seed": -1}),
     "a seed as text": declared("write seed=1, without quotes", generator={"seed": "1"}),
-    "an unknown engine": made("['vllm', 'transformers']", lambda: rg.Generator("m", pool=pool(), engine="sglang")),  # type: ignore[arg-type]
+    "an unknown engine": made("['vllm', 'transformers', 'sglang']", lambda: rg.Generator("m", pool=pool(), engine="llama")),  # type: ignore[arg-type]
     "an engine misspelt": made("write engine='vllm'", lambda: rg.Generator("m", pool=pool(), engine="vLLM")),  # type: ignore[arg-type]
     "memory in percent": made("above 0 and below 1", lambda: rg.Generator("m", pool=pool(), memory=90)),
     "no engines": made("tensor_parallel is a whole number of at least 1", lambda: rg.Generator("m", pool=pool(), tensor_parallel=0)),

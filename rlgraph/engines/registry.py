@@ -129,7 +129,7 @@ class SpecTable(Generic[S]):
         return [known for known in self._known if self.find(known).takes(name)]
 
 
-ENGINES: SpecTable[EngineSpec] = SpecTable({"vllm": "rlgraph.engines.vllm.spec", "transformers": "rlgraph.engines.transformers.spec"})
+ENGINES: SpecTable[EngineSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec" for name in ("vllm", "transformers", "sglang")})
 TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp.spec"})
 
 

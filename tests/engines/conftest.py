@@ -1,8 +1,15 @@
-"""Tiny models on disk, made once for all tests of engines."""
+"""Tiny models on disk, and the processes of engines: each is made once for all tests of engines."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tiny import tiny
 
 
@@ -14,3 +21,20 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("models"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], dict[str, Any]]:
+    """Return a function that gives what a process found in which an engine is alone with a model: `engine_process.py`."""
+
+    @cache
+    def found(engine: str, folder: Path) -> dict[str, Any]:
+        out, here = tmp_path_factory.mktemp("engine") / "found.pt", Path(__file__)
+        environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
+        command = [sys.executable, str(here.with_name("engine_process.py")), engine, str(folder), str(out)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        loaded: dict[str, Any] = torch.load(out)
+        return loaded | {"engine": engine, "folder": folder, "printed": done.stdout + done.stderr}
+
+    return found

@@ -1,8 +1,6 @@
 """Every generate engine can be driven step by step; what it does at a change of weights is told by the log-probs."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,17 @@ from rlgraph.engines.transformers.engine import TransformersEngine
 PROMPT_OF = {f"early{i}": p for i, p in enumerate(PROMPTS)} | {f"{name}{i}": p for name in ("late", "new") for i, p in enumerate(LATE)}
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
-def found(request: pytest.FixtureRequest, tied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engine(name: str) -> Any:
+    return pytest.param(name, marks=[getattr(pytest.mark, name.split()[0]), pytest.mark.slow])
+
+
+@pytest.fixture(scope="module", params=["transformers", *map(engine, ("vllm", "sglang", "sglang overlap"))])
+def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
         engine = TransformersEngine(tied, dtype=torch.float32, max_context=64)
-        return stepped(engine, load_file(tied / "model.safetensors"))
-    out, here = tmp_path_factory.mktemp("vllm") / "found.pt", Path(__file__)
-    command = [sys.executable, str(here.with_name("vllm_stepping.py")), str(tied), str(out)]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(out)  # type: ignore[no-any-return]
+        return stepped(engine, load_file(tied / "model.safetensors")) | {"late": 0}
+    stepping: dict[str, Any] = in_process(request.param, tied)["stepped"]
+    return stepping | {"late": int("overlap" in request.param)}  # by how many steps its tokens are known late
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +48,10 @@ def scores(model: Any, name: str, response: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("running", ["recompute", "keep"])
 def test_tokens_before_a_change_of_weights_are_of_the_old_ones(found: dict[str, Any], models: tuple[Any, Any], running: str) -> None:
-    assert found[running]["written"] == dict.fromkeys(("early0", "early1", "early2", "early3"), BEFORE) | {"late0": 0, "late1": 0}
+    assert found[running]["written"] == dict.fromkeys(("early0", "early1", "early2", "early3"), BEFORE - found["late"]) | {
+        "late0": 0,
+        "late1": 0,
+    }
     for row in range(len(PROMPTS)):
         response = found[running]["responses"][f"early{row}"]
         expected = scores(models[0], f"early{row}", response)[:BEFORE]
@@ -106,7 +106,7 @@ def test_requests_that_join_later_change_no_token(found: dict[str, Any]) -> None
 
 def test_an_aborted_request_gives_what_it_has_and_the_others_go_on(found: dict[str, Any]) -> None:
     assert found["aborted"].keys() == {"early0"}
-    assert found["aborted"]["early0"]["tokens"] == found["whole"][0]["tokens"][:3]
-    assert len(found["aborted"]["early0"]["log_probs"]) == 3
+    assert found["aborted"]["early0"]["tokens"] == found["whole"][0]["tokens"][: 3 - found["late"]]
+    assert len(found["aborted"]["early0"]["log_probs"]) == 3 - found["late"]
     assert found["left"].keys() == {"early1"}
     assert found["left"]["early1"]["tokens"] == found["whole"][1]["tokens"]

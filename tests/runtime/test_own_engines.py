@@ -103,16 +103,16 @@ def test_settings_that_an_engine_does_not_take_are_errors_that_name_who_does(mod
 
 
 def test_an_unknown_name_lists_the_names(model: str) -> None:
-    with pytest.raises(GraphError, match=r"engine='sglang'.: engine is one of \['vllm', 'transformers'\] or an EngineSpec"):
-        rg.Generator(model, pool=rg.Pool("p"), engine="sglang")
+    with pytest.raises(GraphError, match=r"engine='llama'.: engine is one of \['vllm', 'transformers', 'sglang'\] or an EngineSpec"):
+        rg.Generator(model, pool=rg.Pool("p"), engine="llama")
     with pytest.raises(GraphError, match=r"trainer='fsdp2'.: trainer is one of \['fsdp'\] or a TrainerSpec; write trainer='fsdp'"):
         rg.Critic(model, pool=rg.Pool("p"), trainer="fsdp2")
 
 
 @pytest.mark.usefixtures("registered")
 def test_a_registered_name_is_listed_and_belongs_to_one_spec(model: str) -> None:
-    with pytest.raises(GraphError, match=r"one of \['vllm', 'transformers', 'unigram'\]"):
-        rg.Generator(model, pool=rg.Pool("p"), engine="sglang")
+    with pytest.raises(GraphError, match=r"one of \['vllm', 'transformers', 'sglang', 'unigram'\]"):
+        rg.Generator(model, pool=rg.Pool("p"), engine="llama")
     registry.ENGINES.register(ENGINE)
     with pytest.raises(GraphError, match=r"EngineSpec.name='vllm'.*there is one of that name"):
         registry.ENGINES.register(registry.EngineSpec(name="vllm", load=ENGINE.load))

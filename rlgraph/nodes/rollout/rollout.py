@@ -46,7 +46,7 @@ class Generator(Model):
     >>> generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1), group_size=4)
     the batch of 'rollout'
 
-    * `engine`: "vllm", "transformers", or an `EngineSpec` of your own.
+    * `engine`: "vllm", "sglang", "transformers", or an `EngineSpec` of your own.
     * `max_context`: most tokens of prompt and response together. None: as the model's configuration says.
     * `tensor_parallel`: the GPUs that one engine spans. A pool of more GPUs runs several engines.
     * `max_sequences`: responses that an engine decodes at once. None: as many as the graph asks for, at most 1024 on a GPU and 256 on

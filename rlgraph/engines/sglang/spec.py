@@ -1,0 +1,28 @@
+"""The engine "sglang" for the registry."""
+
+from typing import Any
+
+from rlgraph.engines.api import GenerateEngine
+from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.registry import EngineSpec
+
+
+def load(generator: Any, place: Place) -> GenerateEngine:
+    """Make the engine of a `Generator`."""
+    dtype = dtype_of(generator, place)  # before SGLang is imported, which looks at the CPU
+    from rlgraph.engines.sglang.engine import SglangEngine
+
+    return SglangEngine(
+        generator.path,
+        max_context=generator.max_context,
+        dtype=dtype,
+        seed=generator.seed,
+        threads=place.threads,
+        max_sequences=generator.max_sequences or place.sequences or None,
+        memory=generator.memory,
+        shared=place.shared and place.device == "cuda",
+        copies=place.copies,
+    )
+
+
+SPEC = EngineSpec(name="sglang", load=load, settings=("memory", "max_sequences"))

@@ -1,0 +1,143 @@
+"""Start SGLang's scheduler inside this process, without its tokenizer, its detokenizer and its server."""
+
+import dataclasses
+import json
+import logging
+import os
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.engines.sglang import server_arguments, stand_ins
+from rlgraph.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What the engine may use of its machine; see `SglangEngine`. `staged_bytes` of a GPU are for versions that arrive."""
+
+    threads: int | None
+    max_sequences: int | None
+    kv_cache_bytes: int | None
+    memory: float | None
+    shared: bool
+    staged_bytes: int
+    overlap: bool | None
+
+
+class NoReader:
+    """Takes the messages for processes that there are not."""
+
+    def send_output(self, output: Any, request: Any = None) -> None:
+        """Forget a message."""
+
+
+def scheduler(path: str | Path, context: int, dtype: str, seed: int, machine: Machine) -> tuple[Any, list[Path]]:
+    """Make the scheduler with the model, and name the files of its sockets.
+
+    Raises DataError if sglang is not installed, or for a model whose keys and values it cannot count.
+    """
+    _prepare_process(path, machine.threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # kernels for devices that this machine lacks
+        return _started(_arguments(path, context, dtype, seed, machine))
+
+
+def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_loader import weight_utils
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    _seed_batches()
+    _silence(weight_utils)
+    given = ServerArgs(**arguments)
+    ports = PortArgs.init_new(given)
+    publish(given, role="scheduler")
+    made: Any = Scheduler(given, ports, 0, 0, 0, 0, 0, 0, None)
+    made.output_streamer.send_to_detokenizer = NoReader()
+    made.ipc_channels = dataclasses.replace(made.ipc_channels, send_to_tokenizer=NoReader())
+    # What its own loop sets before the first step. On the stream of weights that arrive, so that steps wait for them.
+    made.schedule_stream = made.device_module.current_stream()
+    made._war_barrier_enabled = torch.cuda.is_available()
+    made.result_queue = deque()
+    names = [value for value in dataclasses.asdict(ports).values() if isinstance(value, str) and value.startswith("ipc://")]
+    return made, [Path(name.removeprefix("ipc://")) for name in names]
+
+
+def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: Machine) -> dict[str, Any]:
+    gpu = torch.cuda.is_available()
+    sequences = server_arguments.most_sequences(not gpu, machine.max_sequences)
+    arguments = server_arguments.arguments(path, context=context, dtype=dtype, seed=seed, sequences=sequences)
+    if gpu:
+        total = torch.cuda.get_device_properties(0).total_memory
+        arguments |= server_arguments.on_gpu(machine.memory, machine.shared, total, machine.staged_bytes, sequences)
+    else:
+        config = json.loads((Path(path) / "config.json").read_text())
+        _check_attention(path, config)
+        shape = ModelShape.from_config(config)
+        if shape is None:
+            raise DataError(f"engine='sglang': the config of '{path}' does not give the sizes of its keys and values; use engine='vllm'")
+        token_bytes = shape.kv_bytes_per_token(getattr(torch, dtype).itemsize)
+        arguments |= server_arguments.on_cpu(token_bytes, context, sequences, machine.kv_cache_bytes)
+    return arguments | ({} if machine.overlap is None else {"disable_overlap_schedule": not machine.overlap})
+
+
+def _check_attention(path: str | Path, config: Mapping[str, Any]) -> None:
+    """Refuse models whose attention SGLang's plain one would compute wrongly."""
+    windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    for what, there in {"sliding windows": windows, "soft caps of scores": config.get("attn_logit_softcapping") is not None}.items():
+        if there:
+            raise DataError(f"engine='sglang': '{path}' attends with {what}, which SGLang leaves out on a CPU; use engine='vllm'")
+
+
+def _prepare_process(path: str | Path, threads: int | None) -> None:
+    package = find_spec("sglang")
+    if package is None or package.origin is None:
+        raise DataError(
+            "engine='sglang' needs the package sglang, which is not installed here; docs/engines.md says how, or use engine='vllm'"
+        )
+    config = json.loads((Path(path) / "config.json").read_text())
+    models = Path(package.origin).parent / "srt" / "models"
+    others = server_arguments.other_models((config.get("architectures") or [""])[0], models)
+    server_arguments.prepare(server_arguments.ENVIRONMENT | ({"SGLANG_DISABLED_MODEL_ARCHS": others} if others else {}))
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    if not torch.cuda.is_available():
+        stand_ins.install()
+    stand_ins.register_configs_twice()
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def _seed_batches() -> None:
+    """Have every batch carry the seeds of its requests, which SGLang does in its deterministic mode alone."""
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    make = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def seeded(cls: Any, batch: Any, vocab_size: int) -> Any:
+        info = make(cls, batch, vocab_size)
+        seeds = torch.tensor(
+            [req.sampling_params.sampling_seed for req in batch.reqs], dtype=torch.int64, pin_memory=torch.cuda.is_available()
+        )
+        info.sampling_seed = seeds.to(info.temperatures.device, non_blocking=True)
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(seeded)
+
+
+def _silence(weight_utils: Any) -> None:
+    """Leave the terminal to the user: no bars while files load."""
+
+    class Silent(weight_utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": True})
+
+    weight_utils.tqdm = Silent

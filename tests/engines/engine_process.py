@@ -1,0 +1,63 @@
+"""A process with an engine that generates in it, started by a test: `python engine_process.py ENGINE FOLDER OUT`."""
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from generating import FREE, SEEDS, generated, slept
+from safetensors.torch import load_file
+from stepping import stepped
+from tiny import VLLM_PROMPTS, changed
+
+from rlgraph.engines.api import GenerateEngine
+
+THREADS = 1
+GIVEN = {"max_num_batched_tokens": 2000}  # to vLLM, by its user
+
+
+def vllm(folder: Path) -> GenerateEngine:
+    from rlgraph.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(folder, max_model_len=64, dtype="float32", kv_cache_bytes=64 << 20, threads=THREADS, engine_args=GIVEN)
+
+
+def sglang(folder: Path, overlap: bool | None = None) -> GenerateEngine:
+    from rlgraph.engines.sglang.engine import SglangEngine
+
+    return SglangEngine(folder, max_context=64, dtype="float32", kv_cache_bytes=64 << 20, threads=THREADS, overlap=overlap)
+
+
+def copied(engine: Any, folder: Path) -> dict[str, bool]:
+    """Compare the parameters after recorded copies with those after the model's own loader, to the bit."""
+    model, weights = engine._scheduler.tp_worker.model_runner.model, load_file(folder / "model.safetensors")
+    engine.load_weights(weights)  # the copies are recorded by now
+    replayed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.load_weights((name, torch.full_like(weight, 7.0)) for name, weight in weights.items())
+    model.load_weights(weights.items())
+    return {name: torch.equal(parameter, replayed[name]) for name, parameter in model.named_parameters()}
+
+
+def main(engine: str, folder: Path, out: Path) -> None:
+    made = {"vllm": vllm, "sglang": sglang, "sglang overlap": lambda folder: sglang(folder, overlap=True)}[engine](folder)
+    weights = load_file(folder / "model.safetensors")
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), **generated(made, weights)}
+    found["slept"] = [asdict(response) for response in slept(made)]
+    before, started = time.process_time(), time.perf_counter()
+    for _ in range(20):
+        made.generate(VLLM_PROMPTS, FREE, SEEDS)
+    found["cores"] = (time.process_time() - before) / (time.perf_counter() - started)
+    found["stepped"] = stepped(made, weights)
+    if engine == "vllm":
+        found["batched_tokens"] = made._engine.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
+    else:
+        made.load_weights(changed(weights, 1))
+        found["copied"] = copied(made, folder)
+    torch.save(found, out)
+    made.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
