@@ -100,8 +100,11 @@ def rows_of_verl() -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+RUNS = [pytest.param("one_step_off", name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+
+
 @pytest.mark.ray
-@pytest.mark.parametrize(("name", "engine"), [pytest.param("one_step_off", "vllm", marks=pytest.mark.vllm), ("tools", "transformers")])
+@pytest.mark.parametrize(("name", "engine"), [*RUNS, ("tools", "transformers")])
 def test_a_recipe_is_a_program_that_runs_on_ray(name: str, engine: str, tmp_path: Path) -> None:
     command = [sys.executable, str(RECIPES[name]), *TINY, f"engine={engine}", "out=run"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)

@@ -32,7 +32,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
         out, here = tmp_path_factory.mktemp("engine") / "found.pt", Path(__file__)
         environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
         command = [sys.executable, str(here.with_name("engine_process.py")), engine, str(folder), str(out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         loaded: dict[str, Any] = torch.load(out)
         return loaded | {"engine": engine, "folder": folder, "printed": done.stdout + done.stderr}
