@@ -11,7 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same, and a test compares them
     from rlgraph import api, data
-    from rlgraph.algorithms import DPO, GAE, GRPO, IPO, KTO, ORPO, RLOO, ClippedLoss, SFTLoss, SimPO, TruncatedIS, ValueLoss
+    from rlgraph.algorithms import (
+        DPO,
+        GAE,
+        GRPO,
+        IPO,
+        KTO,
+        ORPO,
+        RLOO,
+        BradleyTerry,
+        ClippedLoss,
+        DistillationLoss,
+        SFTLoss,
+        SimPO,
+        TeacherKL,
+        TruncatedIS,
+        ValueLoss,
+    )
     from rlgraph.api import compile, export, profile, record, replay, report, tune, watch
     from rlgraph.columns import Columns
     from rlgraph.comparing import compare
@@ -70,9 +86,11 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
     from rlgraph.nodes.training.critic import Critic
     from rlgraph.nodes.training.guards import Guards
+    from rlgraph.nodes.training.learned_reward import LearnedReward
     from rlgraph.nodes.training.policy import Policy
     from rlgraph.nodes.training.preferred import preferred
     from rlgraph.nodes.training.reference import Reference
+    from rlgraph.nodes.training.teacher import Teacher, by_source
     from rlgraph.recording import sinks
     from rlgraph.recording.profile import Profile
     from rlgraph.recording.samples import Samples
@@ -92,6 +110,7 @@ __all__ = [
     "WSD",
     "AdamW",
     "Agent",
+    "BradleyTerry",
     "CertificateError",
     "ChannelBroken",
     "ChannelClosed",
@@ -110,6 +129,7 @@ __all__ = [
     "Critic",
     "DataError",
     "DispatchError",
+    "DistillationLoss",
     "EngineSpec",
     "Environment",
     "ExportError",
@@ -119,6 +139,7 @@ __all__ = [
     "GuardError",
     "Guards",
     "Job",
+    "LearnedReward",
     "Lengths",
     "Linear",
     "Message",
@@ -147,6 +168,8 @@ __all__ = [
     "Sampling",
     "SimPO",
     "StalenessError",
+    "Teacher",
+    "TeacherKL",
     "ToolCall",
     "Tools",
     "TrainerSpec",
@@ -155,6 +178,7 @@ __all__ = [
     "ValueLoss",
     "WorkerDied",
     "advantages",
+    "by_source",
     "compare",
     "compile",
     "config",
@@ -199,6 +223,7 @@ _NAMES = {
     "WSD": "rlgraph.engines.schedules",
     "AdamW": "rlgraph.engines.fsdp.adamw",
     "Agent": "rlgraph.nodes.environments.agent",
+    "BradleyTerry": "rlgraph.algorithms",
     "CertificateError": "rlgraph.errors",
     "ChannelBroken": "rlgraph.errors",
     "ChannelClosed": "rlgraph.errors",
@@ -217,6 +242,7 @@ _NAMES = {
     "Critic": "rlgraph.nodes.training.critic",
     "DataError": "rlgraph.errors",
     "DispatchError": "rlgraph.errors",
+    "DistillationLoss": "rlgraph.algorithms",
     "EngineSpec": "rlgraph.engines.registry",
     "Environment": "rlgraph.nodes.environments.agent",
     "ExportError": "rlgraph.errors",
@@ -226,6 +252,7 @@ _NAMES = {
     "GuardError": "rlgraph.errors",
     "Guards": "rlgraph.nodes.training.guards",
     "Job": "rlgraph.runtime.driver.job",
+    "LearnedReward": "rlgraph.nodes.training.learned_reward",
     "Lengths": "rlgraph.costs.lengths",
     "Linear": "rlgraph.engines.schedules",
     "Message": "rlgraph.nodes.environments.messages",
@@ -254,6 +281,8 @@ _NAMES = {
     "Sampling": "rlgraph.engines.api",
     "SimPO": "rlgraph.algorithms",
     "StalenessError": "rlgraph.errors",
+    "Teacher": "rlgraph.nodes.training.teacher",
+    "TeacherKL": "rlgraph.algorithms",
     "ToolCall": "rlgraph.nodes.environments.messages",
     "Tools": "rlgraph.nodes.environments.tools",
     "TrainerSpec": "rlgraph.engines.registry",
@@ -262,6 +291,7 @@ _NAMES = {
     "ValueLoss": "rlgraph.algorithms",
     "WorkerDied": "rlgraph.errors",
     "advantages": "rlgraph.nodes.training.advantages",
+    "by_source": "rlgraph.nodes.training.teacher",
     "compare": "rlgraph.comparing",
     "compile": "rlgraph.api",
     "config": "rlgraph.config",

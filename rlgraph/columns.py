@@ -59,6 +59,9 @@ COLUMNS: dict[str, ColumnSpec] = {
     "sum_pi_squared": ColumnSpec(torch.float32, ("B", "T"), "policy.log_probs", "sum of squared probabilities over the vocabulary"),
     "advantages": ColumnSpec(torch.float32, ("B", "T"), "advantages", "advantage of each response token"),
     "returns": ColumnSpec(torch.float32, ("B", "T"), "advantages", "regression target of the critic"),
+    "teacher_log_probs": ColumnSpec(torch.float32, ("B", "T"), "teacher.log_probs", "log-probs of the teacher"),
+    "teacher_top_ids": ColumnSpec(torch.int32, ("B", "T", "K"), "teacher.top_log_probs", "the teacher's most probable tokens"),
+    "teacher_top_log_probs": ColumnSpec(torch.float32, ("B", "T", "K"), "teacher.top_log_probs", "and the teacher's log-probs of them"),
     "preferences": ColumnSpec(torch.float32, ("B",), "pairs", "1 for a row that is preferred, or good; -1 for one that is not; else 0"),
     "margins": ColumnSpec(torch.float32, ("B",), "pairs", "by how much the chosen row of a pair is better, on both of its rows"),
     "rollout_is_weights": ColumnSpec(torch.float32, ("B", "T"), "rollout_correction", "importance weights of trainer over engine"),
@@ -112,4 +115,6 @@ def _concat(name: str, columns: Sequence[Column]) -> Column:
         return torch.cat(tensors)
     width = max(t.shape[1] for t in tensors)
     left = name in COLUMNS and "P" in COLUMNS[name].dims
-    return torch.cat([torch.nn.functional.pad(t, (width - t.shape[1], 0) if left else (0, width - t.shape[1])) for t in tensors])
+    behind = (0, 0) * (tensors[0].ndim - 2)  # further dimensions, as K, are equal
+    lacks = [(t, width - t.shape[1]) for t in tensors]
+    return torch.cat([torch.nn.functional.pad(t, (*behind, *((lack, 0) if left else (0, lack)))) for t, lack in lacks])

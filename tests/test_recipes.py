@@ -21,7 +21,10 @@ from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))}
 MORE = {"ppo": ["critic_warmup=1"]}  # so that the second of two steps trains the policy
 BEYOND: dict[str, tuple[list[str], set[str]]] = {  # recipes beyond policy gradients: their settings, and metrics that they report
-    "sft": (["examples=4", "every=1", "held_out=2"], {"actor/nll", "val/acc/mean@1"}),
+    "distill": (["engine=transformers", "prompts=2", "teacher=tiny", "top_k=4"], {"actor/distillation", "timing_s/gen"}),
+    "dpo": (["pairs=2"], {"preference/accuracy", "actor/pg_loss"}),
+    "reward_model": (["pairs=2"], {"reward/accuracy", "critic/vf_loss"}),
+    "sft": (["engine=transformers", "examples=4", "every=1", "held_out=2"], {"actor/nll", "val/acc/mean@1"}),
 }
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
 
@@ -51,7 +54,7 @@ def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     arguments, metrics = BEYOND[name]
-    run(name, monkeypatch, "model=tiny", "engine=transformers", "steps=2", "out=run", *arguments)
+    run(name, monkeypatch, "model=tiny", "steps=2", "out=run", *arguments)
     assert_recorded(tmp_path, capsys.readouterr().out, metrics)
 
 

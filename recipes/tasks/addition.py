@@ -11,6 +11,13 @@ def sums(seed: int, count: int = 4096) -> list[dict[str, str]]:
     return [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
+def wrong_and_right(seed: int, count: int = 4096) -> list[dict[str, str]]:
+    """Pair the right answer to each sum, as `chosen`, with a wrong one that is near."""
+    draw = random.Random(seed + 1)
+    near = [(row, int(row["answer"]) + draw.choice((-2, -1, 1, 2))) for row in sums(seed, count)]
+    return [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": f" {wrong}"} for row, wrong in near]
+
+
 def right_number(responses: list[str], answers: list[str]) -> list[float]:
     """Score 1 for each response that begins with the right number, else 0."""
     numbers = [re.match(r"\s*(\d+)", response) for response in responses]

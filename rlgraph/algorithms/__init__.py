@@ -4,6 +4,7 @@ from rlgraph.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
 from rlgraph.algorithms.bypass import Bypass
 from rlgraph.algorithms.covariance_losses import ClipCov, KlCov
 from rlgraph.algorithms.diagnostics import diagnostics
+from rlgraph.algorithms.distillation import DistillationLoss, TeacherKL
 from rlgraph.algorithms.divergence_losses import DPPO
 from rlgraph.algorithms.group_advantages import GDPO, GPG, GRPO, OPO, RLOO, PassK, ReinforcePlusPlusBaseline
 from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
@@ -16,7 +17,7 @@ from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.proximal import ProximalLoss, proximal_log_probs
 from rlgraph.algorithms.rejection import STATISTICS, Rejection
 from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
-from rlgraph.algorithms.reward_losses import BradleyTerry, StepLoss
+from rlgraph.algorithms.reward_losses import BradleyTerry
 from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, TruncatedIS
 from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
 from rlgraph.algorithms.shaping import OverlongPenalty, constant_groups
@@ -52,6 +53,7 @@ __all__ = [
     "Bypass",
     "ClipCov",
     "ClippedLoss",
+    "DistillationLoss",
     "FixedKL",
     "IcePop",
     "ImportanceWeights",
@@ -69,7 +71,7 @@ __all__ = [
     "RolloutCorrection",
     "SFTLoss",
     "SimPO",
-    "StepLoss",
+    "TeacherKL",
     "Totals",
     "TruncatedIS",
     "ValueLoss",

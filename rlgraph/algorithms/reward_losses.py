@@ -1,4 +1,4 @@
-"""Losses of reward models: from pairs, and from the labels of steps."""
+"""Losses of reward models, which learn from pairs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,10 +6,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from rlgraph import settings
-from rlgraph.algorithms.aggregation import Totals
-from rlgraph.algorithms.inputs import masked, rowwise, tokenwise
-from rlgraph.algorithms.masks import count, keep
+from rlgraph.algorithms.inputs import masked, rowwise
 from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.algorithms.preferences import Pairs
 from rlgraph.algorithms.whole_loss import WholeLoss
@@ -50,33 +47,3 @@ class BradleyTerry(WholeLoss):
             "preference/pairs": torch.tensor(float(pairs.count)),
         }
         return pairs.mean(losses), to_floats(metrics)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLoss:
-    """The loss of a process reward model: binary cross-entropy where a step ends; its label is 1 for a right step, 0 for a wrong.
-
-        >>> columns = {"response_mask": torch.tensor([[False, True]]), "step_labels": torch.tensor([[0.0, 1.0]])}
-        >>> round(float(StepLoss()(torch.tensor([[3.0, 0.0]]), columns, Totals(tokens=1, rows=1))[0]), 4)
-        0.6931
-
-    The mask is true where a step ends; the mean is over all steps. The metric `reward/accuracy` is the share of steps on whose side the
-    score is. Source: Lightman et al., 2023, 2305.20050.
-    """
-
-    optional_reads: ClassVar[tuple[str, ...]] = ()
-    needs_entropy: ClassVar[bool] = False
-    reads: ClassVar[tuple[str, ...]] = ("step_labels",)
-
-    def __post_init__(self) -> None:
-        settings.check(self)
-
-    def __call__(self, scores: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
-        """Compute this micro-batch's share of the loss and of the metrics, from scores `[b, T]`."""
-        mask = masked("StepLoss", batch, scores.shape)
-        labels = keep(tokenwise("StepLoss", batch, "step_labels", mask), mask)
-        scores = keep(scores, mask)
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels.to(scores), reduction="none")
-        steps = max(totals.tokens, 1)
-        right = count(((scores > 0) == (labels > 0.5)) & mask)
-        return keep(losses, mask).sum() / steps, to_floats({"reward/accuracy": right / steps})

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -230,6 +230,15 @@ class ValueLossFn(Protocol):
 Loss: TypeAlias = PolicyLossFn | ValueLossFn
 
 
+def chosen_at(loss: Any) -> str | None:
+    """Name the column `[B, T, K]` with the tokens whose log-probs a loss reads beside those of the responses; None for most losses.
+
+    The trainer hands them to the loss as the column `chosen_log_probs` `[b, T, K]`, with gradients.
+    """
+    at: str | None = getattr(loss, "chosen_at", None)
+    return at
+
+
 Guard: TypeAlias = Callable[[Mapping[str, float]], bool]  # from the metrics of an optimizer step: whether to take it
 
 
@@ -244,6 +253,12 @@ class TrainEngine(Protocol):
 
     def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a policy's scores, and for each token the sum of the squared probabilities of the vocabulary, both `[B, T]`."""
+
+    def top_scores(self, batch: Columns, top_k: int | None, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute a policy's scores, and of the `top_k` most probable tokens at each position ids (int32) and log-probs `[B, T, K]`.
+
+        None is for all tokens of the vocabulary, in its order. Only a `rg.Teacher` calls it.
+        """
 
     def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
         """Take one optimizer step over the batch and return its metrics, the same on every rank.

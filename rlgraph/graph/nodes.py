@@ -318,7 +318,7 @@ def declare(
             raise GraphError(f"node '{name}' was given {rules.describe(given)}; pass outputs of other nodes")
     rules.check_inputs(name, outputs, reads)
     if rows is None:
-        rows = sum(max(o.node.rows for o in outputs if o.prefix == prefix) for prefix in dict.fromkeys(o.prefix for o in outputs))
+        rows = max(output.node.rows for output in outputs)
     rules.check_edges(name, reads, feedback, earlier)
     follows = None if chunks > 1 or earlier is not None else _followed(operation, outputs, model)
     chunks = follows.chunks if follows else chunks

@@ -22,7 +22,7 @@ from rlgraph.nodes.base import Context
 from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.exports.models import chosen, trained_models
 from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
-from rlgraph.runtime.measure import Step, bits, timings
+from rlgraph.runtime.measure import Step, bits, oldest, timings
 from rlgraph.runtime.worker.executor import Loop, Worker
 from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
 from rlgraph.runtime.worker.progress import Progress
@@ -161,7 +161,9 @@ class LocalJob:
             metrics |= found
             spans += times
         seconds = sum(s.end_s - s.start_s for s in spans)
-        metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(step)}
+        metrics |= (
+            oldest(metrics) | timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(step)}
+        )
         if self.checkpoints is not None:
             self.checkpoints.note(step, metrics)
         return Step(step, metrics, int(metrics.get("staleness/max", 0)), seconds)

@@ -71,3 +71,9 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     for (kind, _), seconds in slices.items():
         slowest[kind] = slowest.get(kind, 0.0) + seconds
     return {f"timing_s/{name}": seconds for name, seconds in slowest.items()}
+
+
+def oldest(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Sum up the staleness of a step in which several updates measured theirs, each behind its name: the oldest token, the largest mean."""
+    found = {kind: [value for name, value in metrics.items() if name.endswith(kind)] for kind in ("/staleness/max", "/staleness/mean")}
+    return {kind.removeprefix("/"): max(values) for kind, values in found.items() if values}

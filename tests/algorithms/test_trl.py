@@ -1,5 +1,6 @@
 """Losses beyond policy gradients, and their gradients, equal those of TRL's own trainers, which tests/oracle/trl_losses.py wrote down."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +50,25 @@ def reward(case: Case, scores: torch.Tensor, given: dict[str, torch.Tensor]) -> 
     return alg.BradleyTerry(center=case["options"]["center"])(scores[:, None], rows | margins)[0]
 
 
+def distilled(case: Case, logits: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    beta, temperature = case["options"]["beta"], case["options"]["temperature"]
+    names = {0.0: {"divergence": "forward_kl"}, 1.0: {"divergence": "reverse_kl"}}
+    columns = {
+        "response_mask": given["response_mask"],
+        "teacher_top_ids": torch.arange(logits.shape[-1]).expand(logits.shape),
+        "teacher_top_log_probs": (given["teacher"] / temperature).log_softmax(-1),
+        "chosen_log_probs": (logits / temperature).log_softmax(-1),
+    }
+    loss = alg.DistillationLoss(**names.get(beta, {"divergence": "jsd", "beta": beta}))
+    return loss(torch.zeros(logits.shape[:2]).double(), columns, alg.Totals.of(given["response_mask"]))[0]
+
+
 COMPUTE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     **dict.fromkeys(("DPO", "IPO", "SimPO", "ORPO"), ("log_probs", paired)),
     "KTO": ("log_probs", kto),
     "SFT": ("log_probs", supervised),
     "BradleyTerry": ("scores", reward),
+    "GKD": ("student", distilled),
 }
 
 
@@ -76,6 +91,7 @@ def test_the_fixture_has_each_family_with_several_settings() -> None:
         "KTO": 4,
         "SFT": 4,
         "BradleyTerry": 4,
+        "GKD": 8,
     }
     kto_cases = [case for case in FIXTURE["cases"] if case["name"] == "KTO"]
     above = [(columns(c)["other_log_probs"] * columns(c)["other_mask"]).sum() for c in kto_cases]
@@ -108,11 +124,35 @@ def test_kto_without_mismatched_rows_is_refused() -> None:
         alg.KTO()(torch.zeros(4, 2), PAIR | {"preferences": torch.tensor([1.0, -1.0, 1.0, 1.0])})
 
 
-def test_steps_are_scored_at_their_ends() -> None:
-    mask = torch.tensor([[False, True, False, True], [True, False, False, False]])
-    labels = torch.tensor([[9.0, 1.0, 9.0, 0.0], [1.0, 9.0, 9.0, 9.0]])
-    scores = torch.tensor([[5.0, 2.0, 5.0, 1.0], [-1.0, 5.0, 5.0, 5.0]])
-    loss, metrics = alg.StepLoss()(scores, {"response_mask": mask, "step_labels": labels}, alg.Totals.of(mask))
-    each = torch.nn.functional.binary_cross_entropy_with_logits(scores[mask], labels[mask])
-    torch.testing.assert_close(loss, each)
-    assert metrics["reward/accuracy"] == pytest.approx(1 / 3)
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_top_tokens_bound_the_divergence_from_below_and_meet_it_where_they_are_all(divergence: str) -> None:
+    draw = torch.Generator().manual_seed(5)
+    student, teacher = (torch.randn(1, 3, 9, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    mask = torch.ones(1, 3).bool()
+    found = []
+    for k in range(1, 10):
+        top, ids = teacher.topk(k, -1)
+        columns = {"response_mask": mask, "teacher_top_ids": ids, "teacher_top_log_probs": top, "chosen_log_probs": student.gather(-1, ids)}
+        loss = alg.DistillationLoss(divergence=divergence)  # type: ignore[arg-type]
+        found.append(float(loss(torch.zeros(1, 3), columns, alg.Totals.of(mask))[0]))
+    every = columns | {"teacher_top_ids": torch.arange(9).expand(1, 3, 9), "teacher_top_log_probs": teacher, "chosen_log_probs": student}
+    whole = float(loss(torch.zeros(1, 3), every, alg.Totals.of(mask))[0])
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(found))
+    assert 0 < found[0] < whole
+    assert found[-1] == pytest.approx(whole, abs=1e-6)
+    same = columns | {"chosen_log_probs": columns["teacher_top_log_probs"]}
+    assert float(loss(torch.zeros(1, 3), same, alg.Totals.of(mask))[0]) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_reverse_kl_joins_the_advantages_of_another_estimator() -> None:
+    columns = {
+        "response_mask": torch.tensor([[True, True], [True, False]]),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0], [-1.0, 7.0]]),
+        "teacher_log_probs": torch.tensor([[-2.0, -1.0], [-0.5, 9.0]]),
+        "rewards": torch.tensor([1.0, 0.0]),
+        "group_ids": torch.tensor([0, 0]),
+    }
+    alone = alg.TeacherKL(coef=0.5)(columns)["advantages"]
+    assert alone.tolist() == [[-0.5, 0.5], [0.25, 0.0]]
+    both = alg.TeacherKL(coef=0.5, of=alg.GRPO())(columns)["advantages"]
+    torch.testing.assert_close(both, alone + alg.GRPO()(columns)["advantages"])

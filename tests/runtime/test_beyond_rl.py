@@ -188,3 +188,117 @@ def test_online_pairs_are_the_best_and_the_worst_of_each_group(model: str) -> No
     assert chosen["prompts"][:, 0].tolist() == [1, 2, 4, 5]  # type: ignore[call-overload, union-attr]
     assert chosen["preferences"].tolist() == [1.0, -1.0, 0.0, 0.0]  # type: ignore[union-attr]
     assert metrics["preferred/share"] == 0.5
+
+
+def student_and_teachers(model: str, **update: Any) -> rg.Graph:
+    sampling = rg.Sampling(max_tokens=4)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, max_context=64, dtype="float32")
+    trained, weights = policy(model, micro_batch_tokens=40), rg.feedback("weights", depth=0)
+    teachers = {name: rg.Teacher(update.pop(name, model), pool=rg.Pool(name), dtype="float32") for name in ("maths", "code")}
+    prompts = rg.prompts([{"prompt": "1 + 1 =", "data_source": "maths"}, {"prompt": "def f", "data_source": "code"}], count=2)
+    rollout = generator.rollout(prompts, weights, group_size=2)
+    scored = rg.by_source(prompts, rollout, teachers=teachers, top_k=update.pop("top_k"))
+    if "loss" not in update:
+        scored = rg.advantages(rollout, scored, estimator=rg.TeacherKL())
+    step = trained.update(rollout, scored, loss=update.get("loss", rg.ClippedLoss()))
+    weights.close(step.weights)
+    return rg.Graph("distill", step.metrics)
+
+
+@pytest.mark.parametrize("top_k", [8, None])
+def test_a_teacher_with_the_students_weights_teaches_nothing_and_another_one_does(model: str, top_k: int | None, tmp_path: Path) -> None:
+    loss = {} if top_k is None else {"loss": rg.DistillationLoss(divergence="reverse_kl")}
+    with rg.compile(student_and_teachers(model, top_k=top_k, **loss), rg.Cluster(cpus=2)).run_here() as job:
+        (same,) = job.steps(1)
+    assert same.metrics["actor/grad_norm"] < 1e-3
+    assert (same.metrics["teachers/maths"], same.metrics["teachers/code"]) == (2, 2)
+    other = tiny_model(tmp_path / "other", vocab=288, tied=False)
+    with rg.compile(student_and_teachers(model, top_k=top_k, maths=str(other), **loss), rg.Cluster(cpus=2)).run_here() as job:
+        (apart,) = job.steps(1)
+    assert apart.metrics["actor/grad_norm"] > 10 * same.metrics["actor/grad_norm"] + 1e-3
+
+
+def test_whole_distributions_reach_the_loss_as_the_models_own_forward_gives_them(model: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other = str(tiny_model(tmp_path / "other", vocab=288, tied=False))
+    trained, teacher = policy(model, micro_batch_tokens=40), rg.Teacher(other, pool=rg.Pool("teacher"), dtype="float32")
+    source = rg.examples(SUMS, 4, trained)
+    step = trained.update(source, teacher.top_log_probs(source, top_k=None), loss=rg.DistillationLoss())
+    (metrics,) = run(step.metrics)
+    columns = drawn(source)
+    nets = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, other)]
+    loss: Any = 0.0
+    for row, mask in enumerate(columns["response_mask"]):
+        prompt = columns["prompts"][row][columns["prompt_mask"][row]]
+        whole = torch.cat([prompt, columns["responses"][row]])[None]
+        student, taught = (net(input_ids=whole).logits[0, len(prompt) - 1 : -1][mask].log_softmax(-1) for net in nets)
+        loss = loss + (taught.detach().exp() * (taught.detach() - student)).sum() / columns["response_mask"].sum()
+    assert metrics["actor/distillation"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm_of(nets[0], loss), rel=1e-3)
+
+
+def test_a_reward_model_learns_pairs_and_scores_in_the_next_graph(model: str, tmp_path: Path) -> None:
+    judge = rg.LearnedReward(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=3e-3), dtype="float32", micro_batch_tokens=60)
+    plan = rg.compile(rg.Graph("judge", judge.update(rg.pairs(PAIRS, 6, judge)).metrics), rg.Cluster(cpus=2))
+    with plan.run_here() as job:
+        steps = [step.metrics for step in job.steps(8)]
+        job.export(tmp_path / "judge", dtype="float32")
+    assert steps[0]["critic/vf_loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert steps[-1]["reward/accuracy"] == 1.0
+    assert steps[-1]["reward/margin"] > 0.1
+
+    scorer = rg.LearnedReward(str(tmp_path / "judge"), pool=rg.Pool("judge"), dtype="float32")
+    source = rg.pairs(PAIRS, 6, policy(model))
+    columns = drawn(source)
+    engine = scorer.load(Context())
+    scores = scorer.rewards(source).node.operation.fire(Context(engine=engine), columns)[0]["rewards"]  # type: ignore[attr-defined]
+    engine.close()
+    assert bool((scores[0::2] > scores[1::2]).all())
+    from transformers import AutoModelForSequenceClassification
+
+    net = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge", num_labels=1, dtype=torch.float32)
+    length = int(columns["response_mask"][0].sum())
+    whole = torch.cat([columns["prompts"][0][columns["prompt_mask"][0]], columns["responses"][0][:length]])[None]
+    net.config.pad_token_id = 287
+    assert scores[0].item() == pytest.approx(net(input_ids=whole).logits[0, 0].item(), abs=1e-4)
+
+
+def test_two_policies_that_play_each_other_have_a_loop_each_and_one_certificate(model: str) -> None:
+    updates, rollouts = [], []
+    sampling = rg.Sampling(max_tokens=3)
+    asked = rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 ="}], count=2)
+    edges = [rg.feedback("first weights", depth=0), rg.feedback("second weights", depth=1, buffers=2)]
+    for name, weights in zip(("first", "second"), edges, strict=True):
+        generator = rg.Generator(
+            model,
+            pool=rg.Pool(f"{name} rollout"),
+            engine="transformers",
+            sampling=sampling,
+            max_context=64,
+            seed=len(name),
+            dtype="float32",
+        )
+        rollouts.append(generator.rollout(asked, weights, group_size=2, name=name))
+    for number, (name, weights) in enumerate(zip(("first", "second"), edges, strict=True)):
+        own, other = rollouts[number], rollouts[1 - number]
+        rewards = longer(own.apart("own."), other.apart("other."), name=f"{name} rewards")
+        trained = rg.Policy(model, pool=rg.Pool(f"{name} train"), optimizer=rg.AdamW(lr=1e-3 * (number + 1)), dtype="float32")
+        scored = rg.advantages(own, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
+        updates.append(trained.update(own, scored, loss=rg.ClippedLoss(), name=f"{name} update"))
+        weights.close(updates[-1].weights)
+    plan = rg.compile(rg.Graph("play", *(step.metrics for step in updates)), rg.Cluster(cpus=4))
+    assert [(loop.name, loop.depth) for loop in plan.loops] == [("first weights", 0), ("second weights", 1)]
+    assert (plan.certificate.staleness_bound, plan.certificate.deadlock_free) == (1, True)
+    with plan.run_here() as job:
+        steps = list(job.steps(3))
+    assert [step.staleness for step in steps] == [0, 1, 1], "of both loops the oldest"
+    assert steps[2].metrics["first update/staleness/max"] == 0
+    assert [steps[0].metrics[f"{name} update/actor/lr"] for name in ("first", "second")] == [1e-3, 2e-3]
+
+
+@rg.node(reads=["own.response_mask", "other.response_mask"], writes="rewards")
+def longer(batch: Any) -> Any:
+    """Reward the response that is longer than the other player's to the same prompt."""
+    own, other = (batch[f"{who}.response_mask"].sum(-1) for who in ("own", "other"))
+    return {"rewards": torch.sign((own - other).float())}

@@ -10,6 +10,7 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, ValueLossFn
+from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.collectives import own_part
 from rlgraph.engines.forward.fused_head import Scored, head_scores
 from rlgraph.engines.forward.packing import MicroBatch
@@ -52,9 +53,18 @@ class Head(torch.nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+        self,
+        micro_batch: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        squares: bool = False,
+        tokens: ChosenTokens | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Compute a score `[N]` for each target of a micro-batch, then entropies or sums of squares `[N]` if asked for."""
+        """Compute a score `[N]` for each target of a micro-batch, then entropies or sums of squares `[N]` if asked for.
+
+        With `tokens`, of a model with a vocabulary, it computes their log-probs instead, as `ChosenTokens.scores` says.
+        """
 
     @abstractmethod
     def loss(self, loss: Any, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
@@ -86,9 +96,17 @@ class PolicyHead(Head):
         return backbone_of(self.model)
 
     def forward(
-        self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+        self,
+        micro_batch: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        squares: bool = False,
+        tokens: ChosenTokens | None = None,
     ) -> tuple[torch.Tensor, ...]:
         states = predicting_states(self.backbone, micro_batch)
+        if tokens is not None:
+            return tokens.scores(self.model.get_output_embeddings(), states, micro_batch.targets, self._shape, temperature=temperature)
         scored = Scored(self._shape, temperature, entropy, squares, self.words)
         return head_scores(self.model.get_output_embeddings(), states, micro_batch.targets, scored, fused=self._fused)
 
@@ -130,7 +148,13 @@ class ValueHead(Head):
         return True
 
     def forward(
-        self, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: bool = False, squares: bool = False
+        self,
+        micro_batch: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        squares: bool = False,
+        tokens: ChosenTokens | None = None,
     ) -> tuple[torch.Tensor, ...]:
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
         return (torch.mv(predicting_states(self.model, micro_batch).float(), own_part(self.score.weight).float()[0]),)

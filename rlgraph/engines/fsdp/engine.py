@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.distillation import CHOSEN
 from rlgraph.algorithms.inputs import check_whole
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.api import Guard, Loss, check_weights
+from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.forward import fused_norms, packed_attention
+from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.collectives import filled
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.forward.packing import MicroBatch, pack, pack_flat, plan_micro_batches
@@ -114,6 +116,22 @@ class FsdpEngine:
         log_probs, squares = self._scores(batch, temperature, squares=True)
         return log_probs, squares
 
+    def top_scores(self, batch: Columns, top_k: int | None, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Give a policy's `scores`, and the `top_k` most probable tokens at each: ids and log-probs `[B, T, K]`; None is for all tokens."""
+        found: list[torch.Tensor] = []
+        with torch.no_grad():
+            for micro_batch in self._passes(batch):
+                own = self._head(micro_batch, temperature=temperature, tokens=ChosenTokens(top_k=top_k))
+                found = found or [torch.zeros(*_shape(batch), *score.shape[1:], dtype=score.dtype, device=self._device) for score in own]
+                for column, scores in zip(found, own, strict=True):
+                    column[micro_batch.rows[micro_batch.row], micro_batch.column] = scores
+        for unit in self._units:
+            unit.reshard()
+        for column in found if self._ranks.sharded.size() > 1 else ():
+            dist.all_reduce(column, group=self._ranks.sharded.get_group())
+        log_probs, ids, most = (column.cpu() for column in found)
+        return log_probs, ids.int(), most
+
     def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
         result = torch.zeros(1 + squares, *_shape(batch), device=self._device)
         with torch.no_grad():
@@ -136,16 +154,21 @@ class FsdpEngine:
         width = _shape(batch)[1]
         totals = Totals.of(_tensor(batch, "response_mask"))
         found: list[dict[str, float]] = []
+        at = chosen_at(loss)
         for micro_batch in self._passes(batch):
+            rows = _rows(batch, micro_batch.rows, self._device)
+            tokens = None if at is None else ChosenTokens(_tensor(rows, at)[micro_batch.row, micro_batch.column])
             with self._routing:
-                scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy)
+                scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy, tokens=tokens)
             assert micro_batch.real is not None
             self._routing.count(micro_batch.real)
             if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
             whole = tuple(_unpack(score, micro_batch, width) for score in scores)
-            value, metrics = self._head.loss(loss, whole, _rows(batch, micro_batch.rows, self._device), totals)
+            if at is not None:
+                rows, whole = {**rows, CHOSEN: whole[2]}, whole[: 1 + loss.needs_entropy]
+            value, metrics = self._head.loss(loss, whole, rows, totals)
             balance, more = self._routing.loss(micro_batch.real, len(micro_batch.targets) / max(totals.tokens, 1))
             (value if balance is None else value + balance).backward()
             found.append({self._head.loss_name: value.item()} | metrics | more)
@@ -259,7 +282,7 @@ class FsdpEngine:
 
 def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
     """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
-    own = values.new_zeros(len(micro_batch.rows), width).index_put((micro_batch.row, micro_batch.column), values)
+    own = values.new_zeros(len(micro_batch.rows), width, *values.shape[1:]).index_put((micro_batch.row, micro_batch.column), values)
     return own if micro_batch.group is None else filled(own, micro_batch.group)
 
 

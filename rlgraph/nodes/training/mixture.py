@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Column, Columns, concat_rows, rows_of
-from rlgraph.engines.api import Loss
+from rlgraph.engines.api import Loss, chosen_at
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import tensor_of
@@ -67,12 +67,6 @@ class Mixture:
             whole = whole + weight * value
             found |= {front + name.rpartition("/")[2] if front else name: number for name, number in metrics.items()}
         return whole, found
-
-
-def chosen_at(loss: Any) -> str | None:
-    """The column with the tokens whose log-probs a loss reads besides those of the responses; None for most losses."""
-    at: str | None = getattr(loss, "chosen_at", None)
-    return at
 
 
 def joined(batches: Sequence[Columns]) -> dict[str, Column]:

@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.api import PolicyLossFn, Sampling
+from rlgraph.engines.api import PolicyLossFn, Sampling, chosen_at
 from rlgraph.engines.forward.packing import response_lengths
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
@@ -18,7 +18,16 @@ from rlgraph.nodes.rollout.responses import truncated
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mini_batches import checked_schedule
 from rlgraph.nodes.training.mixture import Part, checked_also
-from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.nodes.training.training import (
+    DEFAULT_GUARDS,
+    TOKENS,
+    TrainedModel,
+    Training,
+    Update,
+    check_loss,
+    check_trained,
+    check_whole_vocabulary,
+)
 from rlgraph.settings import Count, Natural, checked
 
 
@@ -115,6 +124,8 @@ class Policy(TrainedModel):
             parts.append(Part(f"also{number}.", outputs[0].node.name, other, weight, found))
             more += [output.apart(parts[-1].prefix) for output in outputs]
             reads += tuple(parts[-1].prefix + column for column in read)
+        if any(chosen_at(other) is not None for other in (loss, *(part.loss for part in parts))):
+            check_whole_vocabulary(name, self)
         training = PolicyUpdate(
             model=self,
             loss=loss,

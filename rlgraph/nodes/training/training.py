@@ -157,8 +157,12 @@ class Training(Operation):
         return NodeTraits(work="train", epochs=self.schedule.epochs, mini_batches=self.schedule.mini_batches, given=(self.loss,))
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
-        """Declare the node. `reads` may name a column twice."""
-        node = declare(self.name, self, inputs, reads=tuple(dict.fromkeys(reads)), writes=(), model=self.model)
+        """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which prefixes keep apart."""
+        widest: dict[str, int] = {}
+        for output in inputs:
+            if isinstance(output, Output):
+                widest[output.prefix] = max(widest.get(output.prefix, 0), output.node.rows)
+        node = declare(self.name, self, inputs, reads=tuple(dict.fromkeys(reads)), writes=(), rows=sum(widest.values()), model=self.model)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
     def check(self, node: Node) -> None:
@@ -216,3 +220,12 @@ def check_loss(name: str, loss: object) -> None:
     """Raise GraphError for anything but a loss object."""
     if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
         raise GraphError(f"node '{name}' has loss={shown(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
+
+
+def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
+    """Raise GraphError for a model whose ranks share passes: they do not compute the log-probs of several tokens at a position."""
+    if model.tensor_parallel > 1 or model.context_parallel > 1:
+        raise GraphError(
+            f"node '{name}' needs log-probs of several tokens at each position, which ranks that share a pass do not give: leave out "
+            f"tensor_parallel={model.tensor_parallel} and context_parallel={model.context_parallel}, or distil by the sampled token"
+        )

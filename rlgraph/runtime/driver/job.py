@@ -32,7 +32,7 @@ from rlgraph.runtime.driver.recorder_port import RecorderPort
 from rlgraph.runtime.driver.restarts import Restarts
 from rlgraph.runtime.driver.session import Session
 from rlgraph.runtime.driver.signals import Signals, held
-from rlgraph.runtime.measure import Step, averaged, bits, timings
+from rlgraph.runtime.measure import Step, averaged, bits, oldest, timings
 from rlgraph.runtime.messages import Message, Report
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
@@ -226,7 +226,9 @@ class Job:
         for text in dict.fromkeys(text for told in reports for text in told.notices):
             self.notice(text)
         metrics = averaged(report.metrics for report in reports)
-        metrics |= timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
+        metrics |= (
+            oldest(metrics) | timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
+        )
         behind = int(metrics.get("staleness/max", 0))
         self._exports.note(metrics)
         if self._checkpoints is not None:

@@ -85,7 +85,8 @@ class Worker:
         writing = [loop.plan for loop in self.loops if loop.writer is not None and node.name == loop.plan.writer]
         publishing = [loop for loop in writing if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
-            self.metrics.update(staleness(columns, step, max(publishing, key=lambda loop: loop.depth)))
+            behind = staleness(columns, step, max(publishing, key=lambda loop: loop.depth))
+            self.metrics.update({node.front + name: value for name, value in behind.items()})
         self.doing = node.name
         idle = node.due is not None and not node.due(step)
         if not idle:
@@ -104,7 +105,7 @@ class Worker:
             checked_columns(node.name, node.writes, written, node.count if self.spec.worker.world == 1 else None)
         self.chunk_metrics.setdefault(node.name, []).append(checked_metrics(node.name, metrics))
         if chunk == node.chunks - 1:
-            self.metrics.update(reduce_metrics(self.chunk_metrics.pop(node.name)))
+            self.metrics.update({node.front + name: value for name, value in reduce_metrics(self.chunk_metrics.pop(node.name)).items()})
         if node.traits.work == "generate" and node.due is None:
             self.sampled.append(sampled(node.name, step, self.spec.worker.name, written))
         written = owned(written, columns)

@@ -30,6 +30,7 @@ class NodeSpec:
     follows: str | None = None
     due: Due | None = None
     count: int | None = None  # rows that a firing gives; None where it gives those of its rank, or at some steps none
+    front: str = ""  # of the names of its metrics
 
     @property
     def traits(self) -> NodeTraits:
@@ -237,7 +238,14 @@ def _node_spec(graph: Graph, name: str) -> NodeSpec:
         columns[node.earlier.source.node.name] = tuple((column, column, 1) for column in node.earlier.columns)
     count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
     follows = node.follows.name if node.follows else None
-    return NodeSpec(name, node.operation, node.writes, columns, node.chunks, follows, node.due, count)
+    return NodeSpec(name, node.operation, node.writes, columns, node.chunks, follows, node.due, count, _front(graph, node))
+
+
+def _front(graph: Graph, node: Node) -> str:
+    """Put the name of an update in front of its metrics where the graph trains several models of its kind."""
+    roles = [n.model.role for n in graph.nodes if n.model is not None and n.traits.work == "train"]
+    several = node.traits.work == "train" and node.model is not None and roles.count(node.model.role) > 1
+    return f"{node.name}/" if several else ""
 
 
 def _posts(

@@ -1,0 +1,126 @@
+"""Distillation: a student's distributions are pulled to a teacher's, by the sampled token alone or by many tokens at each position."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rlgraph import settings
+from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation
+from rlgraph.algorithms.inputs import masked, tensor, tokenwise
+from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.policy_loss import to_floats
+from rlgraph.columns import Columns
+from rlgraph.errors import GraphError, shown
+from rlgraph.settings import Count, Fraction, Positive
+
+IDS, TOP, CHOSEN = "teacher_top_ids", "teacher_top_log_probs", "chosen_log_probs"
+LEAST = 1e-10  # of the probability outside of the teacher's tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherKL:
+    """The reverse KL to a teacher as an advantage: -coef (log p_student - log p_teacher) of each sampled token.
+
+        >>> columns = {"rollout_log_probs": torch.tensor([[-1.0]]), "teacher_log_probs": torch.tensor([[-3.0]])}
+        >>> TeacherKL()({**columns, "response_mask": torch.tensor([[True]])})["advantages"].tolist()
+        [[-2.0]]
+
+    Its policy gradient is that of the reverse KL on the student's own responses, by one sample a token. `of` is an estimator whose
+    advantages it is added to, as `TeacherKL(coef=0.1, of=rg.GRPO())`. Source: Agarwal et al., 2023, 2306.13649; Lu and Thinking Machines
+    Lab, 2025, "On-Policy Distillation".
+    """
+
+    coef: Positive = 1.0
+    of: Any = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        estimator = self.of
+        if estimator is not None and not (callable(estimator) and hasattr(estimator, "reads") and not isinstance(estimator, type)):
+            raise GraphError(f"TeacherKL(of={shown(estimator)}): it is an estimator such as rg.GRPO(), or None")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that it needs, with those of the estimator that it adds to."""
+        own = ("response_mask", "rollout_log_probs", "teacher_log_probs")
+        return own if self.of is None else tuple(dict.fromkeys((*own, *self.of.reads)))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """`advantages`, and what the other estimator writes."""
+        return ("advantages",) if self.of is None else tuple(self.of.writes)
+
+    def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Compute the advantages `[B, T]`. Raises DataError for a column that is missing or of another shape."""
+        mask = masked("TeacherKL", batch)
+        student, teacher = (tokenwise("TeacherKL", batch, f"{who}_log_probs", mask) for who in ("rollout", "teacher"))
+        own = keep(self.coef * (teacher - student), mask)
+        others = {} if self.of is None else self.of(batch)
+        return {**others, "advantages": others["advantages"] + own if others else own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss:
+    """The divergence of the student's distribution from the teacher's at each token, with a gradient through all tokens that travel.
+
+        >>> DistillationLoss(divergence="jsd", beta=0.5).reads
+        ('teacher_top_ids', 'teacher_top_log_probs')
+
+    * `divergence`: "forward_kl" is KL(teacher, student), "reverse_kl" is KL(student, teacher), "jsd" is the generalised Jensen-Shannon
+      divergence beta KL(teacher, M) + (1 - beta) KL(student, M), M = (1 - beta) student + beta teacher.
+    * `teacher.top_log_probs(…, top_k=64)` says which tokens travel: the teacher's top k, where all others count as one token, or with
+      `top_k=None` the whole vocabulary. With k tokens the divergence is at most the whole one, and 0 only where they agree.
+
+    The mean is over all tokens. Metric: `actor/distillation`. Source: Agarwal et al., 2023, 2306.13649, which mixes on-policy responses
+    and examples by lambda: give the examples as `also=[…]`. Oracle: TRL's `generalized_jsd_loss`, whose beta of 0 and 1 are the two KLs.
+    """
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: Fraction = 0.5
+    aggregation: Aggregation = "token-mean"
+    horizon: Count | None = None
+    reads: ClassVar[tuple[str, ...]] = (IDS, TOP)
+    optional_reads: ClassVar[tuple[str, ...]] = ()
+    needs_entropy: ClassVar[bool] = False
+    chosen_at: ClassVar[str] = IDS
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        check_aggregation("DistillationLoss", self.aggregation, self.horizon)
+        if self.divergence != "jsd" and self.beta != 0.5:
+            raise GraphError(f"DistillationLoss(beta={self.beta}): only the divergence 'jsd' mixes by beta; leave it out")
+        if self.divergence == "jsd" and self.beta in (0, 1):
+            raise GraphError(f"DistillationLoss(beta={self.beta}): the divergence is then a KL; give 'forward_kl' or 'reverse_kl'")
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute this micro-batch's share of the loss from the student's log-probs `[b, T, K]` of the teacher's tokens.
+
+        They are the column `chosen_log_probs`, which the trainer adds. Raises DataError for a column that is missing.
+        """
+        mask = masked("DistillationLoss", batch, log_probs.shape)
+        ids, teacher, student = (tensor("DistillationLoss", batch, name) for name in (IDS, TOP, CHOSEN))
+        teacher, student = torch.where(mask[..., None], teacher, 0.0), torch.where(mask[..., None], student, 0.0)
+        whole = bool((ids == torch.arange(ids.shape[-1], device=ids.device))[mask].all())
+        if not whole:
+            teacher, student = (torch.cat([values, _rest(values)], -1) for values in (teacher, student))
+        each = keep(self._of(student, teacher.to(student)).sum(-1), mask)
+        loss = aggregate(each, mask, totals, self.aggregation, self.horizon)
+        return loss, to_floats({"actor/distillation": each.detach().sum() / max(totals.tokens, 1)})
+
+    def _of(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """Compute the terms of the divergence, of log-probs `[b, T, K]`."""
+        if self.divergence == "forward_kl":
+            return teacher.exp() * (teacher - student)
+        if self.divergence == "reverse_kl":
+            return student.exp() * (student - teacher)
+        beta = student.new_tensor(self.beta)
+        mixed = torch.logaddexp(student + torch.log1p(-beta), teacher + torch.log(beta))
+        return beta * teacher.exp() * (teacher - mixed) + (1 - beta) * student.exp() * (student - mixed)
+
+
+def _rest(log_probs: torch.Tensor) -> torch.Tensor:
+    """Compute the log-prob `[b, T, 1]` of all tokens outside of `[b, T, K]`."""
+    return torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST)).clamp(min=-23.0)

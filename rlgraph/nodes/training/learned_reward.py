@@ -1,0 +1,108 @@
+"""A reward model that is trained: one number for a prompt and a response, read off behind the last token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+
+from rlgraph.algorithms.reward_losses import BradleyTerry
+from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.forward.packing import response_lengths
+from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
+from rlgraph.nodes.rewards.reward import check_column, spread
+from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.mini_batches import checked_schedule
+from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.settings import Count, checked
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LearnedReward(TrainedModel):
+    """A model that learns rewards from pairs, and gives them. `path` is a folder in Hugging Face format.
+
+    >>> import rlgraph as rg
+    >>> judge = rg.LearnedReward("tiny", pool=rg.Pool("train"))
+    >>> pairs = rg.pairs([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}], 8, judge)
+    >>> judge.update(pairs, loss=rg.BradleyTerry()).metrics
+    the metrics of 'reward_update'
+
+    The reward is a linear map of the last token's state. The map is the folder's `score.weight` if it has one, else it begins at 0. An
+    export holds it, so that another graph reads rewards by `rg.LearnedReward(folder, …).rewards(rollout)`, token by token as in training.
+    """
+
+    role: ClassVar[str] = "reward"
+    scores: ClassVar[Literal["log_probs", "values"]] = "values"
+    fused_head: bool | None = field(default=None, init=False)  # its head has one output
+
+    @checked()
+    def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
+        """Declare `rewards` [B]: the reward of each response under the present weights. A rollout with `chunks` is scored part by part."""
+        check_column(name, writes)
+        return Output(declare(name, LearnedRewards(self, writes), inputs, reads=TOKENS, writes=(writes,), model=self))
+
+    @checked()
+    def update(
+        self,
+        *inputs: Output,
+        loss: WholeLoss = BradleyTerry(),  # noqa: B008 (a frozen value)
+        epochs: Count = 1,
+        mini_batches: Count = 1,
+        guards: Guards = DEFAULT_GUARDS,
+        name: str = "reward_update",
+    ) -> Update:
+        """Declare the training on pairs: the outputs of `rg.pairs` or of `rg.preferred`.
+
+        Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
+        """
+        check_loss(name, loss)
+        given = carried(inputs)
+        optional = [column for column in loss.optional_reads if column in given]
+        schedule = checked_schedule(name, inputs, epochs, mini_batches)
+        training = RewardUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name)
+        return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedRewards(Operation):
+    """Compute the rewards [B] of responses."""
+
+    model: LearnedReward
+    writes: str
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
+
+    def check(self, node: Node) -> None:
+        check_trained(self.model)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Fired:
+        found = context.engine.scores(behind_the_end(columns)).sum(-1)
+        return {self.writes: found}, spread(self.writes, found)
+
+
+class RewardUpdate(Training):
+    """Take the reward model's optimizer steps on pairs."""
+
+    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
+        learnt = self.learn(context, guard, behind_the_end(columns))
+        return {}, {**learnt, **guard.metrics()}
+
+
+def behind_the_end(columns: Columns) -> Mapping[str, Column]:
+    """Move the mask of each response to one place behind its last token, whose score is that of the whole; without tokens it is empty.
+
+    A score at a place is read off the token before it, so the one behind the end is read off the last token.
+    """
+    mask, responses = tensor_of(columns, "response_mask"), tensor_of(columns, "responses")
+    ends = response_lengths(mask)[:, None]
+    longer = torch.nn.functional.pad(responses, (0, 1))
+    behind = (torch.arange(longer.shape[1]) == ends) & (ends > 0)
+    return {**columns, "responses": longer, "response_mask": behind}

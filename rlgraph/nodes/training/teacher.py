@@ -1,0 +1,153 @@
+"""Teachers of distillation: references on pools of their own, which score what a student wrote; several of them by the source of a row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rlgraph.columns import Column, Columns
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
+from rlgraph.nodes.training.policy import sampling_temperature
+from rlgraph.nodes.training.reference import Reference
+from rlgraph.nodes.training.training import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
+from rlgraph.settings import Count, Name, checked
+
+OWN = ("teacher_log_probs",)
+TOP = ("teacher_top_ids", "teacher_top_log_probs")
+
+
+@dataclass(frozen=True, eq=False)
+class Teaching(Operation):
+    """Score responses by the teacher: the sampled tokens, and with `top` its most probable tokens; `only` the rows of one source."""
+
+    model: TrainedModel
+    temperature: float
+    top: bool
+    top_k: int | None
+    only: str | None
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True, dims={} if self.top_k is None else {"K": self.top_k})
+
+    def check(self, node: Node) -> None:
+        check_trained(self.model)
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(context, columns)
+
+    def fire(self, context: Context, columns: Columns) -> Columns:
+        batch = dict(columns)
+        if self.only is not None:
+            own = torch.tensor([source == self.only for source in batch.pop("data_sources")])
+            batch["response_mask"] = tensor_of(columns, "response_mask") & own[:, None]
+        if not self.top:
+            return {OWN[0]: context.engine.scores(batch, temperature=self.temperature)}
+        found = context.engine.top_scores(batch, self.top_k, temperature=self.temperature)
+        return dict(zip((*OWN, *TOP), found, strict=True))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Teacher(Reference):
+    """A model that a student learns from. It has the student's vocabulary; `path` is a folder in Hugging Face format.
+
+    >>> import rlgraph as rg
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
+    >>> teacher = rg.Teacher("larger", pool=rg.Pool("teacher"))
+    >>> teacher.log_probs(rollout).columns, teacher.top_log_probs(rollout, top_k=64).columns
+    (('teacher_log_probs',), ('teacher_log_probs', 'teacher_top_ids', 'teacher_top_log_probs'))
+
+    On a pool of its own it overlaps with rollout and update; on the policy's pool they time-share.
+    """
+
+    role: ClassVar[str] = "teacher"
+
+    @checked()
+    def log_probs(self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs") -> Output:
+        """Declare `teacher_log_probs` [B, T], for `rg.algorithms.TeacherKL`. `only` scores the rows of this `data_source` alone."""
+        return self._declared(name, inputs, OWN, top=False, top_k=None, only=only)
+
+    @checked()
+    def top_log_probs(
+        self, *inputs: Output, top_k: Count | None = 64, only: Name | None = None, name: str = "teacher_top_log_probs"
+    ) -> Output:
+        """Declare `teacher_top_ids` and `teacher_top_log_probs` [B, T, K] beside `teacher_log_probs`, for `rg.DistillationLoss`.
+
+        They are the teacher's `top_k` most probable tokens at each position; 64 are 512 bytes a token. With None they are the whole
+        vocabulary, which is for small ones, or few tokens. `only` scores the rows of this `data_source` alone.
+        """
+        return self._declared(name, inputs, (*OWN, *TOP), top=True, top_k=top_k, only=only)
+
+    def _declared(self, name: str, inputs: Any, writes: tuple[str, ...], *, top: bool, top_k: int | None, only: str | None) -> Output:
+        if top:
+            check_whole_vocabulary(name, self)
+        operation = Teaching(self, sampling_temperature(inputs), top, top_k, only)
+        reads = TOKENS if only is None else (*TOKENS, "data_sources")
+        return Output(declare(name, operation, inputs, reads=reads, writes=writes, model=self))
+
+
+@dataclass(frozen=True, eq=False)
+class BySource(Operation):
+    """Take each row from the teacher of its source."""
+
+    sources: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(by_group=True, given=())
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: self.fire(columns)
+
+    def fire(self, columns: Columns) -> Fired:
+        sources = columns[f"{self.sources[0]}.data_sources"]
+        unknown = next((source for source in sources if source not in self.sources), None)
+        if unknown is not None:
+            raise GraphError(f"a row has the data_source {unknown!r}, for which there is no teacher among {list(self.sources)}; give one")
+        made: dict[str, Column] = {}
+        for name in self.columns:
+            made[name] = tensor_of(columns, f"{self.sources[0]}.{name}").clone()
+            for source in self.sources[1:]:
+                rows = torch.tensor([own == source for own in sources])
+                made[name][rows] = tensor_of(columns, f"{source}.{name}")[rows]  # type: ignore[call-overload]
+        return made, {f"teachers/{source}": float(sum(own == source for own in sources)) for source in self.sources}
+
+
+@checked()
+def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | None = None, name: Name = "by_source") -> Output:
+    """Declare scores by several teachers: each row is scored by the teacher of its `data_source`, and by no other.
+
+    >>> import rlgraph as rg
+    >>> prompts = rg.prompts([{"prompt": "1 + 1 =", "data_source": "maths"}, {"prompt": "def", "data_source": "code"}], count=4)
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts)
+    >>> maths, code = (rg.Teacher(name, pool=rg.Pool(name)) for name in ("maths", "code"))
+    >>> rg.by_source(prompts, rollout, teachers={"maths": maths, "code": code}, top_k=64).columns
+    ('teacher_log_probs', 'teacher_top_ids', 'teacher_top_log_probs')
+
+    Without `top_k` only the sampled tokens are scored. Metrics: `teachers/NAME`, the rows of each. Raises GraphError for inputs without
+    `data_sources`, and while it runs for a source without a teacher.
+    """
+    if len(teachers) < 2:
+        raise GraphError(f"node '{name}' has teachers={list(teachers)}; several choose by source: with one call teacher.log_probs(rollout)")
+    if "data_sources" not in carried(inputs):
+        raise GraphError(f"node '{name}' needs the column data_sources; pass prompts whose items have a data_source, beside the rollout")
+    scored = []
+    for source, teacher in teachers.items():
+        own = f"{name} {source}"
+        scored.append(
+            teacher.log_probs(*inputs, only=source, name=own)
+            if top_k is None
+            else teacher.top_log_probs(*inputs, top_k=top_k, only=source, name=own)
+        )
+    columns = OWN if top_k is None else (*OWN, *TOP)
+    operation = BySource(tuple(teachers), columns)
+    first = f"{next(iter(teachers))}."
+    sources = next(o for o in inputs if "data_sources" in o.columns).apart(first)
+    reads = (f"{first}data_sources", *(f"{source}.{column}" for source in teachers for column in columns))
+    apart = [output.apart(f"{source}.") for source, output in zip(teachers, scored, strict=True)]
+    return Output(declare(name, operation, [sources, *apart], reads=reads, writes=columns, rows=scored[0].node.rows))
