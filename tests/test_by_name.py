@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 import by_name
 
 OPTIONS = {"dro": {"beta": 0.1}}  # what has no default
+OF_ADVANTAGES = [name for name in LOSSES if "advantages" in LOSSES[name](**OPTIONS.get(name, {})).reads]
+OF_EXAMPLES = [name for name in LOSSES if name not in OF_ADVANTAGES]  # and of pairs
 
 
 def varied(responses: list[str], answers: list[str]) -> list[float]:
@@ -48,7 +50,7 @@ def test_an_estimator_by_name_trains(model: str, name: str) -> None:
     assert_trained(steps(model, estimator=name))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OF_ADVANTAGES)
 def test_a_loss_by_name_trains(model: str, name: str) -> None:
     assert_trained(steps(model, loss=name, loss_options=OPTIONS.get(name, {})))
 
@@ -63,7 +65,13 @@ def test_a_correction_by_name_trains(model: str, name: str) -> None:
 CORRECTED = ("proximal", *(name for name in LOSSES if name.startswith("bypass")))  # losses that weigh against the engine themselves
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", OF_EXAMPLES)
+def test_a_loss_of_examples_refuses_advantages(model: str, name: str) -> None:
+    with pytest.raises(GraphError, match=r"reads nothing of its input 'advantages'.*leave that input out"):
+        steps(model, loss=name)
+
+
+@pytest.mark.parametrize("loss", OF_ADVANTAGES)
 def test_every_loss_works_with_every_estimator_and_every_correction_except_weights_it_already_has(model: str, loss: str) -> None:
     def declared(**settings: str) -> rg.Graph:
         return by_name.graph(by_name.Config(model=model, loss=loss, loss_options=OPTIONS.get(loss, {}), **settings))
