@@ -2,8 +2,8 @@
 
     python recipes/reward_model.py [key=value ...] [config=FILE.yaml]
 
-Trains SmolLM2-135M-Instruct to tell right sums from wrong ones; `reward/accuracy` grows from 0.5. `rg.LearnedReward(folder, …)` reads it in
-the next graph: `rewards = judge.rewards(rollout)`. `--help` lists the settings.
+Trains SmolLM2-135M-Instruct to tell right sums from wrong ones; `reward/accuracy` is the share of pairs in the right order, 0.5 by chance.
+`rg.LearnedReward(folder, …)` reads it in the next graph: `rewards = judge.rewards(rollout)`. `--help` lists the settings.
 """
 
 from dataclasses import dataclass

@@ -330,6 +330,9 @@ _MODULES = {
 
 
 class _Package(ModuleType):
+    def __reduce__(self) -> tuple[Any, ...]:  # a function that is sent by value may name this package: it is imported there
+        return import_module, (__name__,)
+
     # The import system names a module in its package when it is imported: not over a public name, as `rlgraph.config`, the function.
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _NAMES and isinstance(value, ModuleType)):

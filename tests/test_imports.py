@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import grimp
 import networkx as nx
 import pytest
+from ray import cloudpickle
 
 import rlgraph as rg
 from rlgraph import algorithms
@@ -58,6 +60,12 @@ def test_types_and_imports_name_the_same_public_names() -> None:
     helpers = {("rlgraph", "api"), ("rlgraph.compiler.facade", "Facade")}
     assert named - helpers == {(module, name) for name, module in rg._NAMES.items()} | modules
     assert {*rg._NAMES, *rg._MODULES} == {*rg.__all__} <= {*dir(rg)}
+
+
+def test_a_function_of_a_script_may_name_the_package() -> None:
+    scope: dict[str, Any] = {"__name__": "__main__", "rg": rg}
+    exec("def function():\n    return rg.Message('user', 'hello')", scope)
+    assert pickle.loads(cloudpickle.dumps(scope["function"]))() == rg.Message("user", "hello")
 
 
 def test_public_names_are_pickled_by_their_own_modules() -> None:

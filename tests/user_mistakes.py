@@ -230,7 +230,7 @@ NODES = {
     "no groups": declared("group_size=0; group_size is a whole number of responses", rollout={"group_size": 0}),
     "groups as text": declared("write group_size=4, without quotes", rollout={"group_size": "4"}),
     "groups as a float": declared("write group_size=4", rollout={"group_size": 4.0}),
-    "turns without tools": declared("no tools, so there is one turn", rollout={"max_turns": 2}),
+    "turns without tools": declared("no tools and no agent, so there is one turn", rollout={"max_turns": 2}),
     "tools that are none": declared("tools is a Tools", rollout={"tools": "python"}),
     "chunks that do not divide": declared("does not divide", rollout={"chunks": 3}),
     "an unknown interrupt": declared("['keep', 'recompute']", rollout={"interrupt": "drop"}),

@@ -21,6 +21,7 @@ def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
 def _shape(path: str) -> ModelShape | None:
     file = Path(path) / "config.json"
     try:
-        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return ModelShape.from_config(config) if isinstance(config, dict) else None  # what is no config is refused where it loads
     except (ValueError, OSError) as broken:
         raise DataError(f"'{file}' is not JSON ({broken!s:.80}); write the model folder again") from None

@@ -1,5 +1,6 @@
 """The trainer of a mixture of experts: grouped products, the loss that balances experts, metrics, and equal bits."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ def updated(folder: Path, **settings: Any) -> tuple[dict[str, float], dict[str, 
     from tiny import WeightedLikelihood
 
     engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
-    metrics = engine.update(batch(), WeightedLikelihood())
-    weights = {name: weight.clone() for name, weight in engine.weights().items()}
-    engine.close()
-    return metrics, weights
+    with closing(engine):
+        metrics = engine.update(batch(), WeightedLikelihood())
+        return metrics, {name: weight.clone() for name, weight in engine.weights().items()}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
@@ -93,5 +93,6 @@ def test_a_balancing_loss_that_cannot_be_is_refused(folders: dict[str, Path], tm
         updated(folder_of("llama", tmp_path), load_balance=0.1)
     with pytest.raises(GraphError, match="does not tell which experts it chose"):
         updated(folders["granitemoe"], load_balance=0.1)
+    assert not torch.distributed.is_initialized()
     with pytest.raises(GraphError, match="layers that are compiled, or that ranks share, do not tell"):
         rg.Policy("tiny", pool=rg.Pool("train"), load_balance=0.1, compiled=True)

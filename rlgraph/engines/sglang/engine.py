@@ -52,14 +52,14 @@ class SglangEngine(GenerateEngine):
         self._shapes = parameter_shapes(path)
         self._context = max_context or self._summary.context_length
         self._own_bytes = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
-        machine = start.Machine(threads, max_sequences, kv_cache_bytes, memory, shared, (copies - 1) * self._own_bytes, overlap)
+        machine = start.MachineLimits(threads, max_sequences, kv_cache_bytes, memory, shared, (copies - 1) * self._own_bytes, overlap)
         self._scheduler, self._files = start.scheduler(path, self._context, dtype, seed, machine)
         self._shared = shared
         self._sampler = SeededSampler()
         self._scheduler.tp_worker.model_runner.sampler = self._sampler
         self._process = self._scheduler.process_batch_result
         self._scheduler.process_batch_result = self._take  # SGLang calls it too, before it takes running requests back
-        self._rows: dict[str, _Row] = {}  # by SGLang's name of the request
+        self._rows: dict[str, _HeldRequest] = {}  # by SGLang's name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._numbers = itertools.count()
         self._ended: dict[str, Response] = {}  # in the decode step under way
@@ -96,7 +96,7 @@ class SglangEngine(GenerateEngine):
         assert queued.rid == name
         queued.eos_token_ids = set()  # the stop tokens of `Sampling` alone end a response
         self._names[request.id] = name
-        self._rows[name] = _Row(request, queued)
+        self._rows[name] = _HeldRequest(request, queued)
 
     @property
     def _salt(self) -> str:
@@ -259,7 +259,7 @@ class SglangEngine(GenerateEngine):
 
 
 @dataclass
-class _Row:
+class _HeldRequest:
     """A request that the engine holds, SGLang's own record of it, and what it has so far."""
 
     request: Request

@@ -19,7 +19,7 @@ from rlgraph.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class MachineLimits:
     """What the engine may use of its machine; see `SglangEngine`. `staged_bytes` of a GPU are for versions that arrive."""
 
     threads: int | None
@@ -38,7 +38,7 @@ class NoReader:
         """Forget a message."""
 
 
-def scheduler(path: str | Path, context: int, dtype: str, seed: int, machine: Machine) -> tuple[Any, list[Path]]:
+def scheduler(path: str | Path, context: int, dtype: str, seed: int, machine: MachineLimits) -> tuple[Any, list[Path]]:
     """Make the scheduler with the model, and name the files of its sockets.
 
     Raises DataError if sglang is not installed, or for a model whose keys and values it cannot count.
@@ -71,7 +71,7 @@ def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
     return made, [Path(name.removeprefix("ipc://")) for name in names]
 
 
-def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: Machine) -> dict[str, Any]:
+def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: MachineLimits) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     sequences = server_arguments.most_sequences(not gpu, machine.max_sequences)
     arguments = server_arguments.arguments(path, context=context, dtype=dtype, seed=seed, sequences=sequences)
