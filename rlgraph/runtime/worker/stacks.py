@@ -68,7 +68,8 @@ def _collect(handles: Mapping[int, str], found: dict[str, bytes]) -> None:
         poll.register(handle, select.POLLIN)
     end = time.monotonic() + ANSWER_S
     while (left_s := end - time.monotonic()) > 0:
-        ready = poll.poll(1000 * (QUIET_S if len(found) == len(handles) else left_s))
+        answered = len(found) == len(handles) and all(answer.endswith(b"\n") for answer in found.values())
+        ready = poll.poll(1000 * (QUIET_S if answered else left_s))  # a line is written in pieces, by a thread that may have to wait
         if not ready:
             return
         for handle, _ in ready:
