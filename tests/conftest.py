@@ -3,10 +3,10 @@
 from importlib.util import find_spec
 
 import pytest
-from skip_limit import pytest_addoption, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 (hooks)
 
 from rlgraph.engines.amx import leave_out_broken_amx
 
+pytest_plugins = ["skip_limit", "second_chance"]
 leave_out_broken_amx()  # tests multiply in bfloat16 themselves
 
 
