@@ -190,7 +190,7 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
     terminated = start(tmp_path, 1000)
     until(terminated, 9)
     os.kill(terminated.pid, signal.SIGTERM)
-    _, said = terminated.communicate(timeout=100)
+    _, said = terminated.communicate(timeout=250)
     assert terminated.returncode == 128 + signal.SIGTERM, said
     assert f"going on from the checkpoint after {last} steps" in said
     assert "finishing the steps in flight" in said
@@ -198,7 +198,7 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
     assert (tmp_path / "checkpoints" / f"step-{done:08d}").is_dir()
 
     finishing = start(tmp_path, done + 3)
-    _, said = finishing.communicate(timeout=200)
+    _, said = finishing.communicate(timeout=250)
     assert finishing.returncode == 0, said
     assert f"going on from the checkpoint after {done} steps" in said
     assert recorded(tmp_path) == list(range(done + 3))
