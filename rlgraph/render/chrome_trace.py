@@ -36,8 +36,8 @@ def from_zero(spans: Sequence[Span]) -> list[Span]:
 
 def per_rank(spans: Sequence[Span], plan: Plan) -> list[Span]:
     """Repeat each predicted span for every rank that runs it."""
-    nodes = {event.name: event.node for event in plan.schedule.events}
-    return [replace(span, worker=worker) for span in spans for worker in plan.node(nodes[span.name]).workers]
+    ranks = {event.worker: plan.node(event.node).workers for event in plan.schedule.events}  # a wait has its channel's name, no event's
+    return [replace(span, worker=worker) for span in spans for worker in ranks[span.worker]]
 
 
 def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") -> dict[str, Any]:

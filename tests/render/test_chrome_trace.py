@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlgraph.compiler.plan import Plan
 from rlgraph.compiler.schedule import Span
-from rlgraph.render.chrome_trace import trace, write
+from rlgraph.render.chrome_trace import per_rank, trace, write
 from rlgraph.simulate.play import simulate
 
 
@@ -61,6 +61,13 @@ def test_a_wait_names_its_channel_and_has_its_own_category(plans: dict[str, Plan
     (event,) = events(trace([Span("advantages", "wait", 3, plan.workers[0].name, 1.0, 2.5)], plan), "X")
     assert event["name"] == "wait advantages@3"
     assert (event["cat"], event["cname"], event["dur"]) == ("wait", "grey", 1.5e6)
+
+
+def test_a_wait_for_room_in_a_channel_that_bears_no_node_s_name_is_repeated_for_the_ranks_of_its_worker(plans: dict[str, Plan]) -> None:
+    plan = plans["one_step_off"]
+    update = next(event for event in plan.schedule.events if event.node == "policy.update")
+    ranks = per_rank([Span("order update to evaluate", "room", 0, update.worker, 0.0, 1.0)], plan)
+    assert [span.worker for span in ranks] == list(plan.node("policy.update").workers)
 
 
 def test_receiving_weights_beside_decoding_is_on_a_second_track_under_the_worker(plans: dict[str, Plan]) -> None:

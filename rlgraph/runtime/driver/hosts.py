@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from rlgraph.runtime.worker.heartbeat import Heartbeat, read_status
+from rlgraph.runtime.worker.stacks import ANSWER_S as WORKERS_S
 from rlgraph.runtime.worker.stacks import read_stacks
 
 ANSWER_S = 3.0  # of another host
+STACKS_S = ANSWER_S + WORKERS_S  # of another host whose workers answer it
 START_S = 60.0  # of its first answer
 
 Ask: TypeAlias = Callable[..., Any]
@@ -63,7 +65,7 @@ class RemoteHostAgent:
         return self._ask("states", ANSWER_S, list(workers)) or {}
 
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
-        return self._ask("stacks", ANSWER_S, dict(pids)) or dict.fromkeys(pids, "(its host does not answer)")
+        return self._ask("stacks", STACKS_S, dict(pids)) or dict.fromkeys(pids, "(its host does not answer)")
 
     def sweep(self) -> None:
         self._ask("sweep", ANSWER_S)

@@ -16,8 +16,8 @@ from urllib.parse import quote
 from rlgraph.runtime.worker.heartbeat import stopped
 
 SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
-ANSWER_S = 0.5  # for the answers of all workers
-QUIET_S = 0.05  # after the last line
+ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
+QUIET_S = 0.3  # after the last line: an answer has no mark of its end
 MOST_BYTES = 1 << 16  # what a pipe holds
 
 
@@ -54,6 +54,8 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
                     os.kill(pid, SIGNAL)
                 except ProcessLookupError:
                     silent[worker] = "(its process has ended)"
+                    os.close(handle)
+                    del handles[handle]
         _collect(handles, found)
     finally:
         for handle in handles:
