@@ -6,7 +6,7 @@ import pytest
 
 from rlgraph.engines.amx import leave_out_broken_amx
 
-pytest_plugins = ["skip_limit", "second_chance"]
+pytest_plugins = ["left_behind", "second_chance", "skip_limit"]
 leave_out_broken_amx()  # tests multiply in bfloat16 themselves
 
 

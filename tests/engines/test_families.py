@@ -1,5 +1,6 @@
 """What rlgraph does with each family of models is what docs/models.md says, and no engine gives other log-probs without a word."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp
     expected = own_scores(folder, batch)
     for way, settings in WAYS.items():
         if found[way] == "right":
-            engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)  # type: ignore[arg-type]
-            torch.testing.assert_close(engine.scores(batch), expected, atol=NEAR, rtol=0)
-            engine.close()
+            with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)) as engine:  # type: ignore[arg-type]
+                torch.testing.assert_close(engine.scores(batch), expected, atol=NEAR, rtol=0)
     if found["generator"] == "right":
         generator = TransformersEngine(folder, dtype=torch.float32, max_context=256)
         prompts = [prompt[mask].tolist() for prompt, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]

@@ -1,6 +1,7 @@
 """Scores of a few rows at a time equal those of all rows, and so do their gradients; no matrix of tokens by vocabulary is whole."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,10 @@ def test_a_policy_with_a_fused_head_takes_the_same_steps(kind: str, tmp_path: Pa
     batch, found = batch_of(LENGTHS, holes=True), []
     batch["prompts"], batch["responses"] = batch["prompts"] % 90, batch["responses"] % 90  # the words of a small model
     for fused in (False, True):
-        engine = FsdpEngine(PolicyHead(folder, fused=fused), optimizer=AdamW(lr=1e-2, eps=1e-3), dtype=torch.float32)
-        scores = engine.scores(batch, temperature=0.8)
-        metrics = [engine.update(batch, WeightedLikelihood(entropy=0.1), temperature=0.8) for _ in range(3)]
-        found.append((scores, metrics, {name: weight.clone() for name, weight in engine.weights().items()}))
-        engine.close()
+        with closing(FsdpEngine(PolicyHead(folder, fused=fused), optimizer=AdamW(lr=1e-2, eps=1e-3), dtype=torch.float32)) as engine:
+            scores = engine.scores(batch, temperature=0.8)
+            metrics = [engine.update(batch, WeightedLikelihood(entropy=0.1), temperature=0.8) for _ in range(3)]
+            found.append((scores, metrics, {name: weight.clone() for name, weight in engine.weights().items()}))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=0)
     for whole, fused_metrics in zip(found[0][1], found[1][1], strict=True):
         assert fused_metrics == pytest.approx(whole, rel=1e-4)

@@ -1,5 +1,6 @@
 """Moments in host memory: the same bits as on the device, in steps and checkpoints."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,19 @@ def held(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 def test_steps_and_checkpoints_have_the_same_bits(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     folder, batch, found = request.getfixturevalue(model), batch_of(LENGTHS), []
     for offloaded in (False, True):
-        engine = engine_of(folder, offloaded=offloaded)
-        metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(3)]
-        engine.save(tmp_path / str(offloaded), 60.0)()
-        found.append((metrics, held(engine)))
-        engine.close()
+        with closing(engine_of(folder, offloaded=offloaded)) as engine:
+            metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(3)]
+            engine.save(tmp_path / str(offloaded), 60.0)()
+            found.append((metrics, held(engine)))
     assert found[0][0] == found[1][0]
     assert found[0][1].keys() == found[1][1].keys()
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
-    engine = engine_of(folder, offloaded=True)
-    engine.load(tmp_path / "False")  # what was saved with moments on the device goes on with moments on the host
-    assert all(torch.equal(tensor, found[0][1][name]) for name, tensor in held(engine).items())
-    other = engine_of(folder, offloaded=False)
-    other.load(tmp_path / "True")
-    assert engine.update(batch, WeightedLikelihood()) == other.update(batch, WeightedLikelihood())
-    assert all(torch.equal(tensor, held(other)[name]) for name, tensor in held(engine).items())
+    with closing(engine_of(folder, offloaded=True)) as engine, closing(engine_of(folder, offloaded=False)) as other:
+        engine.load(tmp_path / "False")  # what was saved with moments on the device goes on with moments on the host
+        assert all(torch.equal(tensor, found[0][1][name]) for name, tensor in held(engine).items())
+        other.load(tmp_path / "True")
+        assert engine.update(batch, WeightedLikelihood()) == other.update(batch, WeightedLikelihood())
+        assert all(torch.equal(tensor, held(other)[name]) for name, tensor in held(engine).items())
 
 
 def test_a_step_brings_the_moments_of_one_parameter_and_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +46,23 @@ def published(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, FsdpEngine, list[WeightShard]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, FsdpEngine, list[WeightShard]]]]:
     """A trainer of each family, one large step away from its folder."""
     from tiny import WeightedLikelihood
 
     parent, found = tmp_path_factory.mktemp("families"), {}
-    logging.disable()
-    for name in FAMILIES:
-        folder, batch = folder_of(name, parent), self_test._batch()
-        engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=3e-2, grad_clip=1e9), dtype=torch.float32)
-        batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
-        engine.update(batch, WeightedLikelihood())
-        found[name] = folder, engine, list(whole(published(engine)))
-    logging.disable(logging.NOTSET)
-    return found
+    with ExitStack() as at_end:
+        logging.disable()
+        at_end.callback(logging.disable, logging.NOTSET)
+        for name in FAMILIES:
+            folder, batch = folder_of(name, parent), self_test._batch()
+            engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=3e-2, grad_clip=1e9), dtype=torch.float32)
+            at_end.callback(engine.close)
+            batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
+            engine.update(batch, WeightedLikelihood())
+            found[name] = folder, engine, list(whole(published(engine)))
+        logging.disable(logging.NOTSET)
+        yield found
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -95,10 +100,9 @@ def test_vllm_samples_with_what_a_trainer_published(trained: dict[str, Any], tmp
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "found.pt")
     for name, (folder, engine, _) in trained.items():
-        of_folder = FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32)
-        for scorer, responses in zip((of_folder, engine), found[name]["responses"], strict=True):
-            expected = scorer.scores(batch_of([response["tokens"] for response in responses]))
-            sampled = torch.tensor([response["log_probs"] for response in responses])
-            torch.testing.assert_close(sampled, expected, atol=NEAR, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
-        of_folder.close()
+        with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32)) as of_folder:
+            for scorer, responses in zip((of_folder, engine), found[name]["responses"], strict=True):
+                expected = scorer.scores(batch_of([response["tokens"] for response in responses]))
+                sampled = torch.tensor([response["log_probs"] for response in responses])
+                torch.testing.assert_close(sampled, expected, atol=NEAR, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
         assert found[name].get("replayed", "") == "", f"{name}: recorded copies do not load what vLLM's own loader does"

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,9 @@ def test_an_engine_trains_from_the_weights_that_it_read(folders: dict[str, Path]
 
     batch, results = batch_of(LENGTHS), []
     for head in (PolicyHead(folders["tied"]), PolicyHead(AutoModelForCausalLM.from_pretrained(folders["tied"], dtype=torch.float32))):
-        engine = FsdpEngine(head, optimizer=AdamW(lr=1e-2), dtype=torch.float32)
-        metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
-        results.append((metrics, {name: weight.clone() for name, weight in engine.weights().items()}))
-        engine.close()
+        with closing(FsdpEngine(head, optimizer=AdamW(lr=1e-2), dtype=torch.float32)) as engine:
+            metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
+            results.append((metrics, {name: weight.clone() for name, weight in engine.weights().items()}))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(weight, results[1][1][name]) for name, weight in results[0][1].items())
 
