@@ -176,7 +176,7 @@ def test_it_asks_for_each_response_and_reads_the_score(serve: Any) -> None:
 
 @pytest.mark.parametrize("how", ["429", "500", "503", "400", "drop", "hang", "drip", "endless", *GARBAGE])
 def test_what_goes_wrong_once_is_asked_again_and_what_stays_wrong_gets_the_default(serve: Any, how: str) -> None:
-    limit = {"limit_s": 0.3} if how in ("hang", "drip") else {}
+    limit = {"limit_s": 1.0} if how in ("hang", "drip") else {}
     once = serve(how, 1)
     assert scored(made(once, **limit))[0] == [0.1, 0.2, 0.3, 0.4]
     assert once.calls["ccc"] == 2

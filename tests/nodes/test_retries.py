@@ -162,7 +162,7 @@ def test_calls_that_hang_hold_no_place_of_those_that_do_not(kind: str) -> None:
         return float(len(response))
 
     function = plain if kind == "plain" else later
-    rewards, metrics = scored(function, soon(times=1, default=0.0), deadline_s=0.3, concurrency=1)
+    rewards, metrics = scored(function, soon(times=1, default=0.0), deadline_s=1.0, concurrency=1)
     assert rewards == [1.0, 2.0, 0.0, 4.0]
     assert calls == {"a": 1, "bb": 1, "ccc": 2, "dddd": 1}
     assert metrics["critic/rewards/defaults"] == 0.25
