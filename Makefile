@@ -1,11 +1,13 @@
 # make demo: trains SmolLM2-135M with one-step-off GRPO.  make test: the tests.  Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+openenv_VERSION := 0.10.0
+verifiers_VERSION := 0.4.0
 READY := .venv/.ready
 # Two tests at a time: they wait for processes to start more than they compute.
 TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
 
-.PHONY: demo test test-sglang test-gpu check docs oracle setup clean
+.PHONY: demo test test-sglang test-gpu test-environments check docs oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock requirements/from_source.lock pyproject.toml
@@ -30,6 +32,15 @@ test-sglang: .venv-sglang/.ready
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --no-deps -r requirements/sglang-cpu.lock
 	.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# The adapters of packages whose pins exclude ours, each in an environment of its own.
+test-environments: $(READY) .venv-openenv/.ready .venv-verifiers/.ready
+	$(BIN)/python -m pytest -m apart tests/nodes/test_environment_servers.py $(PYTEST)
+
+.venv-openenv/.ready .venv-verifiers/.ready: .venv-%/.ready: Makefile
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $*==$($*_VERSION)
 	touch $@
 
 # On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
@@ -59,4 +70,4 @@ oracle: .venv-oracle/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-sglang runs
+	rm -rf .venv .venv-sglang .venv-openenv .venv-verifiers runs

@@ -1,22 +1,26 @@
 """Rollouts with tools against rollouts without: tokens a second at equal tokens, and how long the engine waits for tools.
 
-    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--turn-tokens 43] [--tool-s 0.02] [--model FOLDER] [--json PATH]
+    python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--turn-tokens 43] [--tool-s 0.02] [--tail 10] [--model FOLDER]
 
 vLLM with a tiny model, or with random weights of the shape of a given one. Conversations of up to four turns are answered by a tool
 that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are decoded in single turns of the
-same lengths, by the same engine.
+same lengths, by the same engine. With `--tail 10` the tool's times are log-normal around `--tool-s`, and their 99th percentile is 10 times
+that. No step can be faster than its bound: the engine's work without tools, or the slowest conversation alone, with its tools' seconds and
+its tokens at the pace of a single response.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import platform
+import random
 import statistics
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -26,20 +30,54 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
 
+P99 = 2.3263  # standard deviations
+
 
 class Slow:
     """Answers every turn with something short after a while."""
 
     seconds = 0.0
+    sigma = 0.0
+    waited: ClassVar[dict[int, float]] = {}  # by conversation
+
+    def __init__(self, number: int) -> None:
+        self.number, self.draws = number, random.Random(number)
 
     async def reset(self) -> None:
-        return None
+        Slow.waited[self.number] = 0.0
 
     async def step(self, said: rg.Message) -> rg.Turn:
-        await asyncio.sleep(self.seconds)
+        wait_s = self.seconds * math.exp(self.sigma * self.draws.gauss(0, 1))
+        Slow.waited[self.number] += wait_s
+        await asyncio.sleep(wait_s)
         return rg.Turn([rg.Message("user", "and")])
 
     async def close(self) -> None: ...
+
+
+class Timed:
+    """Counts the seconds in which an engine decodes."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.seconds, self.decode = 0.0, engine.step
+        engine.step = self.step  # type: ignore[method-assign]
+
+    def step(self, prefix: str = "") -> Any:
+        start = time.perf_counter()
+        try:
+            return self.decode(prefix)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def decoded(engine: VllmEngine, name: str, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Decode responses of given lengths in single turns; return the seconds."""
+    start, done = time.perf_counter(), 0
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        engine.submit(Request(f"{name}{i}", prompt, Sampling(max_tokens=length, ignore_eos=True), seed=i))
+    while done < len(lengths):
+        done += len(engine.step(name))
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -48,50 +86,57 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--turn-tokens", type=int, default=43, help="on average: each token is about as likely, one of so many ends a turn")
     parser.add_argument("--tool-s", type=float, default=0.02)
+    parser.add_argument("--tail", type=float, default=1.0, help="the 99th percentile of the tool's times over their median")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    Slow.seconds = given.tool_s
+    Slow.seconds, Slow.sigma = given.tool_s, math.log(given.tail) / P99
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = str(given.model or tiny_model(Path(folder) / "tiny", chat=True))
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
         most = 5 * given.turn_tokens  # of a response, what the tool says included
         engine = VllmEngine(path, max_model_len=most + 81, dtype=dtype, threads=1, random_weights=given.model is not None)
-        context = Context(engine=engine)
+        timed, context = Timed(engine), Context(engine=engine)
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         sampling = Sampling(max_tokens=most, stop_token_ids=tuple(range(1, 1 + vocabulary // given.turn_tokens)))
         generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=most + 81)
-        prompts = rg.prompts([{"prompt": f"question {i}: "} for i in range(1000)], count=given.conversations)
+        prompts = rg.prompts([{"prompt": f"question {i}: ", "number": i} for i in range(1000)], count=given.conversations)
         stage = generator.rollout(prompts, agent=Slow, max_turns=given.turns).node.operation.start(context)
         for step in range(given.repeats + 1):
             batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
-            start = time.perf_counter()
+            numbers = [int(number) for number in batch["numbers"]]
+            timed.seconds, start = 0.0, time.perf_counter()
             columns, metrics = stage(step, batch)
-            with_tools = time.perf_counter() - start
+            with_tools, engine_s = time.perf_counter() - start, timed.seconds
             lengths = columns["response_mask"].sum(-1).tolist()
-            start, done = time.perf_counter(), 0
-            for i, length in enumerate(lengths):
-                sampling = Sampling(max_tokens=length, ignore_eos=True)
-                engine.submit(Request(f"plain {step}.{i}", columns["prompts"][i][columns["prompt_mask"][i]].tolist(), sampling, seed=i))
-            while done < len(lengths):
-                done += len(engine.step("plain"))
-            without = time.perf_counter() - start
+            asked = [row[mask].tolist() for row, mask in zip(columns["prompts"], columns["prompt_mask"], strict=True)]
+            without = decoded(engine, f"plain {step}.", asked, lengths)
+            alone = decoded(engine, f"alone {step}.", asked[:1], [max(lengths)]) / max(lengths)
+            slowest = max(Slow.waited[number] + alone * length for number, length in zip(numbers, lengths, strict=True))
+            open_s = with_tools - metrics["agent/idle_s"]
             rows.append(
                 {
                     "tokens": sum(lengths),
                     "with_tools": sum(lengths) / with_tools,
                     "without": sum(lengths) / without,
                     "ratio": without / with_tools,
-                    "ratio_while_any_could_decode": without / (with_tools - metrics["agent/idle_s"]),
+                    "ratio_while_any_could_decode": without / open_s,
+                    "step_over_bound": with_tools / max(without, slowest),
+                    "slowest_alone_s": slowest,
+                    "step_s": with_tools,
+                    "engine_idle_while_any_could_decode": (open_s - engine_s) / open_s,
                     "idle_share": metrics["agent/idle_s"] / with_tools,
                     "turns_mean": metrics["agent/turns_mean"],
+                    "seconds_p50": metrics["agent/seconds/p50"],
+                    "seconds_p99": metrics["agent/seconds/p99"],
                 }
             )
         engine.close()
     found: dict[str, Any] = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
-    found["spread_of_ratio"] = [min(row["ratio"] for row in rows[1:]), max(row["ratio"] for row in rows[1:])]
+    for name in ("ratio", "step_over_bound"):
+        found[f"spread_of_{name}"] = [min(row[name] for row in rows[1:]), max(row[name] for row in rows[1:])]
     print(json.dumps(found, indent=1))
     if given.json:
         gpu = torch.cuda.is_available()

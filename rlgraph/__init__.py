@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
     from rlgraph.nodes.base import Context, node
     from rlgraph.nodes.conversations import Chat
+    from rlgraph.nodes.environments import adapters as environments
     from rlgraph.nodes.environments import tools
     from rlgraph.nodes.environments.agent import Agent, Environment
     from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
@@ -185,6 +186,7 @@ __all__ = [
     "data",
     "declare",
     "doctor",
+    "environments",
     "evaluate",
     "examples",
     "export",
@@ -323,6 +325,7 @@ _NAMES = {
 
 _MODULES = {
     "data": "rlgraph.data",
+    "environments": "rlgraph.nodes.environments.adapters",
     "scorers": "rlgraph.nodes.rewards.scorers",
     "sinks": "rlgraph.recording.sinks",
     "tools": "rlgraph.nodes.environments.tools",

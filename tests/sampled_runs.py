@@ -51,6 +51,7 @@ def sample(step: int, row: int, *, response: str | None = None, tool: bool = Fal
         "token_ids": list(range(len(texts))),
         "token_policy": policy,
         "token_trained": [int(place != 3) for place in range(len(texts))],
+        "token_rewards": [0.25 if place == len(texts) - 1 else 0.0 for place in range(len(texts))] if tool else [],
         "token_advantages": [advantage * part for part in policy],
         "token_versions": [max(step - 1, 0)] * len(texts),
         "token_log_probs": [-abs(draw.gauss(0, 1)) * part for part in policy],

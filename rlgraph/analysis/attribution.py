@@ -23,13 +23,14 @@ USES: Mapping[SpanKind, Use] = {
     "wake": "sleep",
     "sleep": "sleep",
     "carry": "carry",
+    "tools": "tools",
     "room": "room",
     "idle": "idle",
     "start": "start",
 }
 CHAIN = 12  # waits followed from one worker to the next; a longer chain is given up
 START_UP, BETWEEN, FINISHED = "start-up", "between steps", "no further step"
-CLAIMS = ("fire", "load", "wake", "sleep", "publish", "receive", "carry", "wait", "room", "order", "idle", "start")
+CLAIMS = ("fire", "load", "wake", "sleep", "publish", "receive", "carry", "tools", "wait", "room", "order", "idle", "start")
 RANK = {claim: rank for rank, claim in enumerate(CLAIMS)}
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlgraph.analysis import words
 
-Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "data", "weights", "room", "order", "idle", "start", "unexplained"]
+Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "tools", "data", "weights", "room", "order", "idle", "start", "unexplained"]
 BUSY: tuple[Use, ...] = ("node", "moving", "sleep", "carry")
 LEAST = 0.002  # of a pool's time: smaller rows are added up into one line of the table
 HAND_OVER = "hand-over"  # the cause of a wait in which nobody upstream worked: the message was on its way
@@ -30,6 +30,7 @@ class Row:
     | `moving` | publishes, receives or loads weights |
     | `sleep` | copies the memory of an engine that shares its devices to the host or back |
     | `carry` | copies and checks columns around a node |
+    | `tools` | waits for tools or environments: no response can decode |
     | `data` | waits for a message |
     | `weights` | waits for a weight version |
     | `room` | waits for a free slot of a channel |
@@ -55,6 +56,8 @@ class Row:
                 return name
             case "carry":
                 return f"rlgraph around {name}: copies and checks"
+            case "tools":
+                return f"engine waits for tools or environments of {name}"
             case "data":
                 return f"wait for data of '{name}'{cause}"
             case "weights":

@@ -32,6 +32,7 @@ FIELDS: dict[str, str] = {
     "token_ids": "its id",
     "token_policy": "1 on tokens that the policy wrote, 0 on those of tools",
     "token_trained": "1 on tokens that count in the loss, where a correction masks some",
+    "token_rewards": "the reward of an environment that stands at it: at the last token of each turn",
     "token_advantages": "the advantage of each token",
     "token_versions": "the version of the weights that wrote it",
     "token_log_probs": "its log-prob when it was sampled",

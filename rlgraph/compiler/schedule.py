@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 EventKind: TypeAlias = Literal["fire", "publish", "receive", "load", "wake", "sleep"]
-SpanKind: TypeAlias = EventKind | Literal["carry", "wait", "room", "idle", "start"]
+SpanKind: TypeAlias = EventKind | Literal["carry", "tools", "wait", "room", "idle", "start"]
 MOVING: frozenset[SpanKind] = frozenset(("publish", "receive", "load"))
 WORK: frozenset[SpanKind] = MOVING | {"fire", "wake", "sleep"}
 Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]

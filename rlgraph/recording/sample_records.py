@@ -14,7 +14,7 @@ DIGITS = 5  # of a number of each token
 BROKEN = "\ufffd"  # what a decoder gives for part of a character
 OWN = (  # columns with a field of their own
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
-    *("old_log_probs", "advantages", "loss_mask", "rewards", "prompt_texts", "prompt_ids"),
+    *("old_log_probs", "advantages", "loss_mask", "rewards", "token_rewards", "prompt_texts", "prompt_ids"),
 )
 
 
@@ -127,6 +127,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
         "token_ids": ids,
         "token_policy": policy.astype(int).tolist(),
         "token_trained": values["loss_mask"][:length].astype(int).tolist() if "loss_mask" in values else [],
+        "token_rewards": _short(_tokens(values, "token_rewards", length)),
         "token_advantages": _short(advantages),
         "token_versions": versions.tolist(),
         "token_log_probs": _short(sampled),

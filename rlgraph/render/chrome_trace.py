@@ -10,7 +10,14 @@ from rlgraph.compiler.plan import Plan, PlannedLoop
 from rlgraph.compiler.schedule import WORK, Span
 
 PREDICTED, MEASURED = "predicted", "measured"
-PREFIX = {"wait": "wait ", "room": "no free slot of ", "carry": "around ", "idle": "", "start": ""}  # of spans that are no events
+PREFIX = {
+    "wait": "wait ",
+    "room": "no free slot of ",
+    "carry": "around ",
+    "tools": "wait for tools of ",
+    "idle": "",
+    "start": "",
+}  # of spans that are no events
 MOST_ARROWS = 10**9  # in one group of tracks: arrows of two groups get different numbers
 MARGIN_US = 0.001  # an arrow starts this long before its span ends, so that the viewer binds it to that span
 

@@ -30,6 +30,21 @@ LEAST = 0.005  # of a pool's time: smaller rows are added up
 REWARD = "critic/rewards/mean"
 
 Chart = tuple[str, str, tuple[tuple[str, str], ...]]  # title, what its values are, and (name, metric) of each line
+FAILURES = ("errors", "timeouts", "blocked", "template_errors", "malformed_calls", "failures")
+LIMITS = ("tokens", "turns", "seconds", "cost")
+
+
+def _of_conversations(prefix: str) -> tuple[Chart, ...]:
+    """The charts of conversations with environments (`agent`) or with tools."""
+    ends = (("median", "p50"), ("90th percentile", "p90"), ("most", "max"))
+    return (
+        ("Turns", "of a conversation", tuple((said, f"{prefix}/turns/{end}") for said, end in ends)),
+        ("Seconds", "of a conversation", tuple((said, f"{prefix}/seconds/{end}") for said, end in ends)),
+        ("Failures", "of conversations, a step", tuple((kind.replace("_", " "), f"{prefix}/{kind}") for kind in FAILURES)),
+        ("Limits hit", "by conversations, a step", tuple((kind, f"{prefix}/limit_{kind}") for kind in LIMITS)),
+    )
+
+
 CHARTS: tuple[Chart, ...] = (
     ("Reward", "mean reward of a batch", (("reward", REWARD),)),
     ("Staleness", "versions behind, oldest and mean token", (("oldest", "staleness/max"), ("mean", "staleness/mean"))),
@@ -41,6 +56,7 @@ CHARTS: tuple[Chart, ...] = (
     ("Entropy", "nats a token", (("entropy", "actor/entropy"),)),
     ("Gradient", "norm before clipping", (("norm", "actor/grad_norm"),)),
     ("Value loss", "critic", (("value loss", "critic/vf_loss"),)),
+    *(chart for prefix in ("agent", "tools") for chart in _of_conversations(prefix)),
     ("Seconds of a step", "s", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
     ("Waiting", "s a step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
 )
@@ -52,6 +68,7 @@ LEGEND = (
     ("moving", "weights moving"),
     ("sleep", "engines wake and sleep"),
     ("carry", "rlgraph's own work"),
+    ("tools", "wait for tools"),
     ("data", "wait for data"),
     ("weights", "wait for a version"),
     ("room", "wait for a free slot"),

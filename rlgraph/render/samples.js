@@ -207,12 +207,15 @@ function responseTurns(sample, colour) {
     return [made];
   }
   const made = [];
+  const turns = sample.token_policy.filter((own, place) => own && !sample.token_policy[place - 1]).length;
+  let number = 0;
   for (let first = 0; first < sample.token_texts.length;) {
     const own = sample.token_policy[first];
     let end = first;
     while (end < sample.token_texts.length && sample.token_policy[end] === own) end += 1;
     if (own) {
-      const [each, text] = turn("policy", "wrote");
+      number += 1;
+      const [each, text] = turn(turns > 1 ? turnWords(sample, first, end, `policy, turn ${number} of ${turns}`) : "policy", "wrote");
       for (let token = first; token < end; token += 1) text.append(tokenOf(sample, colour, token));
       made.push(each);
     } else {
@@ -225,6 +228,16 @@ function responseTurns(sample, colour) {
     first = end;
   }
   return made;
+}
+
+/* What a turn of a conversation was: its tokens, versions, and the reward of its environment. */
+function turnWords(sample, first, end, name) {
+  const [versions, rewards] = [sample.token_versions, sample.token_rewards ?? []].map((values) => values.slice(first, end));
+  const reward = rewards.reduce((sum, value) => sum + (value ?? 0), 0);
+  const told = [name, `${end - first} tokens`];
+  if (versions.length && versions[0] !== versions[versions.length - 1]) told.push(`versions ${versions[0]} to ${versions[versions.length - 1]}`);
+  if (rewards.length) told.push(`reward ${rounded(reward)}`);
+  return told.join(" · ");
 }
 
 function tokenOf(sample, colour, place) {

@@ -263,3 +263,63 @@ def test_one_environment_is_shared_by_a_group_where_that_is_asked_for(folder: Pa
     assert made.columns["rewards"].tolist() == [0, 1, 2] * 2
     assert Board.made == 2
     eventually(lambda: Board.closed == 2)
+
+
+class Paid(Sound):
+    """Costs 0.4 a turn, and never ends."""
+
+    async def step(self, said: rg.Message) -> rg.Turn:
+        return rg.Turn([rg.Message("user", "More.")], cost=0.4)
+
+
+def test_a_conversation_ends_where_its_cost_has_reached_the_limit(folder: Path) -> None:
+    rolled = Rolled(folder, lambda text: "Yes.", [{"prompt": "", "answer": "x"}] * 2, agent=rg.Agent(Paid, most_cost=1.0))
+    assert [len(rolled.written(row)) for row in (0, 1)] == [3, 3]
+    assert rolled.metrics["agent/limit_cost"] == 2
+    assert rolled.metrics["agent/cost"] == pytest.approx(2.4)
+    assert {FINISH_REASONS[int(reason)] for reason in rolled.columns["finish_reasons"]} == {"turns"}
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+def test_warm_environments_are_reset_before_their_conversation_has_a_place(folder: Path, warm: int) -> None:
+    open_now: list[int] = []
+    seen: list[int] = []
+
+    class Slow(Sound):
+        async def reset(self) -> Any:
+            open_now.append(1)
+            return await super().reset()
+
+        async def step(self, said: rg.Message) -> rg.Turn:
+            await asyncio.sleep(0.05)
+            seen.append(len(open_now))
+            return rg.Turn(done=True, reward=1.0)
+
+        async def close(self) -> None:
+            open_now.pop()
+            await super().close()
+
+    before = Sound.closed, Sound.made
+    agent = rg.Agent(Slow, warm=warm)
+    rolled = Rolled(folder, lambda text: "Yes.", [{"prompt": "", "answer": str(n)} for n in range(7)], agent=agent, concurrency=2)
+    assert max(seen) == 2 + warm
+    assert rolled.engine.held <= 2
+    assert rolled.metrics["critic/rewards/mean"] == 1
+    eventually(lambda: (Sound.closed - before[0], Sound.made - before[1]) == (7, 7))
+
+
+def test_warm_environments_are_closed_where_the_rollout_fails(folder: Path) -> None:
+    before = Sound.closed, Sound.made
+
+    def fails(text: str) -> str:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        Rolled(folder, fails, [{"prompt": "", "answer": "x"}] * 6, agent=rg.Agent(Sound, warm=3), concurrency=1)
+    assert Sound.made - before[1] >= 1
+    eventually(lambda: Sound.closed - before[0] == Sound.made - before[1])
+
+
+def test_warm_without_concurrency_has_no_effect_and_is_refused(folder: Path) -> None:
+    with pytest.raises(rg.GraphError, match="warm=2"):
+        Rolled(folder, lambda text: "Yes.", [{"prompt": "", "answer": "x"}], agent=rg.Agent(Sound, warm=2))

@@ -89,7 +89,7 @@ def test_two_calls_of_a_turn_are_answered_in_one_message_as_the_template_joins_t
 
 def test_turns_end_at_their_limit(folder: Path) -> None:
     rolled = Rolled(folder, lambda text: CALL % 1, [{"prompt": "go"}], max_tokens=900, tools=tools(), max_turns=3)
-    assert rolled.metrics["tools/turns_max"] == len(rolled.engine.asked) == 3
+    assert rolled.metrics["tools/turns/max"] == len(rolled.engine.asked) == 3
     assert rolled.metrics["tools/limit_turns"] == 1
     assert rolled.metrics["tools/calls"] == 2, "the calls of the last turn are not made"
     assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("turns")]

@@ -79,7 +79,8 @@ def test_a_browser_filters_sorts_and_colours_samples_and_no_text_becomes_markup(
     assert (found["evaluated"], found["heading"], found["trained"]) == (["1"], "Step 1, row 0 of evaluate, an evaluation", 31)
     assert found["text"] == 1
     assert int(found["longest"]) == max(s["response_tokens"] for s in samples)
-    assert [role for role, _ in found["turns"]] == ["system", "user", "policy", "tool", "policy"]
+    assert [role.split(" · ")[0] for role, _ in found["turns"]] == ["system", "user", "policy, turn 1 of 2", "tool", "policy, turn 2 of 2"]
+    assert found["turns"][4][0] == "policy, turn 2 of 2 · 2 tokens · reward 0.25"
     assert found["turns"][3][1] == "42 <b>rows</b>"
     assert found["turns"][4][1] == "The tool agrees."
     assert found["advantage"] == 1

@@ -14,7 +14,7 @@ from rlgraph.graph.nodes import Pool
 from rlgraph.nodes.environments.call_formats import FORMATS
 from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
 from rlgraph.nodes.prompt_source import plural
-from rlgraph.settings import Count, Seconds
+from rlgraph.settings import Count, Natural, Positive, Seconds
 
 SPECIAL = {"prompt": "prompt_texts", "messages": "prompt_messages"}  # what a parameter of these names gets
 METHODS = ("reset", "step", "close")
@@ -70,6 +70,8 @@ class Agent:
     * `deadline_s`: seconds of one call of `reset`, `step` or `close`.
     * `conversation_s`: seconds of a whole conversation. None: no limit.
     * `output_characters`: characters of the messages of one turn. What is beyond is cut off.
+    * `most_cost`: what a conversation may cost. It ends after the turn at which the `cost` of its turns has reached it. None: no limit.
+    * `warm`: the environments of so many conversations more than `concurrency` are made and reset ahead, while they wait for their place.
     * `shared`: one environment for all responses to a prompt. Its methods get the number of the response in its group as a last argument.
     * `calls`: the format in which the model writes calls of tools, parsed to `said.tool_calls`: "hermes", "llama3_json", "pythonic",
       "qwen3_coder", "vllm:NAME" for a parser of vLLM, or a function of the text and the tools' schemas. None: nothing is parsed.
@@ -85,6 +87,8 @@ class Agent:
     conversation_s: Seconds | None = None
     output_characters: Count = 65536
     shared: bool = False
+    most_cost: Positive | None = None
+    warm: Natural = 0
     calls: str | Callable[..., Sequence[ToolCall]] | None = None
     keep_thinking: bool = False
     pool: Pool | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
-from rlgraph.settings import Finite, Name
+from rlgraph.settings import AtLeastZero, Finite, Name
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Turn:
     False
 
     The model reads `messages` next, unless the conversation is `done`. `reward` is for the turn that is answered. `info` holds numbers
-    for the metrics: they are summed over a conversation, and averaged over conversations.
+    for the metrics: they are summed over a conversation, and averaged over conversations. `cost` is what the answer has cost, in a unit
+    of your own: see `rg.Agent(most_cost=…)`.
 
     Raises GraphError for a reward that is no finite number, and for messages that are none.
     """
@@ -83,6 +84,7 @@ class Turn:
     reward: Finite = 0.0
     done: bool = False
     info: Mapping[str, Finite] = field(default_factory=dict)
+    cost: AtLeastZero = 0.0
 
     def __post_init__(self) -> None:
         settings.check(self)

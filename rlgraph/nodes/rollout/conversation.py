@@ -1,5 +1,6 @@
 """One response of several turns: its messages, its tokens, and which of these the model wrote."""
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,11 @@ class Conversation:
 
     def sampled(self) -> Outcome:
         """The response as a rollout writes it."""
-        counts = {"turns": self.turn, "tokens": len(self.written) - sum(self.written), **self.counts}
+        counts = {
+            "turns": self.turn,
+            "seconds": time.monotonic() - self.begun,
+            "tokens": len(self.written) - sum(self.written),
+            **self.counts,
+        }
         response = Response(self.tokens, self.log_probs, self.versions, self.finish)
         return Outcome(self.prompt, response, self.written, self.rewards, counts)

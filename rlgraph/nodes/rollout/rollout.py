@@ -206,6 +206,12 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
                 f"node '{name}' has {option}={options[option]} but no tools and no agent, so there is one turn; pass tools= or agent=, or "
                 f"leave {option} out"
             )
+    agent = options["agent"]
+    if isinstance(agent, Agent) and agent.warm and options["concurrency"] is None:
+        raise GraphError(
+            f"node '{name}' has Agent(warm={agent.warm}) without concurrency=, so every conversation begins at once and none waits for its "
+            "place; give concurrency=, or leave warm out"
+        )
     if refill is not None and not hasattr(refill, "declare"):
         raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")
 

@@ -18,6 +18,7 @@ from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.errors import DataError, RlgraphError
 from rlgraph.nodes.base import Context
+from rlgraph.nodes.environments import leases
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.call_formats import CallFormat, calls_of
 from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
@@ -70,11 +71,14 @@ class TurnLoop:
         self.calls = EnvironmentCalls()
         self.seconds: dict[str, float] = defaultdict(float)  # of `reply` and `idle`, and errors of `close`, until they are taken
         self._waiting: deque[Task] = deque()
+        self._warm: deque[Conversation] = deque()  # made ahead, in the order of their tasks
+        self._kept: dict[Conversation, Call] = {}  # answers of `reset` to those
         self._live: set[Conversation] = set()
         self._open: dict[str, Conversation] = {}  # by the request that decodes
         self._groups: dict[str, _GroupEnvironment] = {}
         self._done: dict[str, Outcome] = {}
         self._checked: set[str] = set()  # roles of messages that the template renders after a turn
+        leases.sweep()  # of workers that were killed
         atexit.register(_drain, weakref.ref(self))
 
     def submit(self, task: Task) -> None:
@@ -83,9 +87,13 @@ class TurnLoop:
     def step(self) -> Mapping[str, Outcome]:
         """Decode one step of the open turns. Waits for an environment only if nothing can decode."""
         self._begin()
-        start = time.monotonic()
-        ended = self.calls.ended(0.0 if self._open or self._done else WAIT_S)
-        self.seconds["idle_s"] += 0.0 if self._open else time.monotonic() - start
+        if self._open or self._done:
+            ended = self.calls.ended(0.0)
+        else:
+            start = time.monotonic()
+            with self.context.waiting():
+                ended = self.calls.ended(WAIT_S)
+            self.seconds["idle_s"] += time.monotonic() - start
         for call in ended:
             self._heard(call)
         if self._open:
@@ -100,8 +108,10 @@ class TurnLoop:
         """Close the environments of all conversations, where the rollout has failed; wait a while for them."""
         self.context.engine.abort(list(self._open))
         self.calls.cancel(("reset", "step"))
-        for conversation in [one for one in self._live if not one.ended]:
+        for conversation in [*(one for one in self._live if not one.ended), *self._warm]:
             self._end(conversation, "abort")
+        self._warm.clear()
+        self._kept.clear()
         self.drain()
         self._waiting.clear()
         self._open.clear()
@@ -116,12 +126,26 @@ class TurnLoop:
                     self._heard(call)
 
     def _begin(self) -> None:
-        """Begin conversations, in the order of their tasks, as long as there is room."""
-        while self._waiting and (self.rules.concurrency is None or len(self._live) < self.rules.concurrency):
-            task = self._waiting.popleft()
-            conversation = Conversation(task, self.rules.chat(task.item), time.monotonic())
+        """Begin conversations, in the order of their tasks, as long as there is room; make the next environments ahead."""
+        while (self._warm or self._waiting) and self._room() > 0:
+            conversation = self._warm.popleft() if self._warm else self._made()
+            conversation.begun = time.monotonic()
             self._live.add(conversation)
-            self._call(conversation, "reset", lambda c=conversation: self._reset(c))  # type: ignore[misc]
+            if conversation in self._kept:
+                self._heard(self._kept.pop(conversation))
+        while self._waiting and len(self._warm) < self.rules.agent.warm:
+            self._warm.append(self._made())
+
+    def _room(self) -> float:
+        most = self.rules.concurrency
+        return float("inf") if most is None else most - len(self._live)
+
+    def _made(self) -> Conversation:
+        """Make the conversation of the next task, and have its environment made."""
+        task = self._waiting.popleft()
+        conversation = Conversation(task, self.rules.chat(task.item), time.monotonic())
+        self._call(conversation, "reset", lambda: self._reset(conversation))
+        return conversation
 
     def _call(self, conversation: Conversation, kind: str, function: Callable[[], Any]) -> None:
         agent = self.rules.agent
@@ -165,6 +189,9 @@ class TurnLoop:
             self.seconds["close_errors"] += call.failed is not None
             if call.failed:
                 log.warning("an environment was not closed: %s", call.reason)
+            return
+        if conversation in self._warm:
+            self._kept[conversation] = call
             return
         self.seconds["reply_s"] += call.seconds
         if call.failed is not None:
@@ -228,8 +255,13 @@ class TurnLoop:
         conversation.rewarded(turn.reward)
         for name, value in turn.info.items():
             conversation.counts[f"info/{name}"] += value
+        conversation.counts["cost"] += turn.cost
         if turn.done:
             self._end(conversation, "stop")
+            return
+        if conversation.counts["cost"] >= (self.rules.agent.most_cost or float("inf")):
+            conversation.counts["limit_cost"] += 1
+            self._end(conversation, "turns")
             return
         messages = self._cut(conversation, self._checked_messages("step", turn.messages))
         if conversation.turn >= self.rules.max_turns:

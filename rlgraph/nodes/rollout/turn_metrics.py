@@ -5,7 +5,7 @@ from collections.abc import MutableMapping, Sequence
 
 from rlgraph.nodes.rollout.responses import Outcome
 
-LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "overlong_prompts", "cut_messages", "malformed_calls")
+LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_messages", "malformed_calls")
 FAILURES = ("errors", "timeouts", "blocked", "template_errors")
 TOOL_COUNTS = ("calls", "failures")  # of the calls of tools
 
@@ -20,11 +20,12 @@ def turn_metrics(sampled: Sequence[Outcome], seconds: MutableMapping[str, float]
     for one in sampled:
         for name, value in one.counts.items():
             totals[name] += value
-    counted = (*LIMITS, *FAILURES, "tokens")
+    counted = (*LIMITS, *FAILURES, "tokens", "cost")
     found = {name: float(totals[name]) * share for name in counted}
     found |= {name: seconds.get(name, 0.0) * share for name in ("close_errors", "reply_s")}
     found |= {"idle_s": seconds.get("idle_s", 0.0), "turns_mean": totals["turns"] / rows}
-    found["turns_max"] = float(max((one.counts["turns"] for one in sampled), default=0))
+    found |= _quantiles("turns", [one.counts["turns"] for one in sampled])
+    found |= _quantiles("seconds", [one.counts["seconds"] for one in sampled])
     seconds.clear()
     infos = {name: value for name, value in totals.items() if name.startswith("info/")}
     if not rewarded:
@@ -32,6 +33,13 @@ def turn_metrics(sampled: Sequence[Outcome], seconds: MutableMapping[str, float]
         return {f"tools/{name}": value for name, value in found.items()}
     metrics = {f"agent/{name}": value for name, value in (found | {name: value / rows for name, value in infos.items()}).items()}
     return metrics | _spread([sum(one.rewards.values()) for one in sampled])
+
+
+def _quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median, the 90th and the 99th percentile and the most: values that occurred, not averages of them."""
+    ordered = sorted(values) or [0.0]
+    places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {f"{name}/{key}": float(ordered[min(int(share * len(ordered)), len(ordered) - 1)]) for key, share in places.items()}
 
 
 def _spread(rewards: Sequence[float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ Knows neither Ray nor processes: the local executor runs the same workers side b
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -95,6 +96,7 @@ class Worker:
             self._probe(node, step, columns)
         self.on_enter(step, Activity("fire", node.name))
         self.context.arrivals = self._arrivals(node, step)
+        self.context.waiting = partial(self.recorder.span, node.name, "tools", step)
         self.recorder.carry(node.name, step)
         with nullcontext() if idle else self.recorder.span(fire_event(node.name, chunk, node.chunks), "fire", step):
             fired = self._run(node, step, chunk, columns)

@@ -16,7 +16,7 @@ from rlgraph.runtime.worker.spec import NodeSpec
 MESSAGE_BYTES = 1 << 24  # of one message, about; the driver reads none above 64 MiB
 TOKENS = (  # columns with a number for each token that a recorder shows; of other columns it gets those with one number a row
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version"),
-    *("old_log_probs", "advantages", "loss_mask"),
+    *("old_log_probs", "advantages", "loss_mask", "token_rewards"),
 )
 
 

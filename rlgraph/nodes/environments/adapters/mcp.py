@@ -1,0 +1,183 @@
+"""Tools of a server that speaks MCP over stdio, by the official SDK."""
+
+import asyncio
+import contextlib
+import importlib
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rlgraph.errors import GraphError, shown
+from rlgraph.nodes.environments.leases import held
+from rlgraph.nodes.environments.tools import Tool
+from rlgraph.nodes.sandbox import ToolError
+
+START_S = 60.0  # of a server
+_RUNNING: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[McpServer, list[_Session]]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """A server: its command, and how many processes of it a worker starts."""
+
+    command: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+    cwd: str | None = None
+    processes: int = 1
+
+
+@dataclass(eq=False)
+class _Session:
+    """A process of a server in this event loop. One task opens and closes it, as the SDK wants; `calls` counts those under way."""
+
+    server: McpServer
+    ready: "asyncio.Future[Any]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: int = 0
+    task: "asyncio.Task[None] | None" = None
+
+    async def run(self) -> None:
+        """Keep the process until `ended`. A server that cannot be started is told to whoever waits for it."""
+        sdk = importlib.import_module("mcp")
+        client, stdio = sdk.Client, importlib.import_module("mcp.client.stdio").stdio_client
+        command, lease = held(self.server.command)
+        given = sdk.StdioServerParameters(command=command[0], args=command[1:], env=dict(self.server.env) or None, cwd=self.server.cwd)
+        try:
+            async with client(stdio(given)) as connected:
+                self.ready.set_result(connected)
+                await self.ended.wait()
+        except Exception as error:  # noqa: BLE001 (whatever the SDK raises for a server that is none)
+            if not self.ready.done():
+                self.ready.set_exception(ToolError(f"the server {shown(self.server.command[0])} does not start: {_inner(error)!s:.300}"))
+        finally:
+            lease.end()
+
+    def lives(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+
+def mcp(
+    *command: str,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    processes: int = 1,
+    only: Sequence[str] | None = None,
+) -> list[Tool]:
+    """List the tools of an MCP server that `command` starts, for `rg.Tools([*rg.environments.mcp("python", "server.py")])`.
+
+    The server is started here once, to list its tools with their schemas. Each worker starts `processes` of its own when the first tool
+    is called, and all conversations share them, so that the server should keep no state of a conversation. A server that dies is started
+    again at the next call. It ends with the worker, by SIGKILL too.
+
+    * `env`: beside PATH, HOME and a few others, all that the server sees of the environment.
+    * `only`: the names of the tools to take. None: all.
+
+    Raises GraphError without the package mcp, for a server that does not start, and for a name that is none of its tools.
+    """
+    where = f"mcp({', '.join(map(shown, command))})"
+    if not command:
+        raise GraphError("mcp(): give the command of the server, as mcp('python', 'server.py')")
+    if processes < 1:
+        raise GraphError(f"{where}: processes={processes}; it is a whole number, at least 1")
+    try:
+        importlib.import_module("mcp")
+    except ModuleNotFoundError as error:
+        raise GraphError("mcp: the package mcp is not installed: pip install 'rlgraph-dataflow[environments]'") from error
+    server = McpServer(tuple(command), tuple(sorted((env or {}).items())), None if cwd is None else str(cwd), processes)
+    try:
+        found = _run_apart(_listed(server))
+    except (ToolError, TimeoutError) as error:
+        raise GraphError(f"{where}: {error or f'no answer within {START_S:g} s'}") from None
+    missing = sorted(set(only or ()) - {tool.name for tool in found})
+    if missing:
+        raise GraphError(f"{where} has no tools {missing}; it has {sorted(tool.name for tool in found)}")
+    return [Tool(tool.name, partial(_called, server, tool.name), _described(tool)) for tool in found if only is None or tool.name in only]
+
+
+async def close_servers() -> None:
+    """End the servers of the running event loop."""
+    for sessions in _RUNNING.pop(asyncio.get_running_loop(), {}).values():
+        for session in sessions:
+            await _end(session)
+
+
+async def _called(server: McpServer, name: str, /, **arguments: Any) -> str:
+    session = _session(server)
+    session.calls += 1
+    try:
+        client = await asyncio.wait_for(asyncio.shield(session.ready), START_S)
+        result = await client.call_tool(name, arguments)
+    except ToolError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever the SDK raises for a server that has died)
+        session.ended.set()  # the next call starts another one, if this one has died
+        raise ToolError(f"{name}: {_inner(error)!s:.300}") from None
+    finally:
+        session.calls -= 1
+    text = "\n".join(part.text for part in result.content if part.type == "text")
+    if result.is_error:
+        raise ToolError(text)
+    return text
+
+
+def _session(server: McpServer) -> _Session:
+    """Choose the process of the server with the fewest calls under way; start one where there is room for more."""
+    mine = _RUNNING.setdefault(asyncio.get_running_loop(), {})
+    sessions = mine[server] = [one for one in mine.get(server, ()) if one.lives() and not one.ended.is_set()]
+    idle = min(sessions, key=lambda one: one.calls, default=None)
+    if idle is None or (idle.calls and len(sessions) < server.processes):
+        idle = _Session(server)
+        idle.task = asyncio.ensure_future(idle.run())
+        sessions.append(idle)
+    return idle
+
+
+async def _listed(server: McpServer) -> list[Any]:
+    session = _session(server)
+    try:
+        client = await asyncio.wait_for(asyncio.shield(session.ready), START_S)
+        return list((await client.list_tools()).tools)
+    finally:
+        await close_servers()
+
+
+async def _end(session: _Session) -> None:
+    session.ended.set()
+    if session.task is not None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await session.task
+
+
+def _described(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.input_schema)}
+    return {"type": "function", "function": function}
+
+
+def _inner(error: BaseException) -> BaseException:
+    """The error within groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _run_apart(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """Run a coroutine in an event loop of a thread: the caller may have one of its own."""
+    found: list[list[Any]] = []
+    wrong: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001 (it is raised again below)
+            wrong.append(error)
+
+    thread = threading.Thread(target=run, name="mcp")
+    thread.start()
+    thread.join()
+    if wrong:
+        raise wrong[0]
+    return found[0]

@@ -1,0 +1,181 @@
+"""Environments in processes of another Python: packages whose pins exclude rlgraph's, and code that computes for long."""
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rlgraph import settings
+from rlgraph.errors import GraphError, shown
+from rlgraph.nodes.environments.leases import Lease, held
+from rlgraph.nodes.environments.messages import Message, Turn
+from rlgraph.settings import Count, Name
+
+CHILD = Path(__file__).parent / "elsewhere" / "child.py"  # in a folder of its own: a program's folder is where it imports from
+MOST_BYTES = 64 << 20  # of one answer
+_RUNNING: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[ProcessEnvironments, list[_Child]]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessEnvironments:
+    """Makes environments in other processes: see `process`."""
+
+    environment: Name
+    fields: tuple[str, ...] = ()
+    python: Name = sys.executable
+    processes: Count = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        if ":" not in self.environment:
+            raise GraphError(f"process({shown(self.environment)}): name a class, as 'package.module:Class' or 'folder/file.py:Class'")
+        if not Path(self.python).exists():
+            raise GraphError(f"process(python={shown(self.python)}): there is no such program; give the bin/python of an environment")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What `rg.Agent` reads: a parameter for each field."""
+        return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self.fields])
+
+    def __call__(self, **given: Any) -> "ProcessEnvironment":
+        return ProcessEnvironment(self, given)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables of a process: this one's, but for those that say where Python finds packages."""
+        return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+    @property
+    def command(self) -> list[str]:
+        """The command of a process."""
+        return [self.python, str(CHILD), self.environment, json.dumps(dict(self.options))]
+
+    def listed(self, deadline_s: float = 300.0) -> Any:
+        """Call `rows(**options)` beside the class in a process of its own, and return what it returned."""
+        done = subprocess.run([*self.command, "rows"], capture_output=True, text=True, timeout=deadline_s, check=False, env=self.env)
+        if done.returncode:
+            raise GraphError(f"process({shown(self.environment)}): {done.stderr.strip()[-600:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def process(
+    environment: str, fields: Sequence[str] = (), *, python: str | Path = sys.executable, processes: int = 1, **options: Any
+) -> ProcessEnvironments:
+    """Run a class of environments in processes of another Python: `agent=rg.environments.process("games.py:Guess", ["answer"])`.
+
+    * `environment`: "package.module:Class" or "folder/file.py:Class". It is an environment like any, of plain values, since rlgraph is
+      not imported there: messages are `{"role": …, "content": …}`, and `step` returns `{"messages": […], "reward": 0.0, "done": False}`.
+      Its methods may be async or not; those that are not run in threads.
+    * `fields`: the fields of a prompt that the class gets, beside `options`.
+    * `python`: the program, as "venv/bin/python".
+    * `processes`: each worker starts so many, and spreads conversations over them. They end with the worker, by SIGKILL too. When one
+      dies, its conversations end with an error, and the next one starts it again.
+
+    Raises GraphError where there is no such program.
+    """
+    return ProcessEnvironments(environment, tuple(fields), str(python), processes, options)
+
+
+class ProcessEnvironment:
+    """An environment whose class is in another process."""
+
+    def __init__(self, of: ProcessEnvironments, given: Mapping[str, Any]) -> None:
+        self.of, self.given = of, dict(given)
+        self.child: _Child | None = None
+        self.name = ""
+
+    async def reset(self) -> list[Message] | None:
+        self.child = await _child(self.of)
+        self.name = self.child.new_name()
+        found = await self.child.ask("reset", self.name, self.given)
+        return None if found is None else [Message.of(message) for message in found]
+
+    async def step(self, said: Message) -> Turn:
+        assert self.child is not None
+        found = await self.child.ask("step", self.name, said.as_dict())
+        return Turn(**(found | {"messages": [Message.of(message) for message in found.get("messages", ())]}))
+
+    async def close(self) -> None:
+        if self.child is not None:
+            self.child.left(self.name)
+            if self.child.lives():
+                await self.child.ask("close", self.name, None)
+
+
+class _Child:
+    """A process, and the questions that it has not answered."""
+
+    def __init__(self, process: asyncio.subprocess.Process, lease: Lease) -> None:
+        self.process, self.lease = process, lease
+        self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.open: set[str] = set()
+        self.numbers = itertools.count()
+        self.reader = asyncio.ensure_future(self._read())
+
+    def lives(self) -> bool:
+        return not self.reader.done()
+
+    def new_name(self) -> str:
+        name = str(next(self.numbers))
+        self.open.add(name)
+        return name
+
+    def left(self, name: str) -> None:
+        self.open.discard(name)
+
+    async def ask(self, call: str, name: str, value: Any) -> Any:
+        """Ask, and await the answer. Raises RuntimeError for one that is an error."""
+        if not self.lives():
+            raise RuntimeError("the process of the environment has died")
+        number = next(self.numbers)
+        answer = self.waiting[number] = asyncio.get_running_loop().create_future()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([number, call, name, value]).encode() + b"\n")
+        try:
+            await self.process.stdin.drain()
+            return await answer
+        finally:
+            self.waiting.pop(number, None)
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError, OSError):  # a line that is too long, or none of ours
+            while line := await self.process.stdout.readline():
+                number, error, value = json.loads(line)
+                answer = self.waiting.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_exception(RuntimeError(error)) if error else answer.set_result(value)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = await self.process.wait()
+        self.lease.end()
+        for answer in self.waiting.values():
+            if not answer.done():
+                answer.set_exception(RuntimeError(f"the process of the environment has died (exit status {code})"))
+
+
+async def _child(of: ProcessEnvironments) -> _Child:
+    """Choose the process with the fewest conversations; start one where there is room for more."""
+    mine = _RUNNING.setdefault(asyncio.get_running_loop(), {})
+    children = mine[of] = [one for one in mine.get(of, ()) if one.lives()]
+    idle = min(children, key=lambda one: len(one.open), default=None)
+    if idle is None or (idle.open and len(children) < of.processes):
+        command, lease = held(of.command)
+        pipe = asyncio.subprocess.PIPE
+        started = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=MOST_BYTES, env=of.env, start_new_session=True
+        )
+        idle = _Child(started, lease)
+        children.append(idle)
+    return idle

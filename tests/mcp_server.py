@@ -1,0 +1,44 @@
+"""A server of the official MCP SDK over stdio, for the tests. With `--stay` it ignores that its client has gone."""
+
+import os
+import signal
+import sys
+import time
+
+from mcp.server import MCPServer
+
+server = MCPServer("tests")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two whole numbers."""
+    return a + b
+
+
+@server.tool()
+def process() -> int:
+    """Tell the process of this server."""
+    return os.getpid()
+
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fail."""
+    raise ValueError(why)
+
+
+@server.tool()
+def die() -> str:
+    """End this server at once."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    if "--stay" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            server.run("stdio")
+        finally:
+            time.sleep(600)
+    server.run("stdio")
