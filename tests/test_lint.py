@@ -23,6 +23,7 @@ PRIVATE = {
     "channels/host/ray_devices.py": {"_writer_ref", "_TorchTensorAcceleratorChannel"},
     "channels/host/serialization.py": {"_foreach_copy_"},
     "channels/weights/shards.py": {"_foreach_copy_"},
+    "nodes/environments/adapters/elsewhere/child.py": {"_exit"},  # threads of environments may never end
     "nodes/walls/child.py": {"_exit"},  # os._exit: a forked child runs no handlers of its parent
     "runtime/worker/process.py": {"_exit"},
     "runtime/worker/step_profiler.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names

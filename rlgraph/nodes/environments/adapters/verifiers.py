@@ -21,7 +21,7 @@ def verifiers(
     The model answers once. The trace that the task scores has the prompt and that answer; rewards are summed by their weights, and
     metrics become `agent/info/NAME`. Tasks that need a runtime (a sandbox) or tools are refused. Tested with verifiers 0.4.0.
     """
-    return process(f"{CHILD}:Scored", ["task"], python=python, processes=processes, taskset=taskset, most=most, config=config)
+    return process(f"{CHILD}:ScoredTask", ["task"], python=python, processes=processes, taskset=taskset, most=most, config=config)
 
 
 def verifiers_rows(taskset: str, *, python: str | Path = sys.executable, most: int = 1000, **config: Any) -> list[dict[str, Any]]:

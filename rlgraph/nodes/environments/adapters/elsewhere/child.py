@@ -73,7 +73,7 @@ def main():
     if sys.argv[3:] == ["rows"]:
         out.write(json.dumps(module.rows(**options)) + "\n")
         return out.flush()
-    return asyncio.run(serve(getattr(module, what), options, out))
+    return asyncio.run(serve(vars(module)[what], options, out))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from verifiers.v1.utils.generic import concrete_type
 def tasks(taskset, most, config):
     """Make the tasks of a task set."""
     where, _, what = taskset.rpartition(":")
-    made = getattr(loaded(where), what)
+    made = vars(loaded(where))[what]
     kind = concrete_type(made, TasksetConfig) or TasksetConfig
     return list(itertools.islice(made(kind(**dict(config))), most))
 
@@ -37,7 +37,7 @@ def rows(taskset, most, config):
     return listed
 
 
-class Scored:
+class ScoredTask:
     """A task, and the score of one answer."""
 
     def __init__(self, task, taskset, most, config):
