@@ -33,6 +33,6 @@ def test_the_port_of_rank_0_stays_its_own_until_the_others_come_and_is_open_at_o
         rank.start()
     listener.close()
     for rank in ranks:
-        rank.join(60)
+        rank.join(200)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["3 ['0100007F']"] * 2

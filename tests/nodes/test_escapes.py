@@ -81,7 +81,7 @@ def test_the_attempt_would_be_noticed_without_a_sandbox(attempt: str) -> None:
     with world("self") as own:
         before = own.state()
         said = without_sandbox(PRELUDE + own.names + OUTSIDE[attempt], own)
-        end = time.monotonic() + 10  # for a process that was signalled to end
+        end = time.monotonic() + 60  # for a process that was signalled to end
         while not (noticed := "ESCAPED" in said or own.state() != before) and time.monotonic() < end:
             time.sleep(0.01)
         assert noticed, said

@@ -11,7 +11,7 @@ from forked import job as forked
 import rlgraph as rg
 
 STEPS = 5
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def scored_once_the_next_has_begun(folder: Path) -> Any:
     @rg.node(reads="values group_ids", writes="rewards", by_group=True)
     def patient(batch: Columns) -> Any:
         step = len(list(folder.glob("scored *")))
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while not (folder / f"begun {step + 1}").exists():
             assert time.monotonic() < until_s, f"rollout {step + 1} waits for the reward of batch {step}"
             time.sleep(0.005)

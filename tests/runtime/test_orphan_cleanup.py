@@ -77,7 +77,7 @@ def test_the_worker_of_a_dead_driver_is_ended_but_not_another_process_that_has_i
         (folder / orphan_cleanup.NOTE).write_text(json.dumps(note))
         orphan_cleanup.sweep()
         if name == "same":
-            assert worker.wait(10) == -signal.SIGKILL
+            assert worker.wait(60) == -signal.SIGKILL
         else:
             assert worker.poll() is None
             worker.kill()
