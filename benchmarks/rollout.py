@@ -28,8 +28,8 @@ from rlgraph.engines.api import Request, Response, Sampling
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn
-from rlgraph.nodes.rollout.responses import Task
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission
+from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
 
 RATIO, CAP, PROMPT = 10, 15, 16  # the 99th percentile and the longest response, in medians; tokens of a prompt
 WARM_UP = 3

@@ -24,7 +24,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph.channels.host.channel import HostReader
-from rlgraph.channels.weights.double_buffer import Staging
+from rlgraph.channels.weights.endpoints import Staging
 from rlgraph.columns import Column
 from rlgraph.runtime.driver.ray_dispatch import start_ray
 

@@ -120,7 +120,7 @@ def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
 
 def fills() -> list[tuple[float, float]]:
     """Return a list to which each version adds when its copies into a second buffer of this process began and ended."""
-    from rlgraph.channels.weights.double_buffer import Staging
+    from rlgraph.channels.weights.endpoints import Staging
 
     found: list[tuple[float, float]] = []
     fill = Staging.fill

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlgraph.analysis.run import Run
+from rlgraph.compiler.channels import with_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import DEADLINE_S, Plan
 from rlgraph.compiler.schedule import Event
-from rlgraph.compiler.transport import with_transport
 from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of

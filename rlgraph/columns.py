@@ -118,3 +118,23 @@ def _concat(name: str, columns: Sequence[Column]) -> Column:
     behind = (0, 0) * (tensors[0].ndim - 2)  # further dimensions, as K, are equal
     lacks = [(t, width - t.shape[1]) for t in tensors]
     return torch.cat([torch.nn.functional.pad(t, (*behind, *((lack, 0) if left else (0, lack)))) for t, lack in lacks])
+
+
+def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad the rows with 0 to the longest and stack them. The mask is true where nothing was padded."""
+    if not rows:  # a rank without a share of the batch
+        return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)
+    side = "left" if left else "right"
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    full = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in rows], batch_first=True, padding_side=side)
+    if not full.shape[1]:  # no response has a token, as where every environment has failed: a column has one at least
+        full, mask = (torch.nn.functional.pad(each, (0, 1)) for each in (full, mask))
+    return full, mask
+
+
+def truncated(columns: Columns) -> torch.Tensor:
+    """Mark the responses `[B]` that ended at a limit of tokens or of turns rather than by themselves."""
+    reasons = columns["finish_reasons"]
+    assert isinstance(reasons, torch.Tensor)
+    return reasons != FINISH_REASONS.index("stop")

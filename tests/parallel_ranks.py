@@ -11,8 +11,8 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.channels.weights.shards import Assembly, WeightShard
-from rlgraph.engines.forward import fused_head
 from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.forward.scores import AT_ONCE
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
@@ -76,7 +76,7 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     for case in cases:
-        fused_head.AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
+        AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
         engine = engine_of(case, rank, world, saving=case.saving, **ranks)
         found = trained(engine, case.kind)
         engine.save(out / case.name, 60.0)()

@@ -6,9 +6,9 @@ from itertools import combinations, product
 from typing import Any
 
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import scheduled
 from rlgraph.compiler.placement import splits
 from rlgraph.compiler.schedule import Schedule
-from rlgraph.compiler.timed_schedule import scheduled
 from rlgraph.costs.costs import nominal
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback

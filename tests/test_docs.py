@@ -71,3 +71,16 @@ def test_the_picture_of_the_packages_is_what_is_imported_today(tmp_path: Path) -
     subprocess.run([sys.executable, str(ROOT / "docs" / "architecture.py"), str(tmp_path / "now.svg")], check=True, timeout=250)
     drawn = (tmp_path / "now.svg").read_text() == (ROOT / "docs" / "architecture.svg").read_text()
     assert drawn, "imports have changed: python docs/architecture.py docs/architecture.svg"
+
+
+# How many files one opens to follow each of these through the code. A file more is one too many to keep in mind.
+WALKS = {"How a batch travels": 13, "How the weights travel": 9, "How a graph becomes a plan": 9}
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_through_the_code_visits_few_files_and_each_once(title: str) -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    visited = re.findall(r"^\d+\. `(rlgraph/[\w/]+\.py)`", section, re.M)
+    assert len(visited) == len(re.findall(r"^\d+\. ", section, re.M)), "each step of a walk begins with its file"
+    assert [path for path in visited if not (ROOT / path).is_file()] == []
+    assert len(set(visited)) == len(visited) <= WALKS[title]

@@ -12,7 +12,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.channels.factory import TRANSPORTS, Transport, register
-from rlgraph.compiler.transport import with_transport
+from rlgraph.compiler.channels import with_transport
 from rlgraph.engines import registry
 from rlgraph.errors import ChannelError
 from rlgraph.runtime.checkpoint.store import Recovery

@@ -18,10 +18,13 @@ DISTRIBUTED = ("engines/fsdp/", "engines/forward/collectives.py", "channels/remo
 # The private names of other libraries that a module outside of engines/ needs, and what for. None of them is rlgraph's own.
 PRIVATE = {
     "channels/api.py": {"_version"},  # of a tensor: whether it was changed in place
-    "channels/host/cuda_ipc.py": {"_share_cuda_", "_new_shared_cuda"},  # PyTorch has no public handles of memory on a GPU
+    "channels/host/slot_memory.py": {
+        "_share_cuda_",
+        "_new_shared_cuda",
+        "_foreach_copy_",
+    },  # PyTorch has no public handles of memory on a GPU
     "channels/host/ray_channel.py": {"_writer_ref", "_private"},  # Ray's Compiled Graph channels are experimental
     "channels/host/ray_devices.py": {"_writer_ref", "_TorchTensorAcceleratorChannel"},
-    "channels/host/serialization.py": {"_foreach_copy_"},
     "channels/weights/shards.py": {"_foreach_copy_"},
     "nodes/environments/adapters/elsewhere/child.py": {"_exit"},  # threads of environments may never end
     "nodes/walls/child.py": {"_exit"},  # os._exit: a forked child runs no handlers of its parent

@@ -21,7 +21,7 @@ from rlgraph.nodes.base import checked_metrics
 from rlgraph.nodes.environments.tools import Python, Tool
 from rlgraph.nodes.rewards.scorers import reasoning_gym
 from rlgraph.nodes.sandbox import Limits
-from rlgraph.nodes.training.mini_batches import UpdateSchedule
+from rlgraph.nodes.training.update import UpdateSchedule
 from rlgraph.runtime.checkpoint.fingerprint import difference
 from rlgraph.runtime.local import LocalJob
 from rlgraph.simulate.replay import deeper

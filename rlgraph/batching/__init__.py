@@ -1,1 +1,1 @@
-"""Assign the sequences of a batch to ranks and passes: one pure function for trainers and predictions."""
+"""Cut a batch for ranks and passes: pure functions, the same for trainers and predictions."""

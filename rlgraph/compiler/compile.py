@@ -1,22 +1,37 @@
-"""Compile a graph for a cluster. Pure: no Ray, no GPU, no clock, no environment."""
+"""Compile a graph for a cluster: choose the split of its devices, schedule it, make the plan, and certify what holds for any timing.
+
+Pure: no Ray, no GPU, no clock, no environment.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from rlgraph.channels.factory import first_choice, transport_of
-from rlgraph.columns import COLUMNS
+import networkx as nx
+
+from rlgraph.channels.factory import transport_of
 from rlgraph.compiler import events
-from rlgraph.compiler.certificate import certify
+from rlgraph.compiler.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.device_split import FEW
+from rlgraph.compiler.device_split import FEW, best_first
 from rlgraph.compiler.memory import check_gpu_settings, check_memory, needs
-from rlgraph.compiler.placement import Counts, devices, model_names, nodes_needed, split, splits
+from rlgraph.compiler.placement import (
+    Counts,
+    Divisions,
+    devices,
+    first_workers,
+    model_names,
+    nodes_needed,
+    place_workers,
+    ranks_of,
+    split,
+    splits,
+)
 from rlgraph.compiler.plan import (
+    Certificate,
     Plan,
     PlannedChannel,
-    PlannedLoop,
     PlannedModel,
     PlannedNode,
     PlannedPool,
@@ -25,13 +40,13 @@ from rlgraph.compiler.plan import (
     Prediction,
 )
 from rlgraph.compiler.precision import precision_of
-from rlgraph.compiler.schedule import MOVING, Schedule
-from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
-from rlgraph.compiler.timed_schedule import candidates, first_workers, mean_seconds, scheduled, settings_on
-from rlgraph.compiler.transport import batch_transports, host_transport, staged_versions, weights_transport
+from rlgraph.compiler.schedule import Dependency, Event, Schedule
+from rlgraph.compiler.time_sharing import Sleeps, sleep_cost, sleep_costs
 from rlgraph.costs.costs import Costs, checked
 from rlgraph.costs.engine_widths import assumed
+from rlgraph.costs.functions import Setting
 from rlgraph.costs.identified import not_told_apart
+from rlgraph.costs.microbatch_count import passes_of
 from rlgraph.costs.model_shapes import Shapes, known
 from rlgraph.costs.plain_costs import warnings_of
 from rlgraph.costs.roofline import device_of, roofline, with_sleep
@@ -40,11 +55,10 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.simulate import continuous
 from rlgraph.simulate.advice import advise
-from rlgraph.simulate.forecast import Forecast, Settings, forecast
-from rlgraph.simulate.play import Cycle, critical_cycle
+from rlgraph.simulate.forecast import Settings, forecast
+from rlgraph.simulate.play import Timed, critical_cycle
 
 NOTHING_KNOWN: Shapes = {}
-HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
 
 
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
@@ -81,8 +95,8 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
-    channels = (*_batch_channels(graph, workers), *_order_channels(graph, schedule, workers), *_earlier_channels(graph, workers))
-    loops = tuple(_loops(graph, workers, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
+    channels = planned_channels(graph, workers, schedule)
+    loops = tuple(planned_loops(graph, workers, schedule, cycle, expected, on_gpus=cluster.gpus > 0))
     draft = Plan(
         graph=graph.name,
         cluster=cluster,
@@ -145,6 +159,113 @@ def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, t
     return best, warnings_of((graph, costs, settings_on(graph, cluster, counts)) for counts in compared)
 
 
+def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
+    """Place the workers, and work out the setting of each node."""
+    ordered = sorted(graph.nodes, key=lambda node: events.place(graph, node))
+    workers = place_workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
+    return workers, settings_on(graph, cluster, counts)
+
+
+def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Setting]:
+    """Work out the setting of each node for pools of these device counts."""
+    found = {}
+    for node in graph.nodes:
+        count = counts[node.pool.name] if node.pool else 1
+        engines = ranks_of(node.model, count, cluster) if node.model is not None else 1
+        found[node.name] = Setting(count, engines, node.rows, passes_of(node, cluster.gpus))
+    return found
+
+
+def scheduled(
+    graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
+) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
+    """Place the workers and build the schedule with mean seconds."""
+    workers, settings = settled(graph, cluster, counts)
+    hosts = first_workers(workers)
+    rows = max(node.rows for node in graph.nodes)
+    seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
+    batches = {writer: list(by_transport.values()) for writer, by_transport in batch_transports(graph, workers).items()}
+    schedule = events.schedule(graph, hosts, seconds, costs, sleep_costs(graph, workers, settings, costs.sleep), batches)
+    return workers, settings, _with_chunks(schedule, graph, settings, costs, rows)
+
+
+def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+    """Predict the mean seconds of a firing. Where batches join others, every version is taken to arrive in time."""
+    if continuous.is_played(graph, node, costs):
+        return continuous.saturated(node, setting, costs, rows)
+    return costs.mean(node.name, setting, rows)
+
+
+def _rate(node: Node) -> float:
+    """Average the firings of a node over the steps: below 1 for a node that is due at some steps only."""
+    return 1.0 if node.due is None else 1 / node.due.every
+
+
+def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
+    """Give each chunk of a batch its own time: the first chunk of a rollout takes longest."""
+    shares: dict[str, list[float]] = {}
+    for node in (node for node in graph.nodes if node.chunks > 1):
+        cost = costs.cost_of(node.name)
+        shares[node.name] = (
+            cost.chunk_shares(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+        )
+    if not shares:
+        return schedule
+
+    def timed(event: Event) -> Event:
+        if event.kind != "fire" or event.node not in shares:
+            return event
+        return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.chunk])
+
+    return replace(schedule, events=tuple(map(timed, schedule.events)))
+
+
+def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
+    """Yield divisions with a lower bound of their period, or, for many divisions, nearly the period itself; the shortest first."""
+    if len(divisions) > FEW:
+        period = period_on(graph, cluster, costs, next(iter(divisions)))
+        yield from ((division.counts, division.period_s) for division in best_first(divisions, period))
+        return
+    rows = max(node.rows for node in graph.nodes)
+
+    def load(counts: Counts) -> float:  # of the busiest pool
+        settings = settings_on(graph, cluster, counts)
+        return max(
+            sum(mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
+        )
+
+    every = [(load(counts), index, counts) for index, counts in enumerate(divisions)]
+    yield from ((counts, bound) for bound, _, counts in sorted(every, key=lambda each: each[:2]))
+
+
+def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Callable[[Counts], float]:
+    """Make a function that predicts the period of other device counts, by the schedule of `like` with the seconds of those devices.
+
+    It is an approximation: with other counts other channels can leave a host, which changes the order of puts.
+    """
+    workers, settings, schedule = scheduled(graph, cluster, like, costs)
+    timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
+    asleep = sleep_costs(graph, workers, settings, costs.sleep)
+    first = {name: worker for worker in reversed(workers) for name in worker.nodes}
+    usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
+
+    def scale(event: Event, there: Settings) -> float:
+        if event.kind == "fire":
+            now, then = mean_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
+        elif event.kind in ("wake", "sleep"):
+            new, old = sleep_cost(graph, first[event.node], there, costs.sleep), asleep[event.node]
+            now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)
+        else:
+            return 1.0
+        return now / then if then else 0.0
+
+    def period(counts: Counts) -> float:
+        there = settings_on(graph, cluster, counts)
+        return timed.period_s({event.name: seconds[event.name] * scale(event, there) for event in schedule.events})
+
+    return period
+
+
 def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, step_s: float) -> list[PlannedPool]:
     gpus = devices(graph, cluster, counts)
     planned = []
@@ -196,112 +317,53 @@ def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps
             yield PlannedSleep(worker.model, cost.wake_s, cost.sleep_s, cost.bytes, source)
 
 
-def _batch_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
-    """Plan one channel for each writer and transport; it carries the columns that its readers read."""
-    planned = []
-    for writer, by_transport in batch_transports(graph, workers).items():
-        for transport, found in by_transport.items():
-            needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
-            columns = tuple(c for c in writer.writes if c in needed)
-            name = writer.name if transport == first_choice("host") else f"{writer.name} ({transport})"
-            readers = tuple(reader.name for reader in found)
-            size = _bytes(graph, writer, columns) if transport_of(transport).writer_keeps else None
-            held = events.slots(graph, writer) * writer.chunks
-            planned.append(
-                PlannedChannel(name, writer.name, readers, columns, transport, held, size, chunks=writer.chunks, stream=_stream(writer))
-            )
-    return planned
-
-
-def _stream(writer: Node) -> str | None:
-    return writer.stream.name if writer.stream else None
-
-
-def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
-    """Bound the bytes of the tensors of one message; None where a dimension has no known bound. Text is not counted."""
-    trained = [node for node in graph.nodes if node.due is None]
-    sizes = {dim: size for node in (*trained, writer) for dim, size in node.traits.dims.items()}
-    total = 0
-    for column in columns:
-        spec = COLUMNS.get(column)
-        if spec is None or any(dim not in sizes for dim in spec.dims[1:]):
-            return None
-        cells = writer.rows // writer.chunks
-        for dim in spec.dims[1:]:
-            cells *= sizes[dim]
-        total += cells * spec.itemsize
-    return total
-
-
-def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
-    """Plan the order channels: a node of a pool tells the next one, in another process, that it is done, unless data does so anyway."""
-    found = events.order_channels(graph, schedule.events, first_workers(workers))
-    planned = [
-        PlannedChannel(
-            name=order.name,
-            writer=order.writer.name,
-            readers=(order.reader.name,),
-            columns=(),
-            transport=host_transport(workers, order.writer, order.reader),
-            slots=order.slots,
-            bytes=0,
-            kind="order",
-            credits=order.credits,
-            chunks=order.writer.chunks,
-            stream=_stream(order.writer),
-        )
-        for order in found
+def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel], period_s: float) -> Certificate:
+    """Derive the bound on staleness, freedom from deadlock, and the most bytes of tensors that can be buffered."""
+    sizes = [
+        None if channel.bytes is None else channel.slots * channel.bytes
+        for channel in channels
+        if transport_of(channel.transport).writer_keeps
     ]
+    return Certificate(
+        staleness_bound=staleness_bound(graph, schedule),
+        deadlock_free=deadlock_free(schedule),
+        open_batches=events.open_batches(graph),
+        buffered_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        period_s=period_s,
+    )
+
+
+def deadlock_free(schedule: Schedule) -> bool:
+    """Check that every cycle holds a credit: then the marked graph is live (Commoner, 1971).
+
+    The check counts in rounds. There no dependency may have fewer than 0 credits, and those with 0, which wait for an event of
+    the same round, may not form a cycle.
+    """
+    lag = {event.name: event.lag for event in schedule.events}
+    ahead = any(d.credits + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
+    return not ahead and bool(nx.is_directed_acyclic_graph(nx.DiGraph(list(schedule.within_rounds()))))
+
+
+def staleness_bound(graph: Graph, schedule: Schedule) -> int:
+    """Bound the versions that a batch can be behind when it is trained: the credits on its loop, less the one in service.
+
+    The credits on a cycle never change. So the credits on the way of a version, from its publish through rollout and update to
+    the next publish, bound the open batches. The order within a pool can keep fewer batches open, but makes no version newer.
+    """
+    credits = _credits(d for d in schedule.dependencies if d.reason in ("loop", "data"))
+    worst = 0
     for feedback in graph.feedbacks:
-        for node in events.evaluations(graph, feedback):
-            assert feedback.source is not None
-            writer = feedback.source.node
-            name, slots = events.order_channel_name(writer.name, node.name), events.ahead(graph) + 1
-            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(workers, writer, node), slots, 0, "order"))
-    return planned
+        publish = events.publish_event(feedback.name)
+        for firing in (firing for node in events.readers(graph, feedback) if node.due is None for firing in events.fire_events(node)):
+            there = nx.shortest_path_length(credits, publish, firing, weight="credits")
+            back = nx.shortest_path_length(credits, firing, publish, weight="credits")
+            worst = max(worst, there + back - 1)
+    return worst
 
 
-def _earlier_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> Iterator[PlannedChannel]:
-    """Plan the channel of each node that gets columns of an earlier step: it holds those that are not due, and one more."""
-    for node in graph.nodes:
-        if node.earlier is not None and node.earlier.source is not None:
-            writer, columns, ahead = node.earlier.source.node, node.earlier.columns, node.earlier.depth + 1
-            transport, chunks = host_transport(workers, writer, node), writer.chunks
-            yield PlannedChannel(
-                node.earlier.name if graph.earlier.count(node.earlier) == 1 else f"{node.earlier.name} to {node.name}",
-                writer.name, (node.name,), columns, transport, (ahead + 1) * chunks, _bytes(graph, writer, columns), "earlier",
-                ahead * chunks, chunks, _stream(writer),
-            )  # fmt: skip
-
-
-def _loops(
-    graph: Graph, workers: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Forecast, *, on_gpus: bool
-) -> list[PlannedLoop]:
-    free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
-    hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
-    planned = []
-    for feedback in graph.feedbacks:
-        assert feedback.source is not None
-        moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
-        publish_s = sum(e.seconds for e in schedule.events if e.kind in MOVING and e.name in moving)
-        using, apart = events.readers(graph, feedback), events.evaluations(graph, feedback)
-        loop = PlannedLoop(
-            name=feedback.name,
-            writer=feedback.source.node.name,
-            readers=tuple(n.name for n in using),
-            depth=feedback.depth,
-            buffers=feedback.buffers,
-            latest=feedback.latest,
-            bucket_bytes=feedback.bucket_bytes,
-            checksum=feedback.checksum,
-            staleness=expected.staleness(graph, feedback),
-            transport=weights_transport(workers, feedback.source.node, using or apart, on_gpus=on_gpus),
-            slots=staged_versions(feedback, on_gpus=on_gpus),
-            publish_s=publish_s,
-            hidden=hidden,
-        )
-        planned += [loop] if using else []
-        for node in apart:
-            own = replace(loop, name=events.evaluation_loop(feedback.name, node.name), readers=(node.name,), due=node.due)
-            planned.append(replace(own, depth=0, buffers=1, latest=False, staleness=0.0, slots=1))
-    return planned
+def _credits(dependencies: Iterable[Dependency]) -> "nx.DiGraph[str]":
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for d in dependencies:
+        fewest = min(d.credits, graph.edges[d.before, d.after]["credits"]) if graph.has_edge(d.before, d.after) else d.credits
+        graph.add_edge(d.before, d.after, credits=fewest)
+    return graph

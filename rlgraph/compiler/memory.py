@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlgraph.channels.factory import transport_of
+from rlgraph.compiler.channels import staged_versions, weights_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
-from rlgraph.compiler.transport import staged_versions, weights_transport
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths

@@ -291,3 +291,8 @@ def _unique(name: str, taken: Container[str]) -> str:
     while unique in taken:
         unique, number = f"{name}{number}", number + 1
     return unique
+
+
+def first_workers(workers: Sequence[PlannedWorker]) -> dict[str, str]:
+    """Name the first worker of each node; nodes that run in the same processes have the same one."""
+    return {node: worker.name for worker in reversed(workers) for node in worker.nodes}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlgraph.batching.microbatches import micro_batches
+from rlgraph.batching.packing import micro_batches
 from rlgraph.costs.lengths import Array
 from rlgraph.graph.operation import ModelTraits
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from rlgraph.columns import Column
+from rlgraph.columns import Column, padded
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, rows
 from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encoded
@@ -20,7 +20,6 @@ from rlgraph.nodes.data_order import Mixed, Order, Shuffled
 from rlgraph.nodes.example_rows import example_of, number_of, pair_of
 from rlgraph.nodes.items import check_data, read
 from rlgraph.nodes.prompts import PerStep, is_stream
-from rlgraph.nodes.rollout.responses import padded
 from rlgraph.settings import Count, Name, Natural, checked
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")

@@ -6,7 +6,7 @@ from rlgraph.engines.hf_models import hub
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.rewards.reward_model import RewardModel
 from rlgraph.nodes.rollout.rollout import Generator
-from rlgraph.nodes.training.training import TrainedModel
+from rlgraph.nodes.training.trained_model import TrainedModel
 
 
 def place_models(graph: Graph, find: Callable[[str], str | None]) -> None:

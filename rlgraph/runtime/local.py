@@ -23,10 +23,10 @@ from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.exports.models import chosen, trained_models
 from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
 from rlgraph.runtime.measure import Step, bits, oldest, timings
-from rlgraph.runtime.worker.executor import Loop, Worker
-from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
+from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import Post, WorkerSpec, worker_specs
+from rlgraph.runtime.worker.weight_loops import Loop
 from rlgraph.settings import Natural, checked
 
 

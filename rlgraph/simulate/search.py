@@ -8,12 +8,11 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import planned, priced_for
+from rlgraph.compiler.compile import period_on, planned, priced_for, scheduled, settings_on, settled
 from rlgraph.compiler.device_split import FEW, best_first
 from rlgraph.compiler.memory import check_memory, needs
 from rlgraph.compiler.placement import Counts, Divisions, splits
 from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.timed_schedule import period_on, scheduled, settings_on, settled
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.model_shapes import Shapes

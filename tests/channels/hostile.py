@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 
 from rlgraph.channels import HostReader, HostWriter
-from rlgraph.channels.host import protocol, serialization
+from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.address import close_listener, set_deadline
 from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.cuda_ipc import Mapped
 from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Welcome
-from rlgraph.channels.host.shared_memory import new_segment
+from rlgraph.channels.host.slot_memory import Mapped, new_segment
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
 
@@ -255,8 +254,8 @@ def read_layout(dice: random.Random) -> str:
     os.close(handle)
     segment[: len(head[:4096])] = head[:4096]
     try:
-        serialization.read(segment, min(len(head), 4096), dice.choice([4096, 100, len(head)]), Mapped())
-    except serialization.Malformed:
+        slot_memory.read(segment, min(len(head), 4096), dice.choice([4096, 100, len(head)]), Mapped())
+    except slot_memory.Malformed:
         return "rejected"
     return "taken as valid"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rlgraph.channels.host import serialization
+from rlgraph.channels.host import slot_memory
 from rlgraph.channels.host.channel import MAX_SLOTS
 from rlgraph.channels.host.protocol import More
 from rlgraph.channels.local import local_channel
@@ -27,20 +27,20 @@ class Gate:
         self.open = threading.Semaphore(0)
         self.broken = False
 
-    def copy(self, bucket: serialization.Bucket, columns: object) -> None:
+    def copy(self, bucket: slot_memory.Bucket, columns: object) -> None:
         assert self.open.acquire(timeout=LONG)
         if self.broken:
             raise RuntimeError("no memory")
         return COPY(bucket, columns)  # type: ignore[arg-type]
 
 
-COPY = serialization.Bucket.copy
+COPY = slot_memory.Bucket.copy
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
-    monkeypatch.setattr(serialization.Bucket, "copy", lambda bucket, columns: gate.copy(bucket, columns))
+    monkeypatch.setattr(slot_memory.Bucket, "copy", lambda bucket, columns: gate.copy(bucket, columns))
     return gate
 
 

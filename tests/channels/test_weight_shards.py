@@ -10,8 +10,7 @@ import torch
 
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import endpoints
-from rlgraph.channels.weights.double_buffer import Staging
-from rlgraph.channels.weights.endpoints import SHARDS, WeightsReader, WeightsWriter
+from rlgraph.channels.weights.endpoints import SHARDS, Staging, WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, parameters, whole
 from rlgraph.errors import ChannelError
 

@@ -10,7 +10,7 @@ from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard, whole
-from rlgraph.compiler.transport import staged_versions
+from rlgraph.compiler.channels import staged_versions
 from rlgraph.errors import ChannelTimeout
 
 

@@ -8,7 +8,6 @@ from tunable import build, costs
 
 import rlgraph as rg
 from rlgraph.compiler import compile as compiling
-from rlgraph.compiler import timed_schedule
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.device_split import best_first
 from rlgraph.compiler.placement import Counts, Divisions
@@ -61,7 +60,7 @@ def test_a_division_that_does_not_fit_is_left_out() -> None:
 def test_compiling_and_tuning_choose_the_same_where_divisions_are_searched(monkeypatch: pytest.MonkeyPatch, train_s: float) -> None:
     cluster, priced = Cluster(gpus=24), costs(train_s)
     plan, tuned = rg.compile(build(1), cluster, priced), rg.tune(build, cluster, priced, depth=(1, 2))
-    for module in (compiling, timed_schedule, search):
+    for module in (compiling, search):
         monkeypatch.setattr(module, "FEW", 4)
     searched, retuned = rg.compile(build(1), cluster, priced), rg.tune(build, cluster, priced, depth=(1, 2))
     assert searched.prediction.period_s == pytest.approx(plan.prediction.period_s)

@@ -13,13 +13,13 @@ from simulated import PROMPT_TOKENS, Loop
 from tiny import batch_of
 
 import rlgraph as rg
+from rlgraph.batching.packing import plan_micro_batches
 from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.functions import NodeCost, Setting
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.trace import Trace
-from rlgraph.engines.forward.packing import plan_micro_batches
-from rlgraph.nodes.training.mini_batches import UpdateSchedule
+from rlgraph.nodes.training.update import UpdateSchedule
 
 LIMIT, TOKEN_S, ALONE_S, SHARDED_S = 500, 1e-4, 0.02, 0.03
 

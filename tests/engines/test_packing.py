@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import batch_of
 
-from rlgraph.batching.microbatches import micro_batches
+from rlgraph.batching.packing import micro_batches, pack, pack_flat, plan_micro_batches, response_lengths
 from rlgraph.engines.forward import packed_attention
-from rlgraph.engines.forward.packing import pack, pack_flat, plan_micro_batches, response_lengths
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(
     lambda pairs: [n for p in pairs for n in p]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import tiny_qwen
 
-from rlgraph.channels.host.cuda_ipc import Handle
-from rlgraph.channels.weights.double_buffer import in_one_memory, lie_together
+from rlgraph.channels.host.slot_memory import Handle
+from rlgraph.channels.weights.endpoints import in_one_memory, lie_together
 from rlgraph.engines.vllm.tp_weight_loading import RankWeights, describe, described
 
 HANDLE = Handle(4096, b"memory", 8192, 512, b"counter", 3, b"event", True)

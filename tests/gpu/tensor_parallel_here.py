@@ -80,7 +80,7 @@ def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
 
 def loads(kind: str) -> None:
     from rlgraph.channels.host.channel import HostReader
-    from rlgraph.channels.weights.double_buffer import Staging
+    from rlgraph.channels.weights.endpoints import Staging
     from rlgraph.channels.weights.shards import whole
     from rlgraph.engines.api import Request, Sampling
     from rlgraph.engines.vllm.engine import VllmEngine

@@ -12,8 +12,8 @@ import rlgraph as rg
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn
-from rlgraph.nodes.rollout.responses import Task
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission
+from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
 
 STEPS = 7
 

@@ -8,8 +8,7 @@ import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.nodes.base import Context, Fired
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.mini_batches import UpdateSchedule
-from rlgraph.nodes.training.training import Training
+from rlgraph.nodes.training.update import Training, UpdateSchedule
 
 BATCH = {
     "responses": torch.arange(8)[:, None],

@@ -14,7 +14,7 @@ from rlgraph.nodes.base import Context, checked_columns
 from rlgraph.nodes.prompt_source import plural
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.scoring import checked_rewards
-from rlgraph.nodes.rollout.responses import seed_of
+from rlgraph.nodes.rollout.decode_loop import seed_of
 from rlgraph.nodes.training.advantages import on_last_token
 
 

@@ -13,7 +13,7 @@ import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS, Columns
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import tensor_of
-from rlgraph.nodes.rollout.responses import WRITES
+from rlgraph.nodes.rollout.decode_loop import WRITES
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
 

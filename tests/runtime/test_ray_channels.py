@@ -10,9 +10,9 @@ import forked
 import pytest
 
 import rlgraph as rg
+from rlgraph.compiler.channels import with_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.transport import with_transport
 from rlgraph.errors import NodeError, PlanError, WorkerDied
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.driver.job import Job

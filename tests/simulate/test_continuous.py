@@ -13,8 +13,8 @@ from rlgraph.costs.calibrate import measured_costs
 from rlgraph.costs.functions import Decode, NodeCost
 from rlgraph.costs.regression import spread
 from rlgraph.engines.api import Request, Response
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn
-from rlgraph.nodes.rollout.responses import Task
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission
+from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
 from rlgraph.simulate.continuous import Machine, never
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws

@@ -19,12 +19,11 @@ import torch
 from rlgraph.channels.api import MAX_SLOTS, End, Meter, Statistics, Stop, Taken, check_channel, check_columns
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import address as places
-from rlgraph.channels.host import protocol, serialization
+from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
-from rlgraph.channels.host.cuda_ipc import DeviceMemory, Handle, Mapped
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More
-from rlgraph.channels.host.shared_memory import map_segment, segment_of
+from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
@@ -90,8 +89,8 @@ class HostWriter(_HostEnd):
         self._readers = readers
         self._free = list(range(slots))
         self._unread: dict[int, list[Connection]] = {}  # for each slot, the readers that have not released it
-        self._layout: serialization.MessageLayout | None = None  # of the last message
-        self._write_views: dict[int, serialization.WriteView] = {}  # for each slot, its memory laid out for the last message
+        self._layout: slot_memory.MessageLayout | None = None  # of the last message
+        self._write_views: dict[int, slot_memory.WriteView] = {}  # for each slot, its memory laid out for the last message
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
         self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier)
         self._local = places.is_path(address)  # a relay passes on whole messages alone
@@ -103,8 +102,8 @@ class HostWriter(_HostEnd):
         self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
     ) -> None:
         check_columns(self._end, step, columns)
-        if self._layout is None or self._layout.signature is None or self._layout.signature != serialization.signature(columns, dtype):
-            self._layout = serialization.MessageLayout(columns, dtype, apart=self._apart)
+        if self._layout is None or self._layout.signature is None or self._layout.signature != slot_memory.signature(columns, dtype):
+            self._layout = slot_memory.MessageLayout(columns, dtype, apart=self._apart)
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
@@ -115,7 +114,7 @@ class HostWriter(_HostEnd):
             self._unread[slot] = list(self._acceptor.connections)
             self._meter.message(size, self._meter.slots - len(self._free))
 
-    def _send(self, step: int, slot: int, wanted: serialization.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
+    def _send(self, step: int, slot: int, wanted: slot_memory.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
         """Fill the slot and tell the readers, with `bucket_bytes` after each bucket; return the message's bytes."""
         view, handle = self._write_views.get(slot), None
         if view is None or view.layout is not wanted:
@@ -139,7 +138,7 @@ class HostWriter(_HostEnd):
         self._segments[slot], self._write_views[slot] = segment, view
         return view.size + wanted.device_size
 
-    def _bucket_bytes(self, wanted: int | None, of: serialization.MessageLayout) -> int | None:
+    def _bucket_bytes(self, wanted: int | None, of: slot_memory.MessageLayout) -> int | None:
         """The size of buckets whose control messages fit into the socket's buffer with those of all slots; None for a single one."""
         most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
         return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
@@ -148,16 +147,16 @@ class HostWriter(_HostEnd):
         for connection in self._acceptor.connections:
             protocol.send(connection, message, handle)
 
-    def _lay(self, slot: int, wanted: serialization.MessageLayout) -> tuple[serialization.WriteView, mmap.mmap, int | None]:
+    def _lay(self, slot: int, wanted: slot_memory.MessageLayout) -> tuple[slot_memory.WriteView, mmap.mmap, int | None]:
         """Lay the message out in the slot's memory; return the view, the memory, and the memory's handle if it is new."""
         self._write_views.pop(slot, None)
         memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
         header = wanted.header(exported)
-        size = serialization.size_of(wanted, header)
+        size = slot_memory.size_of(wanted, header)
         handle, segment = segment_of(self._end.channel, self._segments.get(slot), size)
-        return serialization.WriteView(wanted, header, segment, memory), segment, handle
+        return slot_memory.WriteView(wanted, header, segment, memory), segment, handle
 
-    def _room(self, slot: int, wanted: serialization.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
+    def _room(self, slot: int, wanted: slot_memory.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
         """The slot's memory on the layout's device, and the handle under which readers of this host map it."""
         if self._buffers is not None:
             new = functools.partial(torch.empty, dtype=torch.uint8, device=wanted.device)
@@ -220,7 +219,7 @@ class HostReader(_HostEnd):
         self._carried = {} if buffers is None else buffers.memories
         self._connection = connection if connection.local else relayed(name, connection, outward=False, buffers=buffers)
         self._mapped = Mapped()
-        self._read_views: dict[int, tuple[serialization.ReadView, Taken]] = {}  # for each slot, the last message read there
+        self._read_views: dict[int, tuple[slot_memory.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
         self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
         self._taken: deque[tuple[int, Taken]] = deque()
@@ -255,7 +254,7 @@ class HostReader(_HostEnd):
             self._full.popleft()
             try:
                 columns, taken = self._read(full)
-            except serialization.Malformed as error:
+            except slot_memory.Malformed as error:
                 self._stop = Stop(f"the writer ({self._connection.peer})", f"put a malformed message: {error}", self._connection.pid)
                 raise self._end.stopped(step, self._stop) from error
         self._taken.append((full.slot, taken))
@@ -285,8 +284,8 @@ class HostReader(_HostEnd):
             view, taken = self._read_views[full.slot]
             taken.again(full.step)
         else:
-            columns = serialization.read(segment, full.header, full.size, self._mapped, carried)
-            view, taken = serialization.ReadView(header, full.size, segment, carried, columns), Taken(full.step, columns)
+            columns = slot_memory.read(segment, full.header, full.size, self._mapped, carried)
+            view, taken = slot_memory.ReadView(header, full.size, segment, carried, columns), Taken(full.step, columns)
             self._read_views[full.slot] = view, taken
         return dict(view.columns), taken
 

@@ -23,10 +23,10 @@ from ray.experimental.channel.utils import get_self_actor
 
 from rlgraph.channels.api import Taken
 from rlgraph.channels.factory import Site, Transport
-from rlgraph.channels.host import serialization
+from rlgraph.channels.host import slot_memory
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.protocol import Disconnected, Full
-from rlgraph.channels.host.shared_memory import new_segment
+from rlgraph.channels.host.slot_memory import new_segment
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelBroken, ChannelError
 
@@ -56,10 +56,10 @@ class RayWriter(HostWriter):
         self._site = site
         self._channels: dict[int, tuple[Any, int]] = {}  # for each slot, Ray's channel and the bytes that its buffer holds
 
-    def _send(self, step: int, slot: int, wanted: serialization.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
+    def _send(self, step: int, slot: int, wanted: slot_memory.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
         """Write the message into Ray's buffer of the slot, then tell the readers. Where that buffer is new, they get its name."""
         header = wanted.header(None)
-        size = serialization.size_of(wanted, header)
+        size = slot_memory.size_of(wanted, header)
         message = (header, size - wanted.host_size, _raw(wanted, columns), self._parts(wanted))
         packed = ray._private.worker.global_worker.get_serialization_context().serialize(message)
         needed = packed.total_bytes + len(packed.metadata)
@@ -83,11 +83,11 @@ class RayWriter(HostWriter):
         self._after(slot, wanted, columns)
         return size + wanted.device_size
 
-    def _parts(self, wanted: serialization.MessageLayout) -> tuple[Any, ...]:
+    def _parts(self, wanted: slot_memory.MessageLayout) -> tuple[Any, ...]:
         """The entries of the message beside its bytes in host memory."""
         return ()
 
-    def _after(self, slot: int, wanted: serialization.MessageLayout, columns: Columns) -> None:
+    def _after(self, slot: int, wanted: slot_memory.MessageLayout, columns: Columns) -> None:
         """Send the columns that do not go through host memory, after the readers were told of the message."""
 
     def _make(self, size: int) -> Any:
@@ -189,7 +189,7 @@ def _check_ray(channel: str) -> None:
         )
 
 
-def _raw(wanted: serialization.MessageLayout, columns: Columns) -> list[tuple[int, Any]]:
+def _raw(wanted: slot_memory.MessageLayout, columns: Columns) -> list[tuple[int, Any]]:
     """The bytes and the offset of each tensor: a view if it is already stored as it is sent, else a copy."""
     found = []
     for place in wanted.host:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 
 from rlgraph.channels.api import Stop
 from rlgraph.channels.factory import Site, Transport
-from rlgraph.channels.host import serialization
+from rlgraph.channels.host import slot_memory
 from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Full, Goodbye, KeyValue, send
 from rlgraph.channels.host.ray_channel import RAY_S, RayReader, RayWriter, any_actor, attached, node_id, self_actor
@@ -67,17 +67,17 @@ class RayDeviceWriter(RayWriter):
         else:
             super()._obey(message, connection)
 
-    def _parts(self, wanted: serialization.MessageLayout) -> tuple[Any, ...]:
+    def _parts(self, wanted: slot_memory.MessageLayout) -> tuple[Any, ...]:
         """The message's number of bytes on the GPU, and for each reader the Ray channel of their metadata."""
         return wanted.device_size, {sender.store: sender.name for sender in self._senders.values()} if wanted.device_size else {}
 
-    def _after(self, slot: int, wanted: serialization.MessageLayout, columns: Columns) -> None:
+    def _after(self, slot: int, wanted: slot_memory.MessageLayout, columns: Columns) -> None:
         """Stage the columns on the GPU and let each reader's thread send them."""
         if not wanted.device_size:
             return
         memory = self._staged.of_slot(slot, wanted.device_size, lambda size: torch.empty(size, dtype=torch.uint8, device=wanted.device))
         for place in wanted.apart:
-            to = serialization.device_view(memory, place.dtype, place.shape, place.offset)
+            to = slot_memory.device_view(memory, place.dtype, place.shape, place.offset)
             to.copy_(cast(torch.Tensor, columns[place.name]).detach())
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()

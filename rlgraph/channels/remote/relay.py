@@ -18,7 +18,7 @@ from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import ready
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, Posted, Welcome
-from rlgraph.channels.host.shared_memory import map_segment, segment_of
+from rlgraph.channels.host.slot_memory import map_segment, segment_of
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
 from rlgraph.channels.remote.transfer import DeviceBuffers, HungUp, LinkStore, PairComm, PeerFailed, watched

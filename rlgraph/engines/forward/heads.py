@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, ValueLossFn
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.collectives import own_part
-from rlgraph.engines.forward.fused_head import Scored, head_scores
-from rlgraph.engines.forward.packing import MicroBatch
+from rlgraph.engines.forward.scores import Scored, head_scores
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights

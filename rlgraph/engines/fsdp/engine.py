@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.distillation import CHOSEN
 from rlgraph.algorithms.inputs import check_whole
+from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
@@ -17,7 +18,6 @@ from rlgraph.engines.forward import fused_norms, packed_attention
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.collectives import filled
 from rlgraph.engines.forward.heads import Head
-from rlgraph.engines.forward.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward.routers import Routing, routers_of
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rlgraph.channels.weights.double_buffer import in_one_memory
+from rlgraph.channels.weights.endpoints import in_one_memory
 from rlgraph.engines.fsdp.sharding import local
 
 TOUCHING = 16  # threads that touch new memory, whatever the worker computes with

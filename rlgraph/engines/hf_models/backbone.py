@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rlgraph.engines.forward.packing import MicroBatch
+from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.hf_models.skeleton import skeleton
 from rlgraph.errors import DataError
 

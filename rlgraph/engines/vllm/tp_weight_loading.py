@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rlgraph.channels.host.cuda_ipc import Handle, Mapped, handle_of
-from rlgraph.channels.host.serialization import DTYPES, device_view
-from rlgraph.channels.weights.double_buffer import in_one_memory, lie_together
+from rlgraph.channels.host.slot_memory import DTYPES, Handle, Mapped, device_view, handle_of
+from rlgraph.channels.weights.endpoints import in_one_memory, lie_together
 from rlgraph.engines import copy_plan
 from rlgraph.engines.copy_plan import same_tensors
 

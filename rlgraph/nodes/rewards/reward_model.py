@@ -12,7 +12,7 @@ from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.rewards.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
-from rlgraph.nodes.training.training import check_folder
+from rlgraph.nodes.training.trained_model import check_folder
 from rlgraph.settings import Count, Dtype, Natural, checked
 
 MESSAGES = "prompt_messages"

@@ -9,7 +9,7 @@ from rlgraph.engines.api import Finish, Request, Response
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.nodes.environments.agent import Environment
 from rlgraph.nodes.environments.messages import Message
-from rlgraph.nodes.rollout.responses import Outcome, Task
+from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 
 NEXT_TURN = 7_368_787  # added to the seed for each turn
 

@@ -27,9 +27,8 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
-from rlgraph.nodes.rollout.batch_admission import TaskDecoder
+from rlgraph.nodes.rollout.decode_loop import TaskDecoder, columns_of_sampled
 from rlgraph.nodes.rollout.group_stream import Group, batch_of_next, batches, kept
-from rlgraph.nodes.rollout.responses import columns_of_sampled
 from rlgraph.nodes.rollout.rollout import Rollout
 from rlgraph.nodes.rollout.turn_loop import TurnLoop
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics

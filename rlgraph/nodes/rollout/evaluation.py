@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.columns import Column, Columns, rows_of_rank
+from rlgraph.columns import Column, Columns, rows_of_rank, truncated
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
 from rlgraph.deprecation import renamed
@@ -23,8 +23,8 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rollout.decode_loop import columns_of
 from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
-from rlgraph.nodes.rollout.responses import columns_of, truncated
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.nodes.rollout.val_metrics import summary
 from rlgraph.settings import Count, Finite, Name, Seconds, checked

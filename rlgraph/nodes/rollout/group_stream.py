@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.nodes.rollout.responses import Outcome, Task
+from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 
 
 @dataclass(eq=False)

@@ -21,9 +21,9 @@ from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompt_source import PromptSource
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, DecodeLoop, OneTurn, TaskDecoder, admission_rule
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission, admission_rule
+from rlgraph.nodes.rollout.decode_loop import REWARDS, WRITES, DecodeLoop, OneTurn, Outcome, Task, TaskDecoder, columns_of_sampled, seed_of
 from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
-from rlgraph.nodes.rollout.responses import REWARDS, WRITES, Outcome, Task, columns_of_sampled, seed_of
 from rlgraph.nodes.rollout.turn_checks import chats_of
 from rlgraph.nodes.rollout.turn_loop import TurnLoop
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics

@@ -24,7 +24,7 @@ from rlgraph.nodes.environments.call_formats import CallFormat, calls_of
 from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.nodes.rollout.conversation import Conversation
-from rlgraph.nodes.rollout.responses import Outcome, Task
+from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 from rlgraph.nodes.rollout.turn_checks import probe_answer
 
 WAIT_S = 0.1  # for an environment, where nothing decodes

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 
-from rlgraph.nodes.rollout.responses import Outcome
+from rlgraph.nodes.rollout.decode_loop import Outcome
 
 LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_messages", "malformed_calls")
 FAILURES = ("errors", "timeouts", "blocked", "template_errors")

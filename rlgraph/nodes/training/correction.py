@@ -11,11 +11,10 @@ from rlgraph.algorithms.presets import RolloutCorrection
 from rlgraph.algorithms.rejection import Rejection
 from rlgraph.algorithms.rollout_correction import ImportanceWeights
 from rlgraph.algorithms.shaping import constant_groups
-from rlgraph.columns import Columns
+from rlgraph.columns import Columns, truncated
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Fired, FunctionOperation, carried, tensor_of
-from rlgraph.nodes.rollout.responses import truncated
 from rlgraph.settings import Name, checked
 
 Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,8 +12,8 @@ from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.mini_batches import checked_schedule
-from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
 from rlgraph.settings import Count, checked
 
 

@@ -8,15 +8,15 @@ import torch
 
 from rlgraph.algorithms.reward_losses import BradleyTerry
 from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.forward.packing import response_lengths
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.mini_batches import checked_schedule
-from rlgraph.nodes.training.training import DEFAULT_GUARDS, TOKENS, TrainedModel, Training, Update, check_loss, check_trained
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
 from rlgraph.settings import Count, checked
 
 

@@ -1,33 +1,20 @@
 """The policy: the model that is trained, its log-probs and its update."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from rlgraph.algorithms.whole_loss import WholeLoss
-from rlgraph.columns import Column, Columns
+from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, Sampling, chosen_at
-from rlgraph.engines.forward.packing import response_lengths
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage, carried
-from rlgraph.nodes.rollout.responses import truncated
-from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.mini_batches import checked_schedule
+from rlgraph.nodes.base import Context, Stage, carried
+from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.mixture import Part, checked_also
-from rlgraph.nodes.training.training import (
-    DEFAULT_GUARDS,
-    TOKENS,
-    TrainedModel,
-    Training,
-    Update,
-    check_loss,
-    check_trained,
-    check_whole_vocabulary,
-)
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, check_loss, checked_schedule
 from rlgraph.settings import Count, Natural, checked
 
 
@@ -138,53 +125,6 @@ class Policy(TrainedModel):
             parts=tuple(parts),
         )
         return training.declare(more, reads)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PolicyUpdate(Training):
-    """Take the policy's optimizer steps on a batch, and on those of `parts`. Ratios are taken against the column `behaviour`."""
-
-    behaviour: str
-    temperature: float
-    critic_warmup: int
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def traits(self) -> NodeTraits:
-        return replace(super().traits, given=(self.loss, *(part.loss for part in self.parts)))
-
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        own = {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
-        if step < self.critic_warmup:
-            return {}, _sizes(own)
-        batch = _batch(own, self.behaviour, step)
-        more = [(_batch(part.of(columns), part.behaviour, step), part) for part in self.parts]
-        return {}, {**self.learn(context, guard, batch, more, temperature=self.temperature), **guard.metrics(), **_sizes(own)}
-
-
-def _batch(columns: Columns, behaviour: str, step: int) -> dict[str, Column]:
-    """Make the batch of a loss: old log-probs, the mask of what is trained, and the version that trains."""
-    mask = columns["response_mask"]
-    return {
-        **columns,
-        **({"old_log_probs": columns[behaviour]} if behaviour in columns else {}),
-        "response_mask": columns.get("loss_mask", mask),
-        "current_version": torch.full((len(mask),), step, dtype=torch.int32),
-    }
-
-
-def _sizes(columns: Columns) -> Mapping[str, float]:
-    """Measure the responses' lengths in tokens that the policy wrote, the share cut off, and the number of all tokens in the batch."""
-    mask, prompt_mask = columns["response_mask"], columns["prompt_mask"]
-    assert isinstance(mask, torch.Tensor)
-    assert isinstance(prompt_mask, torch.Tensor)
-    lengths = mask.sum(-1).float()
-    cut = {"response/truncated": truncated(columns).float().mean().item()} if "finish_reasons" in columns else {}
-    return cut | {
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": lengths.max().item(),
-        "perf/total_num_tokens": float(prompt_mask.sum() + response_lengths(mask).sum()),
-    }
 
 
 def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | WholeLoss) -> tuple[str, tuple[str, ...]]:

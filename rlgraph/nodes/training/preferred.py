@@ -10,7 +10,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
-from rlgraph.nodes.training.training import TOKENS
+from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, checked
 
 CARRIED = ("weight_version", "finish_reasons", "rollout_log_probs", "ref_log_probs", "data_sources")

@@ -7,7 +7,7 @@ from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Output, declare
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
-from rlgraph.nodes.training.training import TOKENS, TrainedModel
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel
 from rlgraph.settings import checked
 
 

@@ -13,7 +13,7 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
-from rlgraph.nodes.training.training import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
 from rlgraph.settings import Count, Name, checked
 
 OWN = ("teacher_log_probs",)

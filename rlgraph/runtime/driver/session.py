@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlgraph.compiler.channels import lies_in_ray
 from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.transport import lies_in_ray
 from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime import messages

@@ -8,7 +8,7 @@ import msgspec
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import ExportError, shown
 from rlgraph.graph.nodes import Graph
-from rlgraph.nodes.training.training import TrainedModel
+from rlgraph.nodes.training.trained_model import TrainedModel
 
 
 class TrainedEntry(msgspec.Struct, frozen=True):

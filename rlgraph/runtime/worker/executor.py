@@ -1,43 +1,115 @@
 """One worker: its nodes fire in the plan's order; each takes its inputs from channels, runs, and puts its outputs.
 
+`Inbox`, `Outbox` and `Mailbox` are the ends of its channels: what it takes for a firing, puts after it, and gives back.
+
 Knows neither Ray nor processes: the local executor runs the same workers side by side in one process.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 
-from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
-from rlgraph.compiler.events import fire_event, load_event, publish_event
-from rlgraph.compiler.plan import PlannedLoop
+from rlgraph.channels.api import Reader, Statistics, Writer
+from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
+from rlgraph.compiler.events import fire_event
+from rlgraph.compiler.plan import ChannelEnd, PlannedChannel, PlannedLoop
 from rlgraph.compiler.schedule import Sampled, Span
 from rlgraph.compiler.time_sharing import TimeSlice
-from rlgraph.engines.api import GenerateEngine
-from rlgraph.errors import ChannelTimeout, GraphError, StalenessError, shown
+from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
-from rlgraph.runtime.worker.ports import Inbox, Mailbox
 from rlgraph.runtime.worker.sample_tap import SampleTap
 from rlgraph.runtime.worker.span_recorder import SpanRecorder
 from rlgraph.runtime.worker.spec import NodeSpec, WorkerSpec
-
-OnEnter = Callable[[int, Activity], None]
+from rlgraph.runtime.worker.weight_loops import Loop, OnEnter, WeightLoops
 
 
 @dataclass
-class Loop:
-    """A feedback edge as one worker sees it; it holds the writing end, the reading end, or both."""
+class Inbox:
+    """One channel as a worker reads it: a reader for each writing rank; messages are shared by the worker's own nodes."""
 
-    plan: PlannedLoop
-    writer: WeightsWriter | None = None
-    reader: WeightsReader | None = None
+    channel: PlannedChannel
+    readers: Sequence[Reader]
+    users: tuple[str, ...]  # this worker's nodes that read it, in firing order
+    held: dict[int, Mapping[str, Column]] = field(default_factory=dict)
+
+    def take(self, messages: Iterable[int], timeout_s: float) -> Mapping[str, Column]:
+        """Take these messages as one batch: the rows of all writing ranks, in the order of the ranks."""
+        for message in messages:
+            if message not in self.held:
+                self.held[message] = concat_rows([reader.take(message, timeout_s) for reader in self.readers])
+        return concat_rows([self.held[message] for message in messages])
+
+    def blocked_s(self) -> float:
+        """Sum the seconds for which `take` has waited for messages so far."""
+        return sum(reader.statistics().blocked_s for reader in self.readers)
+
+    def done(self, node: str, messages: Iterable[int]) -> None:
+        """Release the slots of these messages when the last of the worker's nodes has used them."""
+        if node != self.users[-1]:
+            return
+        for message in messages:
+            if self.held.pop(message, None) is not None:
+                for reader in self.readers:
+                    reader.release()
+
+
+@dataclass
+class Outbox:
+    """One channel as a worker writes it."""
+
+    channel: PlannedChannel
+    writer: Writer
+
+    def put(self, message: int, columns: Columns, timeout_s: float) -> None:
+        self.writer.put(message, {name: columns[name] for name in self.channel.columns}, timeout_s)
+
+    def blocked_s(self) -> float:
+        """Read the seconds for which `put` has waited for a free slot so far."""
+        return self.writer.statistics().blocked_s
+
+
+@dataclass
+class Mailbox:
+    """All ends of one worker."""
+
+    inboxes: list[Inbox] = field(default_factory=list)
+    outboxes: list[Outbox] = field(default_factory=list)
+
+    def read_by(self, node: str) -> list[Inbox]:
+        return [box for box in self.inboxes if node in box.users]
+
+    def written_by(self, node: str) -> list[Outbox]:
+        return [box for box in self.outboxes if box.channel.writer == node]
+
+    def statistics(self) -> dict[ChannelEnd, Statistics]:
+        """Collect the counts of each end."""
+        found = {ChannelEnd(box.channel.name, "put"): box.writer.statistics() for box in self.outboxes}
+        for box in self.inboxes:
+            for rank, reader in enumerate(box.readers):
+                found[ChannelEnd(box.channel.name, "take", rank)] = reader.statistics()
+        return found
+
+    def fail(self, reason: str) -> None:
+        """Break every channel, so that no peer waits for what will not come."""
+        for outbox in self.outboxes:
+            outbox.writer.fail(reason)
+        for inbox in self.inboxes:
+            for reader in inbox.readers:
+                reader.fail(reason)
+
+    def close(self) -> None:
+        for outbox in self.outboxes:
+            outbox.writer.close()
+        for inbox in self.inboxes:
+            for reader in inbox.readers:
+                reader.close()
 
 
 @dataclass
@@ -46,7 +118,7 @@ class Worker:
 
     spec: WorkerSpec
     mailbox: Mailbox
-    loops: list[Loop]
+    loops: InitVar[list[Loop]]
     context: Context
     on_enter: OnEnter = lambda step, activity: None
     stages: dict[str, Stage] = field(default_factory=dict)
@@ -59,9 +131,13 @@ class Worker:
     time_slice: TimeSlice | None = None  # the one it is in, where models time-share the devices
     awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, loops: list[Loop]) -> None:
         self.recorder = SpanRecorder(self.spec.worker.name)
+        self.weights = WeightLoops(loops, self.spec, self.context, self.recorder, self._enter, self._wake)
         self.tap = SampleTap(self.spec.worker.rank, self.spec.worker.world)
+
+    def _enter(self, step: int, activity: Activity) -> None:
+        self.on_enter(step, activity)
 
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
@@ -79,12 +155,11 @@ class Worker:
         self.recorder.begin(step)
         self.time_slice = self.spec.time_slice(node.name, chunk)
         self._take(node, step, chunk, "order")  # before an engine wakes, so that the engine before it has given its memory back
-        for loop in self.loops:
-            if loop.reader is not None and node.name == self._first_user(loop) and chunk == 0:
-                self._load_weights(loop, node.name, step)
+        for loop in self.weights.loaded_before(node.name) if chunk == 0 else ():
+            self.doing = node.name
+            self.weights.load(loop, node.name, step)
         columns = self._take(node, step, chunk, "batch") | self._take(node, step, chunk, "earlier")
-        writing = [loop.plan for loop in self.loops if loop.writer is not None and node.name == loop.plan.writer]
-        publishing = [loop for loop in writing if loop.due is None]
+        publishing = [loop for loop in self.weights.written_by(node.name) if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
             behind = staleness(columns, step, max(publishing, key=lambda loop: loop.depth))
             self.metrics.update({node.front + name: value for name, value in behind.items()})
@@ -95,7 +170,7 @@ class Worker:
         if self.spec.probe == (node.name, step) and node.chunks == 1 and not node.traits.looks_ahead:
             self._probe(node, step, columns)
         self.on_enter(step, Activity("fire", node.name))
-        self.context.arrivals = self._arrivals(node, step)
+        self.context.arrivals = self.weights.arrivals(node.name, step)
         self.context.waiting = partial(self.recorder.span, node.name, "tools", step)
         self.recorder.carry(node.name, step)
         with nullcontext() if idle else self.recorder.span(fire_event(node.name, chunk, node.chunks), "fire", step):
@@ -119,19 +194,7 @@ class Worker:
             if len(messages) < box.channel.chunks or chunk == node.chunks - 1:
                 box.done(node.name, messages)
         self.recorder.carry(node.name, step)
-        for loop in self.loops:
-            if loop.writer is not None and node.name == loop.plan.writer and loop.plan.carries(step):
-                self._publish(loop, loop.writer, step)
-
-    def _publish(self, loop: Loop, writer: WeightsWriter, step: int) -> None:
-        name, version = loop.plan.name, step + 1
-        self.on_enter(step, Activity("publish", loop.plan.writer, name, version))
-        with self.recorder.moving(name, "room", writer.blocked_s, (publish_event(name), "publish"), step, version=version):
-            writer.publish(version, self.context.engine.weight_shards(), self.spec.deadline_s)
-
-    def _first_user(self, loop: Loop) -> str | None:
-        """Find the node before which this worker loads weights: the first that uses them, as all nodes of a step use one version."""
-        return next((node.name for node in self.spec.nodes if node.name in loop.plan.readers), None)
+        self.weights.publish(node.name, step)
 
     def _run(self, node: NodeSpec, step: int, chunk: int, columns: Columns) -> Fired:
         """Run the node's own work; a node that gives its batch in chunks runs until its next chunk is ready."""
@@ -177,10 +240,6 @@ class Worker:
         if before is not None:
             stage.load_state(before)
 
-    def _arrivals(self, node: NodeSpec, step: int) -> "Arriving | None":
-        loop = next((loop for loop in self.loops if loop.reader is not None and node.name in loop.plan.readers), None)
-        return Arriving(self, loop, node.name, step) if loop is not None else None
-
     def _take(self, node: NodeSpec, step: int, chunk: int, kind: Literal["batch", "order", "earlier"]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         for box in (box for box in self.mailbox.read_by(node.name) if box.channel.kind == kind):
@@ -210,11 +269,7 @@ class Worker:
             for node in self.spec.nodes:
                 for chunk, columns in enumerate(opened[at].get(node.name, ())):
                     self._put(node, at * node.chunks + chunk, columns, again=True)
-        for loop in self.loops:
-            if loop.writer is not None and loop.plan.due is None:
-                loop.writer.publish(step, self.context.engine.weight_shards(), self.spec.deadline_s)
-            if loop.reader is not None:
-                self.context.version = step - 1
+        self.weights.publish_again(step)
         self.kept = {}
 
     def _put(self, node: NodeSpec, message: int, columns: Columns, *, again: bool = False) -> None:
@@ -232,61 +287,6 @@ class Worker:
             with self.recorder.moving(box.channel.name, "room", box.blocked_s, (node.name, "carry"), step):
                 box.put(message, columns, self.spec.deadline_s)
 
-    def _load_weights(self, loop: Loop, node: str, step: int) -> None:
-        """Load exactly version `step - depth`, or with `latest` every version up to the newest that has arrived."""
-        assert loop.reader is not None
-        self.doing = node
-        if loop.plan.due is not None:  # an evaluation of what this step publishes
-            if loop.plan.carries(step):
-                self._load_next(loop, node, step, step + 1)
-            return
-        self.load_up_to(loop, node, step, step - loop.plan.depth)
-        if loop.plan.latest:
-            self.load_published(loop, node, step)
-
-    def _newest(self, step: int) -> float:
-        """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
-        saving = self.spec.saving
-        if saving is None:
-            return float("inf")
-        cut = step // saving.every * saving.every
-        return cut if cut and step < cut + saving.lookahead else float("inf")
-
-    def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
-        """Load the versions up to `version`, waiting for each."""
-        while self.context.version < version:
-            self._load_next(loop, node, step, self.context.version + 1)
-
-    def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
-        assert loop.reader is not None
-        self.on_enter(step, Activity("receive", node, loop.plan.name, version))
-        with self.recorder.span(loop.plan.name, "wait", step, version=version):
-            weights = loop.reader.receive(version, self.spec.deadline_s)
-        self._swap(loop, node, step, version, weights)
-
-    def load_published(self, loop: Loop, node: str, step: int) -> None:
-        """Load every version that has arrived, without waiting for more."""
-        assert loop.reader is not None
-        while self.context.version < self._newest(step):
-            try:
-                weights = loop.reader.receive(self.context.version + 1, 0.0)
-            except ChannelTimeout:
-                break
-            self._swap(loop, node, step, self.context.version + 1, weights)
-
-    def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        assert loop.reader is not None
-        engine = self.context.engine
-        self._wake(step)
-        self.on_enter(step, Activity("load", node, loop.plan.name, version))
-        with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
-            if isinstance(engine, GenerateEngine):
-                engine.load_weights(weights, version=version, running=self.spec.node(node).traits.running)
-            else:  # a user's own
-                engine.load_weights(weights)
-        loop.reader.done()
-        self.context.version = version
-
     def report(self) -> tuple[dict[str, float], list[Span]]:
         """Take the metrics and spans since the last report."""
         metrics, self.metrics = self.metrics, {}
@@ -297,41 +297,10 @@ class Worker:
         found, self.sampled = self.sampled, []
         return found
 
-    def published_bytes(self) -> int:
-        """Count the bytes of a weight version that this worker publishes: those of its own shards."""
-        ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]
-        return sum(end.bytes // max(end.messages, 1) for end in ends)
-
     def close(self) -> None:
         self.mailbox.close()
         if self.context.engine is not None:
             self.context.engine.close()
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """New versions of a loop for one firing of a node; see `rlgraph.nodes.base.Arrivals`."""
-
-    worker: Worker
-    loop: Loop
-    node: str
-    step: int
-
-    def poll(self) -> None:
-        with self._meanwhile():
-            self.worker.load_published(self.loop, self.node, self.step)
-
-    def wait(self, version: int) -> None:
-        with self._meanwhile():
-            self.worker.load_up_to(self.loop, self.node, self.step, version)
-
-    @contextmanager
-    def _meanwhile(self) -> Iterator[None]:
-        """Report that the node runs again after new weights have been loaded, so that its next work is not counted as loading."""
-        before = self.worker.context.version
-        yield
-        if self.worker.context.version > before:
-            self.worker.on_enter(self.step, Activity("fire", self.node))
 
 
 def checked_stage(node: str, stage: Any) -> Stage:

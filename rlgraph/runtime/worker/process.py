@@ -23,12 +23,12 @@ from rlgraph.nodes.base import Context
 from rlgraph.runtime import messages
 from rlgraph.runtime.exports.write import boxes
 from rlgraph.runtime.worker.activity import IDLE, Activity
-from rlgraph.runtime.worker.executor import Loop, Worker
+from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.heartbeat import StatusWriter, status_path
-from rlgraph.runtime.worker.ports import Inbox, Mailbox, Outbox
 from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import Post, WorkerSpec
 from rlgraph.runtime.worker.stacks import offer_stacks
+from rlgraph.runtime.worker.weight_loops import Loop
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ class Process:
         assert self.progress is not None
         ends, worker = self.mailbox.statistics(), self.progress.worker
         slots = [messages.Slots(end, seen.used, seen.peak_used) for end, seen in ends.items()]
-        sampled, published = worker.taken_sampled(), worker.published_bytes()
+        sampled, published = worker.taken_sampled(), worker.weights.published_bytes()
         for rows in self.progress.taken_samples():  # before the report: then the driver has all rows of a step that it gives
             self._tell(rows)
         self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.taken()))

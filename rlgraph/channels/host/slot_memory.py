@@ -1,21 +1,25 @@
-"""The layout of columns in a slot: a msgpack header with the text columns, then the tensors as aligned raw bytes.
+"""The slots of a channel: their memory, how a peer maps it, and where each column of a message is in it.
 
-Columns on a GPU are in GPU memory instead. The header holds the handle under which a reader of the same host maps it; between hosts the
-bytes are sent to memory of the reader's GPU.
+A slot's host memory is an unnamed segment behind a file handle, freed with the last process that maps it. In it are a msgpack header with
+the text columns, then the tensors as aligned raw bytes. Columns on a GPU are in GPU memory: the header holds the handle under which a
+reader of the same host maps it, between hosts the bytes are sent to memory of the reader's GPU. A reader copies from mapped memory of a GPU
+by the copy engines, over NVLink: no kernel of either side waits for the other, and neither needs the other's device to be visible.
 """
 
+import fcntl
 import math
+import mmap
+import os
 import re
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from mmap import mmap
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 import torch
 
-from rlgraph.channels.host.connection import UNREADABLE
-from rlgraph.channels.host.cuda_ipc import Handle, Mapped
+from rlgraph.channels.host.connection import UNREADABLE, ProtocolError
 from rlgraph.columns import Column, Columns
 
 ALIGNMENT = 64  # a cache line, and enough for any dtype
@@ -23,6 +27,100 @@ PLAIN = re.compile(r"bool|u?int(8|16|32|64)|b?float\w+|complex\w+")  # other dty
 DTYPES = {
     name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and PLAIN.fullmatch(name) and "x2" not in name
 }
+
+
+def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
+    """Allocate a segment of at least `size` bytes and return its handle. Pages that are never touched take no memory."""
+    capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
+    handle = os.memfd_create(f"rlgraph {channel}".encode()[:200].decode(errors="ignore"), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(handle, capacity)
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return handle, mmap.mmap(handle, capacity)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def segment_of(channel: str, segment: mmap.mmap | None, size: int) -> tuple[int | None, mmap.mmap]:
+    """Reuse a slot's memory if it holds `size` bytes, else allocate new memory and return its handle too."""
+    return (None, segment) if segment is not None and len(segment) >= size else new_segment(channel, size)
+
+
+def map_segment(handle: int, size: int) -> mmap.mmap:
+    """Map memory that a peer sent, and close its handle.
+
+    Raises ProtocolError for memory that is smaller than announced or can shrink: touching it would kill this process.
+    """
+    try:
+        if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(handle).st_size < size:
+            raise ProtocolError(f"memory that does not hold the {size} bytes announced")
+        return mmap.mmap(handle, size)
+    except (ValueError, OverflowError) as error:
+        raise ProtocolError(f"memory that cannot be mapped: {error}") from error
+    finally:
+        os.close(handle)
+
+
+class Handle(msgspec.Struct, tag="device", array_like=True):
+    """Device memory as its owner exports it: `size` bytes, and what CUDA needs to map them."""
+
+    size: int
+    memory: bytes
+    allocation_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_needed: bool
+
+
+class DeviceMemory:
+    """Memory of this process on a GPU, with the handle under which others map it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.handle = handle_of(self.bytes)
+
+
+# The memories of other processes that are mapped here, by address, while their `Mapped` keeps them.
+_of_others: dict[int, tuple[weakref.ref[torch.Tensor], Handle]] = {}
+
+
+def handle_of(tensor: torch.Tensor) -> Handle:
+    """Export the GPU memory that a tensor lies in. For memory of another process this is its owner's handle."""
+    storage = tensor.untyped_storage()
+    memory, handle = _of_others.get(storage.data_ptr(), (None, None))
+    if memory is not None and handle is not None and memory() is not None:  # else the address is this process's again
+        return handle
+    _, exported, allocation, offset, counter, counter_offset, event, needed = storage._share_cuda_()
+    return Handle(storage.nbytes(), exported, allocation, offset, counter, counter_offset, event, needed)
+
+
+@dataclass
+class Mapped:
+    """The device memories of a peer that this process has mapped, by handle."""
+
+    memories: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
+
+    def open(self, handle: Handle) -> torch.Tensor:
+        """Map the peer's memory, as bytes to copy from."""
+        key = (handle.memory, handle.offset)
+        if key not in self.memories:
+            here = torch.cuda.current_device()  # the mapping is this device's, wherever the memory lies
+            storage = torch.UntypedStorage._new_shared_cuda(
+                here,
+                handle.memory,
+                handle.allocation_bytes,
+                handle.offset,
+                handle.counter,
+                handle.counter_offset,
+                handle.event,
+                handle.event_needed,
+            )
+            self.memories[key] = torch.empty(0, dtype=torch.uint8, device=f"cuda:{here}").set_(storage)[: handle.size]
+            _of_others[storage.data_ptr()] = (weakref.ref(self.memories[key]), handle)
+        return self.memories[key]
 
 
 class Malformed(ValueError):
@@ -104,7 +202,7 @@ class MessageLayout:
 class WriteView:
     """The memory of one slot, laid out for writing: another message of the layout is only copied in. `memory` is the slot's on a GPU."""
 
-    def __init__(self, layout: MessageLayout, header: bytes, segment: mmap, memory: torch.Tensor | None) -> None:
+    def __init__(self, layout: MessageLayout, header: bytes, segment: mmap.mmap, memory: torch.Tensor | None) -> None:
         self.layout, self.header = layout, len(header)
         self.size = size_of(layout, header)
         segment[: self.header] = header
@@ -173,16 +271,16 @@ class ReadView:
 
     header: bytes
     size: int
-    segment: mmap
+    segment: mmap.mmap
     carried: torch.Tensor | None
     columns: dict[str, Column]
 
-    def again(self, header: bytes, size: int, segment: mmap, carried: torch.Tensor | None) -> bool:
+    def again(self, header: bytes, size: int, segment: mmap.mmap, carried: torch.Tensor | None) -> bool:
         """Whether a message has the same place and layout as the last one."""
         return self.segment is segment and self.carried is carried and self.size == size and self.header == header
 
 
-def read(slot: mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
+def read(slot: mmap.mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
     """Read the columns behind a header of `header` bytes; tensors are views of the slot, or of the `carried` memory.
 
     Raises Malformed if a column leaves the `size` bytes of the message.
@@ -232,7 +330,7 @@ def device_view(memory: torch.Tensor, dtype: torch.dtype, shape: torch.Size, off
         return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def _view(slot: mmap, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
+def _view(slot: mmap.mmap, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
     count = shape.numel()
     with torch.inference_mode(False):  # views serve autograd whatever mode the caller is in
         if count == 0:

@@ -1,29 +1,19 @@
-"""The common base of policy, critic and reference: a trained model, and the node that trains it on a batch."""
+"""A trained model: the base of policy, critic and reference, and the checks of its folder and its ranks."""
 
 import functools
-from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from rlgraph.algorithms.whole_loss import WholeLoss
-from rlgraph.columns import Columns
-from rlgraph.engines.api import Loss
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
-from rlgraph.errors import GraphError, shown
-from rlgraph.graph.nodes import Model, Node, Output, declare
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage
-from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.mini_batches import UpdateSchedule
-from rlgraph.nodes.training.mixture import Part
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Model
+from rlgraph.graph.operation import ModelTraits
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
-DEFAULT_GUARDS = Guards()
 TESTED = frozenset(  # by tests/engines/test_families.py
     (
         "llama",
@@ -134,59 +124,6 @@ class TrainedModel(Model):
         return self.spec.load(self, context)
 
 
-@dataclass(frozen=True)
-class Update:
-    """The outputs of an update: new weights for a feedback edge, and the metrics of the step."""
-
-    weights: Output
-    metrics: Output
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Training(Operation):
-    """Train a model on a batch. The updates of policy and critic each prepare the batch and add their own metrics in `fire`."""
-
-    model: TrainedModel
-    loss: Loss | WholeLoss
-    schedule: UpdateSchedule
-    guards: Guards
-    name: str
-
-    @property
-    def traits(self) -> NodeTraits:
-        return NodeTraits(work="train", epochs=self.schedule.epochs, mini_batches=self.schedule.mini_batches, given=(self.loss,))
-
-    def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
-        """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which prefixes keep apart."""
-        widest: dict[str, int] = {}
-        for output in inputs:
-            if isinstance(output, Output):
-                widest[output.prefix] = max(widest.get(output.prefix, 0), output.node.rows)
-        node = declare(self.name, self, inputs, reads=tuple(dict.fromkeys(reads)), writes=(), rows=sum(widest.values()), model=self.model)
-        return Update(Output(node, "weights"), Output(node, "metrics"))
-
-    def check(self, node: Node) -> None:
-        check_trained(self.model)
-
-    def start(self, context: Context) -> Stage:
-        guard = UpdateGuard(self.name, self.guards)
-        return lambda step, columns: self.fire(context, guard, step, columns)
-
-    @abstractmethod
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        """Train on the batch of a step; the result is its metrics."""
-
-    def learn(
-        self, context: Context, guard: UpdateGuard, batch: Columns, more: Sequence[tuple[Columns, Part]] = (), **settings: float
-    ) -> dict[str, float]:
-        """Take the optimizer steps on a batch and on `more`, and average their metrics. A refused batch has none."""
-        if not guard.batch(batch):
-            return {}
-        if self.schedule.mini_batches > 1:
-            guard.found["guards/empty_mini_batches"] = float(self.schedule.empty(batch))
-        return self.schedule.update(context.engine, batch, self.loss, more, guard=guard, **settings)
-
-
 def check_folder(path: str) -> None:
     """Raise DataError for a folder without a model that can be loaded."""
     from rlgraph.engines.hf_models.pretrained import check_model
@@ -214,12 +151,6 @@ def _check_computed(path: str, config: str) -> None:
     from rlgraph.engines.forward.self_test import trainer_layout
 
     trainer_layout(path, flat=False)
-
-
-def check_loss(name: str, loss: object) -> None:
-    """Raise GraphError for anything but a loss object."""
-    if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
-        raise GraphError(f"node '{name}' has loss={shown(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
 
 
 def check_whole_vocabulary(name: str, model: TrainedModel) -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlgraph.channels.host.serialization import device_view
-from rlgraph.channels.weights import double_buffer
-from rlgraph.channels.weights.double_buffer import Staging
+from rlgraph.channels.host.slot_memory import device_view
+from rlgraph.channels.weights import endpoints
+from rlgraph.channels.weights.endpoints import Staging
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.errors import ChannelError
 
@@ -98,7 +98,7 @@ def test_one_memory_that_holds_whole_parameters_is_copied_as_it_is(monkeypatch):
     memory = torch.zeros(256, dtype=torch.uint8)
     places = {"a": (0, (3, 4)), "b": (64, (5,)), "c": (128, (0, 2)), "d": (192, (2, 2))}
     weights = {name: device_view(memory, torch.float32, torch.Size(shape), start) for name, (start, shape) in places.items()}
-    monkeypatch.setattr(double_buffer, "_whole_memory", lambda found: memory if found and double_buffer.lie_together(found) else None)
+    monkeypatch.setattr(endpoints, "_whole_memory", lambda found: memory if found and endpoints.lie_together(found) else None)
     second = Staging()
     ranks = [list(whole(weights))]
     for version in range(1, 4):

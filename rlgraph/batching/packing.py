@@ -1,4 +1,6 @@
-"""Pack the rows of a batch into inputs: shared prompts, ranks and micro-batches. Pure, and the same on every rank.
+"""Cut a batch for ranks and passes, and pack the rows of a pass into its input. Pure, and the same on every rank.
+
+Trainers run the rule by which sequences are dealt, and predictions count passes by it.
 
 Responses of one prompt lie behind one copy of it and do not see each other, so the prompt is computed once
 (Liu et al. 2025, arXiv:2506.05433, "Prefix Grouper"); the last token of a response predicts nothing and is left out.
@@ -7,14 +9,14 @@ On a GPU sequences lie one behind the other without padding, each with its own p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from rlgraph.batching.microbatches import micro_batches
 from rlgraph.columns import Columns
 
+Array: TypeAlias = np.ndarray
 IGNORED = -1
 
 
@@ -75,12 +77,45 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
+def micro_batches(tokens: Array, ranks: int, limit: int, *, padded: bool = False) -> tuple[Array, Array]:
+    """Deal sequences to ranks, and split the sequences of each rank into passes of at most `limit` tokens.
+
+    `tokens` [batches, n] are the sizes of the sequences of independent batches, the longest first. Returns the rank and the pass of
+    each sequence, both [batches, n]. A sequence goes to the rank with the fewest tokens so far, on a tie to the lowest; the rank
+    starts another pass where this one would exceed the limit, so a longer sequence has a pass of its own. `padded` passes count each
+    sequence as long as their first. A size of 0 stands for no sequence: it is dealt like the others, but changes nothing.
+
+        >>> import numpy as np
+        >>> rank, passes = micro_batches(np.array([[50, 30, 20, 20]]), ranks=2, limit=60)
+        >>> rank.tolist(), passes.tolist()  # rank 0 has 50 and 20 in two passes, rank 1 has 30 and 20 in one
+        ([[0, 1, 1, 0]], [[0, 0, 0, 1]])
+    """
+    batches, count = tokens.shape
+    each = np.arange(batches)
+    dealt, filled, longest = np.zeros((3, batches, ranks), dtype=tokens.dtype)  # tokens of a rank, of its pass, of the pass's first
+    passes = np.zeros((batches, ranks), dtype=np.int64)
+    rank_of, pass_of = np.zeros((2, batches, count), dtype=np.int64)
+    for index in range(count):
+        size = tokens[:, index]
+        rank = dealt.argmin(axis=1)
+        at = (each, rank)
+        taken = np.where(size > 0, longest[at], 0) if padded else size
+        opens = (size > 0) & (filled[at] > 0) & (filled[at] + taken > limit)
+        passes[at] += opens
+        first = opens | (filled[at] == 0)
+        longest[at] = np.where(first, size, longest[at])
+        filled[at] = np.where(first, size, filled[at] + taken)
+        dealt[at] += size
+        rank_of[:, index], pass_of[:, index] = rank, passes[at]
+    return rank_of, pass_of
+
+
 def plan_micro_batches(
     batch: Columns, world: int, micro_batch_tokens: int, *, flat: bool = False, shared: bool = True
 ) -> list[list[list[PackedSequence]]]:
     """Plan the micro-batches of each rank, the same number for each; an empty one still has to run.
 
-    `batching.micro_batches` deals the sequences, the longest first. `flat` packing has no shared prompts and no padding; without `shared`
+    `micro_batches` deals the sequences, the longest first. `flat` packing has no shared prompts and no padding; without `shared`
     each response has its own copy of its prompt.
     """
     sequences = sorted(_sequences(batch, shared=shared and not flat), key=lambda s: (-s.tokens, s.rows))

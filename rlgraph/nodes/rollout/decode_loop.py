@@ -1,0 +1,173 @@
+"""Decode the batches of a rollout: a task for each response, the loop that samples them, and the columns that they are packed into."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from rlgraph.columns import FINISH_REASONS, Column, padded
+from rlgraph.engines.api import GenerateEngine, Request, Response
+from rlgraph.errors import DataError
+from rlgraph.nodes.base import Context
+from rlgraph.nodes.rollout.batch_admission import BatchAdmission
+
+WRITES = (
+    *("prompts", "prompt_mask", "responses", "response_mask"),
+    *("rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
+)
+REWARDS = ("rewards", "token_rewards")  # of environments
+
+
+@dataclass(frozen=True)
+class Task:
+    """A response that is due: its request, its place in its group, and for conversations the `item`, the columns of its prompt."""
+
+    request: Request
+    member: int = 0
+    item: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A response to a prompt. `written` marks the tokens that the policy wrote; None: all of them.
+
+    `rewards` are an environment's, by the place of the token that each is for. `counts` are those of a conversation.
+    """
+
+    prompt: Sequence[int]
+    response: Response
+    written: Sequence[bool] | None = None
+    rewards: Mapping[int, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+
+def seed_of(seed: int, prompt: int, member: int) -> int:
+    """Derive a response's seed from the generator's seed, its prompt's place in the data order and its own place in the group."""
+    return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
+
+
+class TaskDecoder(Protocol):
+    """Samples the responses of tasks: one decode step at a time, in single turns or in conversations."""
+
+    def submit(self, task: Task) -> None:
+        """Queue a task."""
+
+    def step(self) -> Mapping[str, Outcome]:
+        """Decode one step, or wait a while if nothing can; return the responses that have ended, by the id of their request."""
+
+
+class OneTurn:
+    """Samples each response in one turn. The ids of its requests begin with `prefix`, and no other node's do."""
+
+    def __init__(self, engine: GenerateEngine, prefix: str) -> None:
+        self.engine, self.prefix = engine, prefix
+        self._prompts: dict[str, Sequence[int]] = {}
+
+    def submit(self, task: Task) -> None:
+        self._prompts[task.request.id] = task.request.prompt
+        self.engine.submit(task.request)
+
+    def step(self) -> Mapping[str, Outcome]:
+        return {name: Outcome(self._prompts.pop(name), response) for name, response in self.engine.step(self.prefix).items()}
+
+
+class _OpenBatch:
+    """The tasks of one step, and their responses so far."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.done: dict[str, Outcome] = {}
+
+    def tail(self) -> bool:
+        """Tell whether at most half of the responses still decode."""
+        return 2 * len(self.done) >= len(self.tasks)
+
+
+class DecodeLoop:
+    """Decodes the batches of one rollout. `upcoming(step)` makes the tasks of a batch before it is due."""
+
+    def __init__(self, context: Context, decoder: TaskDecoder, rule: BatchAdmission, upcoming: Callable[[int], Sequence[Task]]) -> None:
+        self.context, self.decoder, self.rule, self.upcoming = context, decoder, rule, upcoming
+        self._batches: dict[int, _OpenBatch] = {}
+        self._home: dict[str, _OpenBatch] = {}  # of each task that is not done
+
+    def begin(self, step: int, tasks: Sequence[Task]) -> None:
+        """Submit the tasks of batch `step`, unless it has joined before. Raises DataError if it joined with other tasks."""
+        self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
+        if step not in self._batches:
+            self._submit(step, tasks)
+        elif self._batches[step].tasks != tasks:
+            raise DataError(f"step {step} has other prompts than it had one step before: the items of a data set do not change")
+
+    def take(self, step: int, tasks: Sequence[Task]) -> list[Outcome]:
+        """Decode until these tasks of batch `step` are done, and return their responses, in the order of the tasks."""
+        batch = self._batches[step]
+        self.context.report_progress(len(batch.done), len(batch.tasks), "responses")
+        missing = {task.request.id for task in tasks} - batch.done.keys()
+        while missing:
+            self._join(step)
+            finished = self.decoder.step()
+            for name, sampled in finished.items():
+                self._home.pop(name).done[name] = sampled
+                missing.discard(name)
+            if finished:
+                self.context.report_progress(len(batch.done), len(batch.tasks), "responses")
+        return [batch.done[task.request.id] for task in tasks]
+
+    def _submit(self, step: int, tasks: Sequence[Task]) -> None:
+        batch = self._batches[step] = _OpenBatch(tasks)
+        for task in tasks:
+            self.decoder.submit(task)
+            self._home[task.request.id] = batch
+
+    def _join(self, step: int) -> None:
+        """Take new weights and admit the next batches between two decode steps, as far as the rule allows."""
+        arrivals = self.context.arrivals
+        if self.rule.interrupt and arrivals is not None:
+            arrivals.poll()
+        newest = max(self._batches)
+        while newest < step + self.rule.ahead() and self._batches[newest].tail():
+            needed = self.rule.needs(newest + 1)
+            if not self.rule.interrupt and arrivals is not None:
+                arrivals.wait(needed)
+            if self.context.version < needed:
+                return
+            newest += 1
+            self._submit(newest, self.upcoming(newest))
+
+
+def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
+    """Pack responses into the columns that every rollout writes, one row each: prompts padded on the left, responses on the right."""
+    tokens, mask = padded(prompts, torch.int64, left=True)
+    sampled, written = padded([r.tokens for r in responses], torch.int64, left=False)
+    log_probs, _ = padded([r.log_probs for r in responses], torch.float32, left=False)
+    versions, _ = padded([r.versions for r in responses], torch.int32, left=False)
+    return {
+        "prompts": tokens,
+        "prompt_mask": mask,
+        "responses": sampled,
+        "response_mask": written,
+        "rollout_log_probs": log_probs,
+        "weight_version": versions,
+        "finish_reasons": torch.tensor([FINISH_REASONS.index(r.finish) for r in responses], dtype=torch.int8),
+        "group_ids": group_ids,
+    }
+
+
+def columns_of_sampled(sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False) -> dict[str, Column]:
+    """Pack what was sampled into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal."""
+    columns = columns_of([one.prompt for one in sampled], [one.response for one in sampled], group_ids)
+    mask, tokens = columns["response_mask"], columns["responses"]
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(tokens, torch.Tensor)
+    for row, one in enumerate(sampled):
+        if one.written is not None:
+            mask[row, : len(one.written)] = torch.tensor(one.written, dtype=torch.bool)
+    if not rewarded:
+        return columns
+    rewards = torch.zeros(tokens.shape, dtype=torch.float32)
+    for row, one in enumerate(sampled):
+        for place, reward in one.rewards.items():
+            rewards[row, place] = reward
+    return columns | {"rewards": rewards.sum(-1), "token_rewards": rewards}

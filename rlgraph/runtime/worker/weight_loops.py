@@ -1,0 +1,157 @@
+"""The feedback edges of one worker: weights are published after the firing that trains them, and loaded before the first that uses them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
+from rlgraph.compiler.events import load_event, publish_event
+from rlgraph.compiler.plan import PlannedLoop
+from rlgraph.engines.api import GenerateEngine
+from rlgraph.errors import ChannelTimeout
+from rlgraph.nodes.base import Context
+from rlgraph.runtime.worker.activity import Activity
+from rlgraph.runtime.worker.span_recorder import SpanRecorder
+from rlgraph.runtime.worker.spec import WorkerSpec
+
+OnEnter = Callable[[int, Activity], None]
+
+
+@dataclass
+class Loop:
+    """A feedback edge as one worker sees it; it holds the writing end, the reading end, or both."""
+
+    plan: PlannedLoop
+    writer: WeightsWriter | None = None
+    reader: WeightsReader | None = None
+
+
+@dataclass
+class WeightLoops:
+    """All feedback edges of one worker. It calls `enter` when an activity begins, and `wake(step)` before an engine takes weights."""
+
+    loops: list[Loop]
+    spec: WorkerSpec
+    context: Context
+    recorder: SpanRecorder
+    enter: OnEnter
+    wake: Callable[[int], None]
+
+    def written_by(self, node: str) -> list[PlannedLoop]:
+        """List the edges whose weights a node trains."""
+        return [loop.plan for loop in self.loops if loop.writer is not None and node == loop.plan.writer]
+
+    def publish(self, node: str, step: int) -> None:
+        """Publish what a node has trained at this step, on each edge that carries it."""
+        for loop in self.loops:
+            if loop.writer is not None and node == loop.plan.writer and loop.plan.carries(step):
+                name, version = loop.plan.name, step + 1
+                self.enter(step, Activity("publish", node, name, version))
+                with self.recorder.moving(name, "room", loop.writer.blocked_s, (publish_event(name), "publish"), step, version=version):
+                    loop.writer.publish(version, self.context.engine.weight_shards(), self.spec.deadline_s)
+
+    def publish_again(self, step: int) -> None:
+        """Resume from a checkpoint after `step` steps: publish its weights, the next version of every reader."""
+        for loop in self.loops:
+            if loop.writer is not None and loop.plan.due is None:
+                loop.writer.publish(step, self.context.engine.weight_shards(), self.spec.deadline_s)
+            if loop.reader is not None:
+                self.context.version = step - 1
+
+    def loaded_before(self, node: str) -> list[Loop]:
+        """List the edges whose weights load before a node: the first that uses them, as all nodes of a step use one version."""
+        return [loop for loop in self.loops if loop.reader is not None and node == self._first_user(loop)]
+
+    def _first_user(self, loop: Loop) -> str | None:
+        return next((node.name for node in self.spec.nodes if node.name in loop.plan.readers), None)
+
+    def arrivals(self, node: str, step: int) -> "Arriving | None":
+        """Make what loads new versions while a node runs; None for a node that reads no edge."""
+        loop = next((loop for loop in self.loops if loop.reader is not None and node in loop.plan.readers), None)
+        return Arriving(self, loop, node, step) if loop is not None else None
+
+    def load(self, loop: Loop, node: str, step: int) -> None:
+        """Load exactly version `step - depth`, or with `latest` every version up to the newest that has arrived."""
+        if loop.plan.due is not None:  # an evaluation of what this step publishes
+            if loop.plan.carries(step):
+                self._load_next(loop, node, step, step + 1)
+            return
+        self.load_up_to(loop, node, step, step - loop.plan.depth)
+        if loop.plan.latest:
+            self.load_published(loop, node, step)
+
+    def _newest(self, step: int) -> float:
+        """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
+        saving = self.spec.saving
+        if saving is None:
+            return float("inf")
+        cut = step // saving.every * saving.every
+        return cut if cut and step < cut + saving.lookahead else float("inf")
+
+    def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
+        """Load the versions up to `version`, waiting for each."""
+        while self.context.version < version:
+            self._load_next(loop, node, step, self.context.version + 1)
+
+    def _load_next(self, loop: Loop, node: str, step: int, version: int) -> None:
+        assert loop.reader is not None
+        self.enter(step, Activity("receive", node, loop.plan.name, version))
+        with self.recorder.span(loop.plan.name, "wait", step, version=version):
+            weights = loop.reader.receive(version, self.spec.deadline_s)
+        self._swap(loop, node, step, version, weights)
+
+    def load_published(self, loop: Loop, node: str, step: int) -> None:
+        """Load every version that has arrived, without waiting for more."""
+        assert loop.reader is not None
+        while self.context.version < self._newest(step):
+            try:
+                weights = loop.reader.receive(self.context.version + 1, 0.0)
+            except ChannelTimeout:
+                break
+            self._swap(loop, node, step, self.context.version + 1, weights)
+
+    def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        assert loop.reader is not None
+        engine = self.context.engine
+        self.wake(step)
+        self.enter(step, Activity("load", node, loop.plan.name, version))
+        with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
+            if isinstance(engine, GenerateEngine):
+                engine.load_weights(weights, version=version, running=self.spec.node(node).traits.running)
+            else:  # a user's own
+                engine.load_weights(weights)
+        loop.reader.done()
+        self.context.version = version
+
+    def published_bytes(self) -> int:
+        """Count the bytes of a weight version that this worker publishes: those of its own shards."""
+        ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]
+        return sum(end.bytes // max(end.messages, 1) for end in ends)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """New versions of a loop for one firing of a node; see `rlgraph.nodes.base.Arrivals`."""
+
+    weights: WeightLoops
+    loop: Loop
+    node: str
+    step: int
+
+    def poll(self) -> None:
+        with self._meanwhile():
+            self.weights.load_published(self.loop, self.node, self.step)
+
+    def wait(self, version: int) -> None:
+        with self._meanwhile():
+            self.weights.load_up_to(self.loop, self.node, self.step, version)
+
+    @contextmanager
+    def _meanwhile(self) -> Iterator[None]:
+        """Report that the node runs again after new weights have been loaded, so that its next work is not counted as loading."""
+        before = self.weights.context.version
+        yield
+        if self.weights.context.version > before:
+            self.weights.enter(self.step, Activity("fire", self.node))
