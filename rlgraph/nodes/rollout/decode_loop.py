@@ -78,6 +78,7 @@ class _OpenBatch:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         self.done: dict[str, Outcome] = {}
+        self.begun = False  # its step has fired; until then it has joined another one
 
     def tail(self) -> bool:
         """Tell whether at most half of the responses still decode."""
@@ -93,12 +94,16 @@ class DecodeLoop:
         self._home: dict[str, _OpenBatch] = {}  # of each task that is not done
 
     def begin(self, step: int, tasks: Sequence[Task]) -> None:
-        """Submit the tasks of batch `step`, unless it has joined before. Raises DataError if it joined with other tasks."""
-        self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
+        """Submit the tasks of batch `step`, unless it has joined before. Raises DataError if it joined with other tasks.
+
+        A step that begins again is decoded again: after a kill it is tried one prompt at a time, and then as a whole.
+        """
+        self._batches = {number: batch for number, batch in self._batches.items() if number >= step and not batch.begun}
         if step not in self._batches:
             self._submit(step, tasks)
         elif self._batches[step].tasks != tasks:
             raise DataError(f"step {step} has other prompts than it had one step before: the items of a data set do not change")
+        self._batches[step].begun = True
 
     def take(self, step: int, tasks: Sequence[Task]) -> list[Outcome]:
         """Decode until these tasks of batch `step` are done, and return their responses, in the order of the tasks."""
