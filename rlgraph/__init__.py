@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.fsdp.adamw import AdamW, Muon
     from rlgraph.engines.hf_models.pretrained import model_folder
+    from rlgraph.engines.lora.settings import LoRA
     from rlgraph.engines.registry import EngineSpec, TrainerSpec
     from rlgraph.engines.schedules import WSD, Constant, Cosine, Linear
     from rlgraph.errors import (
@@ -143,6 +144,7 @@ __all__ = [
     "LearnedReward",
     "Lengths",
     "Linear",
+    "LoRA",
     "Message",
     "Model",
     "ModelTraits",
@@ -256,6 +258,7 @@ _NAMES = {
     "Job": "rlgraph.runtime.driver.job",
     "LearnedReward": "rlgraph.nodes.training.learned_reward",
     "Lengths": "rlgraph.costs.lengths",
+    "LoRA": "rlgraph.engines.lora.settings",
     "Linear": "rlgraph.engines.schedules",
     "Message": "rlgraph.nodes.environments.messages",
     "Model": "rlgraph.graph.nodes",

@@ -16,7 +16,7 @@ from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.engines.hf_export.folder import Exported
-from rlgraph.engines.hf_export.layout import ExportDtype
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.engines.hf_models import hub
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
@@ -197,7 +197,9 @@ def launch(
 
 
 @checked(PlanError)
-def export(checkpoint: str | Path, folder: str | Path, dtype: ExportDtype = "bfloat16", policy: str | None = None) -> Exported:
+def export(
+    checkpoint: str | Path, folder: str | Path, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
+) -> Exported:
     """Write a model of a checkpoint as a Hugging Face folder, as `Job.export` does for a running job.
 
     >>> import rlgraph as rg
@@ -209,13 +211,14 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: ExportDtype = "bfl
 
     The checkpoint is one as `step-00000740`, or a folder of them, whose newest is meant. It reads what any number of ranks saved, one shard
     of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models, as `policy="critic"`.
+    `adapter="apart"` writes an adapter that was trained as PEFT's folder; with dtype="float32" training goes on from its very numbers.
 
     Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone; nothing is left then.
     """
     from rlgraph.runtime.exports.checkpoint import export_checkpoint
 
-    return export_checkpoint(checkpoint, folder, dtype, policy, model_card)
+    return export_checkpoint(checkpoint, folder, dtype, policy, adapter, model_card)
 
 
 def run_here(plan: Plan) -> "LocalJob":

@@ -48,6 +48,13 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class Adapter(StrEnum):
+    """How `export` writes an adapter."""
+
+    merged = "merged"
+    apart = "apart"
+
+
 def main() -> None:
     """Run the command line. The exit code is 2 for a wrong call or setting, 1 for any other failure."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -144,11 +151,12 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
     dtype: Annotated[Dtype, typer.Option(help="What the weights are written in.")] = Dtype.bfloat16,
     policy: Annotated[str | None, typer.Option(help="Which model, where several are trained.")] = None,
+    adapter: Annotated[Adapter, typer.Option(help="An adapter merged into its model, or apart as PEFT's folder.")] = Adapter.merged,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face folder."""
     import rlgraph as rg
 
-    made = rg.export(checkpoint, out, dtype.value, policy)
+    made = rg.export(checkpoint, out, dtype.value, policy, adapter.value)
     typer.echo(f"{made.folder}: after step {made.step}, {made.parameters:,} parameters in {made.dtype}, {made.bytes:,} bytes")
 
 

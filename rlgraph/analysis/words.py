@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import CostSource, Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.compiler.planned_adapter import PlannedAdapter
 from rlgraph.graph.nodes import Due
 
 WAITS: Mapping[str, Callable[[str], str]] = {
@@ -92,6 +93,12 @@ def loop_terms(loop: PlannedLoop) -> str:
     if loop.due is not None:
         return f"{due(loop.due)}, {counted(loop.buffers, 'buffer')}, {loop.transport}"
     return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
+
+
+def adapter(planned: PlannedAdapter) -> str:
+    """Describe an adapter that a feedback edge carries."""
+    size = "" if planned.bytes is None else f" of {planned.bytes / 1e6:.2f} MB a version"
+    return f"carries an adapter of rank {planned.rank}{size}, which its readers merge into the base they keep"
 
 
 def earlier(channel: PlannedChannel) -> str:

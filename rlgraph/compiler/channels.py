@@ -8,7 +8,9 @@ from rlgraph.columns import COLUMNS
 from rlgraph.compiler import events
 from rlgraph.compiler.placement import first_workers
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.compiler.planned_adapter import PlannedAdapter
 from rlgraph.compiler.schedule import MOVING, Schedule
+from rlgraph.costs.model_shapes import Shapes
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Node
 from rlgraph.simulate.forecast import Forecast
@@ -129,7 +131,14 @@ def _earlier_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> Iterato
 
 
 def planned_loops(
-    graph: Graph, workers: Sequence[PlannedWorker], schedule: Schedule, cycle: Cycle, expected: Forecast, *, on_gpus: bool
+    graph: Graph,
+    workers: Sequence[PlannedWorker],
+    schedule: Schedule,
+    cycle: Cycle,
+    expected: Forecast,
+    shapes: Shapes,
+    *,
+    on_gpus: bool,
 ) -> list[PlannedLoop]:
     """Plan the feedback edges. Publishing is hidden if a step without it would be hardly shorter."""
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
@@ -154,6 +163,7 @@ def planned_loops(
             slots=staged_versions(feedback, on_gpus=on_gpus),
             publish_s=publish_s,
             hidden=hidden,
+            adapter=PlannedAdapter.of(feedback.source.node.model, shapes),
         )
         planned += [loop] if using else []
         for node in apart:

@@ -1,7 +1,7 @@
 """Estimate the peak memory of each device and of the host from model shapes, and refuse a plan that cannot fit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlgraph.channels.factory import transport_of
 from rlgraph.compiler.channels import staged_versions, weights_transport
@@ -10,12 +10,13 @@ from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
+from rlgraph.costs.adapters import FLOAT32, adapter_size
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Feedback, Graph, Model, Pool
+from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
@@ -68,7 +69,9 @@ def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes
         model = next((models[name] for name in worker.nodes if name in models), None)
         if model is not None and model.traits.host_moments and model.path in shapes:
             ranks = sum(other.model == worker.model for other in workers)
-            held[worker.host] = held.get(worker.host, 0) + OPTIMIZER * shapes[model.path].parameters // ranks
+            size = adapter_size(model, shapes[model.path])
+            trained = shapes[model.path].parameters if size is None else size.parameters
+            held[worker.host] = held.get(worker.host, 0) + OPTIMIZER * trained // ranks
     return max(held.values(), default=0)
 
 
@@ -111,7 +114,17 @@ def _need(
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,
     )
+    own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
+    work = replace(work, adapter=None if own is None else own.parameters)
+    if cluster.gpus:  # on a host the base that is kept is mapped from its files
+        work = replace(work, merged=max((size.matrices for size in followed if size is not None), default=0))
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
+
+
+def _source(node: Node) -> Model | None:
+    """The model whose weights a node follows."""
+    source = node.feedback.source if node.feedback is not None else None
+    return None if source is None else source.node.model
 
 
 def _longest(graph: Graph, lengths: Lengths | None) -> float:
@@ -142,7 +155,9 @@ def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], 
     writer, reading = feedback.source.node, readers(graph, feedback) or evaluations(graph, feedback)
     itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
-    size = staged_versions(feedback, on_gpus=on_gpus) * parameters * itemsize
+    adapter = adapter_size(writer.model, shapes.get(writer.model.path)) if writer.model is not None else None
+    version = parameters * itemsize if adapter is None else adapter.parameters * FLOAT32
+    size = staged_versions(feedback, on_gpus=on_gpus) * version
     return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(workers, writer, reading, on_gpus=on_gpus), size)
 
 

@@ -12,6 +12,7 @@ from rlgraph.channels.factory import TRANSPORTS
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.facade import Facade, facade
 from rlgraph.compiler.plan_keys import unknown_keys, with_new_names
+from rlgraph.compiler.planned_adapter import PlannedAdapter
 from rlgraph.compiler.schedule import Reason, Schedule
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.errors import PlanError
@@ -130,6 +131,7 @@ class PlannedLoop:
     bucket_bytes: int = BUCKET_BYTES
     checksum: bool = False
     due: Due | None = None  # the steps whose weights it carries, if not each; the weights are then for the same step
+    adapter: PlannedAdapter | None = None  # what it carries instead of whole weights
 
     def carries(self, step: int) -> bool:
         """Whether the weights that `step` publishes go this way."""

@@ -44,6 +44,8 @@ class Workload:
     generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
     pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
     with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and with `context` others a pass.
+    Only the `adapter` numbers of a model that trains an adapter have gradients and moments. An engine that merges adapters keeps the
+    `merged` numbers of the matrices that they change.
     """
 
     shape: ModelShape
@@ -62,6 +64,8 @@ class Workload:
     host_moments: bool = False
     tensor: int = 1
     context: int = 1
+    adapter: int | None = None
+    merged: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ def paged(work: Workload) -> Need:
     sequences = min(-(-work.rows // work.workers), SEQUENCES)
     per_token = work.shape.kv_bytes_per_token(work.itemsize) / width
     cache = int(max(sequences * work.usual, work.longest) * per_token)
-    return Need({}, {"engine's weights": weights, "keys and values": cache}, weights + int(work.longest * per_token))
+    base = {"base of merged adapters": work.merged * work.itemsize} if work.merged else {}
+    least = sum(base.values()) + weights + int(work.longest * per_token)
+    return Need({}, {"engine's weights": weights, **base, "keys and values": cache}, least)
 
 
 def fully_sharded(work: Workload) -> Need:
@@ -106,13 +112,17 @@ def _ranks(work: Workload, weights: int) -> Need:
     if work.host_moments:
         del per_parameter["optimizer"]
     stays = {what: size * shape.parameters // work.workers for what, size in per_parameter.items()}
+    if work.adapter is not None:
+        stays = {what: size * work.adapter // work.workers for what, size in per_parameter.items()}
+        stays["weights"] += work.itemsize * shape.parameters // work.workers  # frozen, in the dtype of passes
     if work.trained and work.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
     groups = max(work.workers // (work.tensor * work.context), 1)
     tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
     kept = 2 if not work.trained or work.recompute else ACTIVATION  # of a layer: its input, or all
     layers = shape.layers if work.trained else 1
-    gathered = (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor
+    alone = work.adapter is not None and work.workers == 1  # then frozen weights are used as they lie
+    gathered = 0 if alone else (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor
     runs = {"activations": tokens * shape.hidden * layers * kept * work.itemsize // 2 // work.tensor, "gathered layers": gathered}
     if work.fused_head is not None:
         runs["logits"] = _logits(work, tokens)
@@ -127,7 +137,7 @@ def _logits(work: Workload, tokens: int) -> int:
     if not work.trained:
         return min(numbers, LOGITS_AT_ONCE) * work.itemsize + scoring
     if work.fused_head and numbers > LOGITS_AT_ONCE:
-        head = words * work.shape.hidden  # its gradient in float32, and what some rows add to it
+        head = words * work.shape.hidden if work.adapter is None else 0  # its gradient in float32, and what some rows add to it
         return 2 * LOGITS_AT_ONCE * work.itemsize + scoring + (4 + work.itemsize) * head
     return 2 * numbers * work.itemsize + scoring
 

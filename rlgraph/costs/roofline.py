@@ -8,6 +8,7 @@ from rlgraph.compiler.events import readers
 from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs import host_times
+from rlgraph.costs.adapters import FLOAT32, adapter_size
 from rlgraph.costs.costs import NOMINAL, Costs, epochs_of
 from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
@@ -49,19 +50,31 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
-    moved = max(
-        (2.0 * shapes[f.source.node.model.path].parameters for f in graph.feedbacks if f.source and f.source.node.model), default=0.0
-    )
+    sources = [f.source.node.model for f in graph.feedbacks if f.source and f.source.node.model]
+    moved = max((_version_bytes(model, shapes) for model in sources), default=0.0)
+    written = max((_written_bytes(model, shapes) for model in sources), default=0.0)
     return Costs(
         nodes,
         publish_s=moved / device.bandwidth * 2,
         receive_s=moved / LINK,
-        swap_s=moved / device.bandwidth * 2,
+        swap_s=written / device.bandwidth * 2,
         source="roofline",
         lengths=lengths,
         publish_bytes=int(moved),
         on=f"the roofline of {device.flops / 1e12:.0f} TFLOP/s and {device.bandwidth / 1e12:.2f} TB/s",
     )
+
+
+def _version_bytes(model: Model, shapes: Shapes) -> float:
+    """The bytes of a version that a model publishes: of an adapter as it is trained, of whole weights in bfloat16."""
+    adapter = adapter_size(model, shapes[model.path])
+    return 2.0 * shapes[model.path].parameters if adapter is None else float(FLOAT32 * adapter.parameters)
+
+
+def _written_bytes(model: Model, shapes: Shapes) -> float:
+    """The bytes that an engine writes at a new version: all weights, or the matrices that an adapter changes."""
+    adapter = adapter_size(model, shapes[model.path])
+    return 2.0 * (shapes[model.path].parameters if adapter is None else adapter.matrices)
 
 
 def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
@@ -78,7 +91,9 @@ def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | No
 def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> SleepCost:
     works = {node.traits.work for node in graph.nodes if node.model is model}
     published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
+    adapter = adapter_size(model, shapes.get(model.path))
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
+    count = count if adapter is None else adapter.parameters
     # What only scores keeps its memory, and a trainer's moments may be on the host already.
     sleeps = works & {"generate", "train"} and not model.traits.host_moments
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
@@ -109,10 +124,13 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     trains = node.traits.work == "train"
     walks = epochs_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
+    adapter = adapter_size(node.model, shape)
+    learnt = shape.parameters if adapter is None else adapter.parameters
+    operations = 6 if adapter is None or not trains else 4 + 6 * learnt / shape.active_parameters  # frozen weights have no gradient
     exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
     return NodeCost(
-        parallel_s=epochs_of(node) * OPTIMIZER_BYTES * shape.parameters / (device.bandwidth * DECODING) if trains else 0.0,
-        token_s=walks * (6 * shape.active_parameters / (device.flops * TRAINING) + logits) + epochs_of(node) * exchange,
+        parallel_s=epochs_of(node) * OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) if trains else 0.0,
+        token_s=walks * (operations * shape.active_parameters / (device.flops * TRAINING) + logits) + epochs_of(node) * exchange,
         pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
         sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
     )

@@ -251,6 +251,9 @@ class TrainEngine(Protocol):
         A policy's scores are log-probs at the sampling `temperature`, a critic's are values.
         """
 
+    def base_scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
+        """Compute a policy's `scores` without its adapter. Only a model with `adapter=` is asked for them."""
+
     def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a policy's scores, and for each token the sum of the squared probabilities of the vocabulary, both `[B, T]`."""
 

@@ -58,6 +58,12 @@ class CopyPlan:
         with torch.no_grad():
             torch._foreach_copy_(self._to, self._sources)
 
+    def replay_one(self, name: str, weight: torch.Tensor) -> None:
+        """Load a new weight of this name, and leave the others as they are."""
+        own = [copy for copy in self.copies if copy.name == name]
+        with torch.no_grad():
+            torch._foreach_copy_([copy.to for copy in own], [copy.source({name: weight}) for copy in own])
+
 
 def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
     """Whether these are the same tensor objects in the same order: a buffer that was only refilled."""

@@ -30,6 +30,7 @@ TrainerSetting: TypeAlias = Literal[
     "load_balance",
     "tensor_parallel",
     "context_parallel",
+    "adapter",
 ]
 
 
@@ -76,7 +77,7 @@ class TrainerSpec(Estimates):
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
     fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`, `fused_head`, `offload`,
-    `load_balance`, `tensor_parallel`, `context_parallel`.
+    `load_balance`, `tensor_parallel`, `context_parallel`, `adapter`.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
     memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.

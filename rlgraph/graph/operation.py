@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 if TYPE_CHECKING:
     from rlgraph.costs.estimates import Estimates
     from rlgraph.engines.api import Running, Sampling
+    from rlgraph.engines.lora.settings import LoRA
     from rlgraph.graph.nodes import Node, Pool
     from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 
@@ -178,6 +179,8 @@ class ModelTraits:
 
     `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
 
+    `adapter` are the low-rank matrices that it trains and publishes instead of its weights; None for whole weights.
+
     `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
     `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
@@ -198,6 +201,7 @@ class ModelTraits:
     host_moments: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
+    adapter: "LoRA | None" = None
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None

@@ -8,6 +8,7 @@ import networkx as nx
 
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import GraphError, shown
+from rlgraph.graph.adapter_rules import check_adapters
 from rlgraph.graph.rounds import lags
 
 if TYPE_CHECKING:
@@ -311,6 +312,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     chunks_have_a_reader,
     chunks_fit_a_channel,
     evaluations_delay_nobody,
+    check_adapters,
 )
 
 

@@ -143,6 +143,7 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
     lines = [
         f"feedback {words.clean(loop.name)}: {words.clean(loop.writer)} -> {', '.join(map(words.clean, loop.readers))}",
         f"  {words.loop_terms(loop)}, {words.counted(loop.slots, 'slot')}",
+        *([] if loop.adapter is None else [f"  {words.adapter(loop.adapter)}"]),
         f"  the firing of step k uses {taken}; expected staleness {loop.staleness:.2f}",
         f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
     ]

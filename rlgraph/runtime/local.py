@@ -14,13 +14,13 @@ from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import Plan
 from rlgraph.compiler.schedule import Span
 from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import ExportDtype, ExportLayout
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.runtime.checkpoint.store import Checkpoints
-from rlgraph.runtime.exports.models import chosen, trained_models
+from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
 from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
 from rlgraph.runtime.measure import Step, bits, oldest, timings
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
@@ -116,19 +116,22 @@ class LocalJob:
                 self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
 
     @checked(PlanError)
-    def export(self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None) -> Exported:
+    def export(
+        self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
+    ) -> Exported:
         """Write the trained model as a Hugging Face folder; see `Job.export`."""
         where = f"export('{folder}')"
         model = chosen(trained_models(self._graph, self.plan), policy, where)
         check_target(folder)
         check_source(model, where)
+        check_apart(model, adapter, where)
         engine = next(p.worker.context.engine for p in self.progress.values() if p.worker.spec.worker.model == model.name)
         card = model_card(self._graph, self.plan, model, self._finished, dtype, {}, {})
 
         def write(path: Path, layout: ExportLayout) -> None:
             write_shards(path, layout, engine.weight_shards())
 
-        return write_export(folder, Source(model, self._finished, card), dtype, [boxes(engine.weight_shards())], write)
+        return write_export(folder, Source(model, self._finished, card, adapter), dtype, [boxes(engine.weight_shards())], write)
 
     def _fire(self, step: int, until: int) -> None:
         """Fire every node that has not fired for `step`, of the workers that must reach it: they go to `until` plus their lookahead."""

@@ -18,6 +18,7 @@ from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import value_head
+from rlgraph.engines.lora.modules import Beginning, is_adapter
 from rlgraph.errors import DataError
 
 
@@ -25,13 +26,14 @@ class Head(torch.nn.Module, ABC):
     """A model and its head as one module, so that FSDP gathers all that lies outside of the layers around a whole pass.
 
     `prefix` begins the names of its metrics; `loss_name` is the name of the whole loss. `folder` has the weights of a model whose
-    parameters are on the meta device; None for a model that is in memory.
+    parameters are on the meta device; None for a model that is in memory. `begins` makes the first matrices of an adapter.
     """
 
     prefix: ClassVar[str]
     loss_name: ClassVar[str]
     model: Any
     folder: FolderWeights | None = None
+    begins: Beginning | None = None
 
     @property
     @abstractmethod
@@ -46,6 +48,10 @@ class Head(torch.nn.Module, ABC):
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
         own = name.removeprefix("model.")
+        if self.begins is not None and is_adapter(own):
+            shape = tuple(self.get_parameter(name).shape)
+            out.copy_(self.begins(own, shape)[tuple(slice(at, at + size) for at, size in zip(offsets, out.shape, strict=True))])
+            return True
         if self.folder is None or not self.folder.holds(own):
             return False
         self.folder.fill(own, offsets, out)

@@ -83,7 +83,7 @@ class _FusedScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, tokens = ctx.saved_tensors
         of_states = torch.empty_like(states)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # not of a frozen head
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _chunks(len(states), ctx.at_once):
             output = linear(states[rows], weight, bias).requires_grad_()
@@ -92,10 +92,18 @@ class _FusedScores(torch.autograd.Function):
             used = [(part, grad[rows]) for part, grad in zip(found, grads, strict=True) if part.requires_grad]
             (of_output,) = torch.autograd.grad([part for part, _ in used], output, [grad for _, grad in used])
             torch.mm(of_output, weight, out=of_states[rows])
-            of_weight += of_output.t() @ states[rows]
+            if of_weight is not None:
+                of_weight += of_output.t() @ states[rows]
             if of_bias is not None:
                 of_bias += of_output.sum(0, dtype=torch.float32)
-        return of_states, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+        return (
+            of_states,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(count: int, size: int) -> list[slice]:

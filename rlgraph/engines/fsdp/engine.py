@@ -31,6 +31,8 @@ from rlgraph.engines.fsdp.sharding import join, local, placed, prepare_layers, s
 from rlgraph.engines.fsdp.tensor_parallel import share_matrices
 from rlgraph.engines.hf_models.folder_parts import folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_parallel
+from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
+from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import GraphError
 
 
@@ -46,7 +48,8 @@ class FsdpEngine:
     behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step. `tensor_parallel` neighbours share the matrices
     of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `load_balance` is the
-    weight of the loss that balances the experts of a mixture.
+    weight of the loss that balances the experts of a mixture. With an `adapter` the model itself is frozen, in `dtype`; weights,
+    shards and state are then those of the adapter alone.
     `on_progress(done, total)` is called after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
@@ -70,6 +73,7 @@ class FsdpEngine:
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         load_balance: float = 0.0,
+        adapter: LoRA | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
@@ -88,6 +92,10 @@ class FsdpEngine:
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda":
             fused_norms.install(head.model)
+        self._adapters: list[LoraLinear] = []
+        if adapter is not None:
+            head.begins = Beginning(adapter)
+            self._adapters = attach(head, head.layers, adapter, dtype)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         if self._ranks.matrices is not None:
             share_matrices(head, self._ranks.matrices)
@@ -111,6 +119,18 @@ class FsdpEngine:
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
         return self._scores(batch, temperature, squares=False)[0]
+
+    def base_scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
+        """Give `scores` of the model without its adapter."""
+        try:
+            self._switch(on=False)
+            return self.scores(batch, temperature=temperature)
+        finally:
+            self._switch(on=True)
+
+    def _switch(self, *, on: bool) -> None:
+        for projection in self._adapters:
+            projection.on = on
 
     def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Give a policy's `scores` and, alike, the sum of the squared probabilities of the vocabulary at each token."""
@@ -206,14 +226,17 @@ class FsdpEngine:
         self._on_progress(len(passes), len(passes))
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
-        return {name.removeprefix("model."): parameter for name, parameter in self._head.named_parameters()}
+        return {n.removeprefix("model."): parameter for n, parameter in self._head.named_parameters() if parameter.requires_grad}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's part of every parameter, live and in float32. Ranks that share no matrices have rows, split as by `torch.chunk`."""
+        """This rank's part of every parameter that is trained, live and in float32.
+
+        Ranks that share no matrices have rows, split as by `torch.chunk`.
+        """
         return {name: local(parameter.detach()) for name, parameter in self._named().items()}
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's box of every parameter, live, in float32 and under the names of the folder; see `TrainEngine`."""
+        """Yield this rank's box of every parameter that is trained, live, in float32, by its name in the folder; see `TrainEngine`."""
         return folder_shards(self._shards(), self._parts)
 
     def _shards(self) -> Iterator[WeightShard]:

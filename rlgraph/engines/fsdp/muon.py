@@ -22,7 +22,8 @@ def made(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.op
     if isinstance(settings, Muon):
         return MuonWithAdamW(head, settings)
     kind = HostMomentsAdamW if host_moments else torch.optim.AdamW
-    return kind(head.parameters(), settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
+    learnt = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    return kind(learnt, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
 
 
 def first_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

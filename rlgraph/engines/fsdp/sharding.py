@@ -51,10 +51,11 @@ def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
     """Shard the layers in units, and the rest as one unit; passes compute in `dtype`. Returns the first module of each unit."""
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
+    frozen = {parameter for parameter in whole.parameters() if not parameter.requires_grad} if alone else set()  # used as they are
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units: list[list[Any]] = [*together(layers), [whole]]
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone, ignored_params=frozen)
     firsts = [unit[0] for unit in units]
     if not alone:  # losses are normalised by the totals of all ranks, so that gradients are summed and not averaged
         for first in firsts:

@@ -51,6 +51,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         tensor_parallel=model.tensor_parallel,
         context_parallel=model.context_parallel,
         load_balance=model.load_balance,
+        adapter=model.adapter,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -75,6 +76,7 @@ SPEC = TrainerSpec(
         "load_balance",
         "tensor_parallel",
         "context_parallel",
+        "adapter",
     ),
     reads_shards=True,
     saved_shards=saved_shards,

@@ -72,7 +72,7 @@ class GrowingExport:
         try:
             self.path.mkdir(mode=0o700)
             self._lock = _locked(self.path)
-            self._take_room()
+            take_room(self.path, self._layout)
         except OSError as error:
             self.discard()
             raise self.failed(error) from error
@@ -83,17 +83,6 @@ class GrowingExport:
 
     def __exit__(self, *_: object) -> None:
         self.discard()
-
-    def _take_room(self) -> None:
-        for file in self._layout.files:
-            handle = os.open(self.path / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                os.posix_fallocate(handle, 0, file.bytes)
-                os.pwrite(handle, file.header, 0)
-            finally:
-                os.close(handle)
-        if len(self._layout.files) > 1:
-            (self.path / INDEX).write_text(self._layout.index())
 
     def finish(self) -> None:
         """Sync what lies in the folder, and give it its name. Raises ExportError if the disk fails or the name is taken by now."""
@@ -125,6 +114,19 @@ class GrowingExport:
             f"export('{self.target}'): {why}: it takes {self._layout.bytes / 1e9:.3f} GB as {self._layout.dtype}, and {free / 1e9:.3f} GB "
             "are free there; make room or give a folder on another disk. Nothing is left there"
         )
+
+
+def take_room(path: Path, layout: ExportLayout) -> None:
+    """Make the files of a layout in a folder, with their headers and their sizes. Raises OSError where the disk has no room."""
+    for file in layout.files:
+        handle = os.open(path / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(handle, 0, file.bytes)
+            os.pwrite(handle, file.header, 0)
+        finally:
+            os.close(handle)
+    if len(layout.files) > 1:
+        (path / INDEX).write_text(layout.index())
 
 
 def _locked(path: Path) -> int:

@@ -14,10 +14,11 @@ import torch
 
 Numbers: TypeAlias = tuple[int, ...]
 ExportDtype: TypeAlias = Literal["bfloat16", "float32"]
+AdapterForm: TypeAlias = Literal["merged", "apart"]  # of an export of a model that trained an adapter
 DTYPES: Mapping[str, tuple[str, torch.dtype]] = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
 MOST_FILE_BYTES = 5_000_000_000  # as hubs ask for; a larger parameter gets a file of its own
 ALIGNMENT = 8  # of the first tensor, as in files that safetensors writes
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 assert set(DTYPES) == set(get_args(ExportDtype))
 
@@ -78,10 +79,12 @@ class ExportLayout(msgspec.Struct, frozen=True, array_like=True):
         return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
-def planned(parameters: Mapping[str, tuple[str, Numbers]], dtype: ExportDtype, most_bytes: int = MOST_FILE_BYTES) -> ExportLayout:
+def planned(
+    parameters: Mapping[str, tuple[str, Numbers]], dtype: ExportDtype, most_bytes: int = MOST_FILE_BYTES, single: str = SINGLE
+) -> ExportLayout:
     """Plan the files of parameters, given by their exported names as (trainer's name, shape): layer 2 before layer 10.
 
-    A single file is `model.safetensors`; several are numbered, as `model-00001-of-00002.safetensors`.
+    A file alone has the name `single`; several are numbered, as `model-00001-of-00002.safetensors`.
     """
     width = DTYPES[dtype][1].itemsize
     groups: list[list[str]] = []
@@ -95,7 +98,7 @@ def planned(parameters: Mapping[str, tuple[str, Numbers]], dtype: ExportDtype, m
         size += own
     files, slots = [], []
     for number, names in enumerate(groups):
-        title = "model.safetensors" if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        title = single if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
         header, ends = _header({name: parameters[name][1] for name in names}, dtype)
         begins = [0, *ends[:-1]]
         slots += [Slot(name, *parameters[name], number, len(header) + begin) for name, begin in zip(names, begins, strict=True)]

@@ -12,6 +12,7 @@ from rlgraph.engines.hf_models.folder_parts import whole_part
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_model import load_text_model
+from rlgraph.engines.lora.merging import as_described
 
 
 class TransformersEngine(GenerateEngine):
@@ -95,7 +96,7 @@ class TransformersEngine(GenerateEngine):
         """Copy new weights into place; see `GenerateEngine`."""
         parameters = dict(self._model.named_parameters())
         parts = {name: self._parts[name] or (whole_part(name, tuple(p.shape)),) for name, p in parameters.items()}
-        check_weights(weights, {part.name: part.shape for of in parts.values() for part in of})
+        check_weights(as_described(weights), {part.name: part.shape for of in parts.values() for part in of})
         for name, parameter in parameters.items():
             for part in parts[name]:
                 part.within(parameter).copy_(weights[part.name])

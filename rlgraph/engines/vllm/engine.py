@@ -17,6 +17,7 @@ from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import is_head
+from rlgraph.engines.lora.merging import MergedWeights, as_described
 from rlgraph.engines.vllm import engine_arguments, language_model
 from rlgraph.engines.vllm.cpu_packing import pack_again
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
@@ -164,9 +165,10 @@ class VllmEngine(GenerateEngine):
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""
-        if not copy_plan.same_tensors(weights, self._checked):
-            check_weights(weights, self._shapes)
-            self._checked = dict(weights)
+        described = as_described(weights)
+        if not copy_plan.same_tensors(described, self._checked):
+            check_weights(described, self._shapes)
+            self._checked = dict(described)
         if self._summary.nested:
             weights = language_model.as_text_model(weights)
         self._wake("weights")
@@ -191,6 +193,9 @@ class VllmEngine(GenerateEngine):
         """
         if self._copies is None:
             self._copies = copy_plan.record(self._model(), weights)
+        elif isinstance(weights, MergedWeights):
+            for name in weights.changed:  # one at a time: no second model of merged matrices is in memory
+                self._copies.replay_one(name, weights[name])
         else:
             self._copies.replay(weights)
 

@@ -8,6 +8,7 @@ import torch
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
+from rlgraph.engines.lora.settings import LoRA
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried
@@ -31,6 +32,7 @@ class Critic(TrainedModel):
 
     role: ClassVar[str] = "critic"
     scores: ClassVar[Literal["log_probs", "values"]] = "values"
+    adapter: LoRA | None = field(default=None, init=False)
     fused_head: bool | None = field(default=None, init=False)  # its head has one output
 
     @checked()

@@ -10,6 +10,7 @@ from rlgraph.algorithms.reward_losses import BradleyTerry
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
+from rlgraph.engines.lora.settings import LoRA
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
@@ -36,6 +37,7 @@ class LearnedReward(TrainedModel):
 
     role: ClassVar[str] = "reward"
     scores: ClassVar[Literal["log_probs", "values"]] = "values"
+    adapter: LoRA | None = field(default=None, init=False)
     fused_head: bool | None = field(default=None, init=False)  # its head has one output
 
     @checked()

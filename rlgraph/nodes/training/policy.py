@@ -20,12 +20,16 @@ from rlgraph.settings import Count, Natural, checked
 
 @dataclass(frozen=True, eq=False)
 class LogProbs(Operation):
-    """Compute log-probs [B, T] of the responses under the present weights and, with `squares`, the sums of squared probabilities."""
+    """Compute log-probs [B, T] of the responses under the present weights and, with `squares`, the sums of squared probabilities.
+
+    With `base` they are those of the model without its adapter.
+    """
 
     model: TrainedModel
     column: str
     temperature: float
     squares: bool = False
+    base: bool = False
 
     @property
     def traits(self) -> NodeTraits:
@@ -38,6 +42,8 @@ class LogProbs(Operation):
         return lambda step, columns: self.fire(context, columns)
 
     def fire(self, context: Context, columns: Columns) -> Columns:
+        if self.base:
+            return {self.column: context.engine.base_scores(columns, temperature=self.temperature)}
         if not self.squares:
             return {self.column: context.engine.scores(columns, temperature=self.temperature)}
         log_probs, squares = context.engine.scores_and_squares(columns, temperature=self.temperature)
@@ -67,6 +73,19 @@ class Policy(TrainedModel):
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
+
+    @checked()
+    def base_log_probs(self, *inputs: Output, name: str = "base_log_probs") -> Output:
+        """Declare `ref_log_probs` [B, T]: the log-probs of the responses without the adapter, as of a reference that takes no memory.
+
+        Raises GraphError for a policy without `adapter=`.
+        """
+        if self.adapter is None:
+            raise GraphError(
+                f"node '{name}': the policy has no adapter to leave out; use rg.Reference(…).log_probs(…), or adapter=rg.LoRA(…)"
+            )
+        operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs), base=True)
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
 
     @checked()
     def update(

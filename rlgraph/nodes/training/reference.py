@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Feedback, Output, declare
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
@@ -26,6 +27,7 @@ class Reference(TrainedModel):
     role: ClassVar[str] = "reference"
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
     recompute: bool = field(default=False, init=False)
+    adapter: LoRA | None = field(default=None, init=False)
     fused_head: bool | None = field(default=None, init=False)
     offload: Literal["moments"] | None = field(default=None, init=False)
     load_balance: float = field(default=0.0, init=False)

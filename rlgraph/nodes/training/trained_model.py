@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
+from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model
 from rlgraph.graph.operation import ModelTraits
+from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype
 
@@ -54,6 +56,7 @@ class TrainedModel(Model):
       GPU in an optimizer step. The step has the same bits. It is for GPUs.
     * `compiled`: fuses the kernels of each layer, at a slower start.
     * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
+    * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model itself as it is.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
     """
@@ -69,6 +72,7 @@ class TrainedModel(Model):
     offload: Literal["moments"] | None = None
     compiled: bool = False
     load_balance: AtLeastZero = 0.0
+    adapter: LoRA | None = None
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
@@ -79,6 +83,8 @@ class TrainedModel(Model):
             raise GraphError(
                 f"{type(self).__name__}(optimizer=rg.Muon(), offload='moments'): only AdamW's moments can be in host memory; leave out one"
             )
+        if self.adapter is not None:
+            check_adapter(self)
         if self.tensor_parallel > 1 and self.compiled:
             raise GraphError(
                 f"{type(self).__name__}(tensor_parallel={self.tensor_parallel}, compiled=True): layers that ranks share are not compiled; "
@@ -116,6 +122,7 @@ class TrainedModel(Model):
             host_moments=self.offload == "moments",
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
+            adapter=self.adapter,
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
         )
@@ -142,6 +149,8 @@ def check_trained(model: TrainedModel) -> None:
 
     if model.traits.sharing > 1:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
+    if model.adapter is not None:
+        check_adapter_folder(model, check_model(model.path))
     if check_model(model.path).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import ExportDtype, ExportLayout
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.driver.session import Session
-from rlgraph.runtime.exports.models import chosen, trained_models
+from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
 from rlgraph.runtime.exports.write import Source, check_source, model_card, write_export
 
 
@@ -45,7 +45,7 @@ class JobExports:
         folder = recovery.export(finished)
         return None if folder.exists() else folder
 
-    def write(self, session: Session, folder: str | Path, dtype: ExportDtype, policy: str | None) -> Exported:
+    def write(self, session: Session, folder: str | Path, dtype: ExportDtype, policy: str | None, adapter: AdapterForm) -> Exported:
         """Export a model of a session, once its steps in flight are done.
 
         Raises ExportError where the folder cannot be made whole, with the session unharmed; else as `Session.step` does.
@@ -54,6 +54,7 @@ class JobExports:
         model = chosen(trained_models(self.graph, self.plan), policy, where)
         check_target(folder)
         check_source(model, where)
+        check_apart(model, adapter, where)
         held = session.shards(model.name)
 
         def write(path: Path, layout: ExportLayout) -> None:
@@ -62,4 +63,4 @@ class JobExports:
                     raise OSError(answer.number, os.strerror(answer.number)) if answer.number else OSError(answer.refused)
 
         card = model_card(self.graph, self.plan, model, held[0].step, dtype, self.first, self.last)
-        return write_export(folder, Source(model, held[0].step, card), dtype, [found.boxes for found in held], write)
+        return write_export(folder, Source(model, held[0].step, card, adapter), dtype, [found.boxes for found in held], write)

@@ -21,7 +21,7 @@ from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.trace import Trace
 from rlgraph.engines.hf_export.folder import Exported
-from rlgraph.engines.hf_export.layout import ExportDtype
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
@@ -278,7 +278,9 @@ class Job:
             self._say(text)
 
     @checked(PlanError)
-    def export(self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None) -> Exported:
+    def export(
+        self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
+    ) -> Exported:
         """Write the trained model as a Hugging Face folder, which transformers, vLLM and others load; `docs/export.md` says what is in it.
 
             with plan.launch() as job:
@@ -288,13 +290,14 @@ class Job:
 
         Every worker of the model writes its own rows, and none gathers it. Asked for between two steps, the workers first finish the
         steps that are at work: `Exported.step` says how many steps the weights have seen. `policy` names one of several trained models.
+        `adapter="apart"` writes the adapter that was trained as PEFT's folder, and not merged into its model.
 
         Raises ExportError for a folder that exists or cannot be written, and for a disk without room: nothing is left, and the job goes on.
         A worker that dies meanwhile is an error as in `steps`, unless a restart is left; then the export is to be asked for again.
         """
         self._session.check_runs()
         try:
-            return self._exports.write(self._session, folder, dtype, policy)
+            return self._exports.write(self._session, folder, dtype, policy, adapter)
         except ExportError:
             raise
         except RlgraphError as error:

@@ -10,7 +10,7 @@ import msgspec
 from rlgraph.analysis.card_facts import CardFacts
 from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import ExportDtype, ExportLayout
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.hf_models.folder_parts import folder_shards
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
@@ -18,12 +18,17 @@ from rlgraph.engines.hf_models.text_model import parts_of
 from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
 from rlgraph.runtime.checkpoint.store import checked_manifest, checkpoint_steps
-from rlgraph.runtime.exports.models import TrainedEntry, chosen
+from rlgraph.runtime.exports.models import TrainedEntry, check_apart, chosen
 from rlgraph.runtime.exports.write import Source, base_of, boxes, check_source, write_export
 
 
 def export_checkpoint(
-    checkpoint: str | Path, folder: str | Path, dtype: ExportDtype, policy: str | None, card: Callable[[Plan, CardFacts], str]
+    checkpoint: str | Path,
+    folder: str | Path,
+    dtype: ExportDtype,
+    policy: str | None,
+    adapter: AdapterForm,
+    card: Callable[[Plan, CardFacts], str],
 ) -> Exported:
     """Export a model of a checkpoint, or of the newest one in a folder of checkpoints; see `rlgraph.api.export`."""
     found = newest_checkpoint(Path(checkpoint))
@@ -32,11 +37,12 @@ def export_checkpoint(
     manifest = checked_manifest(found)
     model = _chosen(manifest, policy, where, found)
     check_source(model, where)
+    check_apart(model, adapter, where)
     shards = _saved(model, found, where)
     known = parameter_shapes(model.path)
-    parts = {} if all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
+    parts = {} if model.adapter is not None or all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
     facts = CardFacts(model.name, base_of(model.path), manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
-    source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts))
+    source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts), adapter)
 
     def write(path: Path, layout: ExportLayout) -> None:
         write_shards(path, layout, folder_shards((replace(shard.box, tensor=shard.read()) for shard in shards), parts))

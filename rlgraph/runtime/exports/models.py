@@ -6,18 +6,22 @@ from typing import Literal
 import msgspec
 
 from rlgraph.compiler.plan import Plan
+from rlgraph.engines.hf_export.layout import AdapterForm
+from rlgraph.engines.lora.peft_folder import SavedAdapter
 from rlgraph.errors import ExportError, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.training.trained_model import TrainedModel
 
 
 class TrainedEntry(msgspec.Struct, frozen=True):
-    """A trained model: its name in the plan, the folder it came from, what it scores, and the trainer that saves it."""
+    """A trained model: its name in the plan, the folder it came from, what it scores, the trainer that saves it, and the adapter that alone
+    is trained, if one is."""
 
     name: str
     path: str
     scores: Literal["log_probs", "values"]
     trainer: str
+    adapter: SavedAdapter | None = None
 
 
 def trained_models(graph: Graph, plan: Plan) -> tuple[TrainedEntry, ...]:
@@ -27,8 +31,18 @@ def trained_models(graph: Graph, plan: Plan) -> tuple[TrainedEntry, ...]:
         model = node.model
         if node.traits.work == "train" and isinstance(model, TrainedModel):
             name = plan.node(node.name).model or node.name
-            found.setdefault(name, TrainedEntry(name, model.path, model.scores, model.spec.name))
+            found.setdefault(name, TrainedEntry(name, model.path, model.scores, model.spec.name, _adapter(model)))
     return tuple(found.values())
+
+
+def _adapter(model: TrainedModel) -> SavedAdapter | None:
+    return None if model.adapter is None else SavedAdapter.of(model.adapter)
+
+
+def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
+    """Raise ExportError for an adapter that is to be exported apart and is none."""
+    if adapter == "apart" and model.adapter is None:
+        raise ExportError(f"{where}: '{model.name}' trained no adapter that could be apart; leave out adapter='apart'")
 
 
 def chosen(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:

@@ -13,13 +13,14 @@ from rlgraph.channels.weights.shards import WeightShard, parameters
 from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.companions import write_companions
 from rlgraph.engines.hf_export.folder import Exported, GrowingExport
-from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, ExportDtype, ExportLayout, ShardBox, planned
+from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, AdapterForm, ExportDtype, ExportLayout, ShardBox, planned
 from rlgraph.engines.hf_export.names import exported
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.hf_models.hub import revision_of
 from rlgraph.engines.hf_models.pretrained import check_model, other_tensors
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
+from rlgraph.runtime.exports.adapters import AdapterExport
 from rlgraph.runtime.exports.models import TrainedEntry
 
 Metrics = Mapping[str, float]
@@ -29,11 +30,13 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported: the model, the steps that its weights have seen, and the model card."""
+    """What is exported: the model, the steps that its weights have seen, the model card, and the form of an
+    adapter."""
 
     model: TrainedEntry
     step: int
     card: str
+    adapter: AdapterForm = "merged"
 
 
 def boxes(shards: Iterable[WeightShard]) -> list[ShardBox]:
@@ -64,7 +67,11 @@ def write_export(
     """Write an export of what the ranks hold. Raises ExportError, with nothing left, if it cannot become whole."""
     where, model = f"export('{folder}')", source.model
     whole = parameters([[_described(box) for box in rank] for rank in ranks])  # every element is held once
-    shapes = {name: parameter.shape for name, parameter in whole.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
+    if model.adapter is not None:
+        files = {CARD: source.card}
+        found = AdapterExport(model.adapter, model.path, base_of(model.path), source.step, dtype, shapes, write, files)
+        return found.write_apart(folder) if source.adapter == "apart" else found.write_merged(folder, most_file_bytes)
     others = other_tensors(model.path)
     if others and model.scores == "values":
         raise ExportError(f"{where}: '{model.path}' is no folder of a text model alone, so a critic of it cannot be exported")

@@ -220,7 +220,8 @@ def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
 
 
 def _dtype(plan: Plan, loop: PlannedLoop) -> str:
-    return plan.dtype(plan.node(loop.readers[0]).model) or "float32"
+    """The dtype in which a loop carries weights: an adapter stays as it is trained, and is rounded once it is merged."""
+    return (plan.dtype(plan.node(loop.readers[0]).model) if loop.adapter is None else None) or "float32"
 
 
 def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> bool:

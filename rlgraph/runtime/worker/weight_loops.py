@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from rlgraph.engines.api import GenerateEngine
 from rlgraph.errors import ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.runtime.worker.activity import Activity
+from rlgraph.runtime.worker.merging import Merging
 from rlgraph.runtime.worker.span_recorder import SpanRecorder
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -38,6 +39,10 @@ class WeightLoops:
     recorder: SpanRecorder
     enter: OnEnter
     wake: Callable[[int], None]
+    merging: Merging = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.merging = Merging(self.spec.model)
 
     def written_by(self, node: str) -> list[PlannedLoop]:
         """List the edges whose weights a node trains."""
@@ -114,7 +119,7 @@ class WeightLoops:
 
     def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         assert loop.reader is not None
-        engine = self.context.engine
+        engine, weights = self.context.engine, self.merging.weights(loop.plan.adapter, weights)
         self.wake(step)
         self.enter(step, Activity("load", node, loop.plan.name, version))
         with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):

@@ -1,0 +1,25 @@
+"""The adapter that a feedback edge carries instead of a model's weights, as the plan names it."""
+
+from dataclasses import dataclass
+
+from rlgraph.costs.adapters import FLOAT32, adapter_size
+from rlgraph.costs.model_shapes import Shapes
+from rlgraph.graph.nodes import Model
+
+
+@dataclass(frozen=True)
+class PlannedAdapter:
+    """An adapter of this `rank`; a reader adds its product, times `scale`, to the base that it keeps. `bytes` of a version, where known."""
+
+    rank: int
+    scale: float
+    bytes: int | None
+
+    @classmethod
+    def of(cls, model: Model | None, shapes: Shapes) -> "PlannedAdapter | None":
+        """Plan what a model publishes; None for whole weights."""
+        adapter = model.traits.adapter if model is not None else None
+        if model is None or adapter is None:
+            return None
+        size = adapter_size(model, shapes.get(model.path))
+        return cls(adapter.rank, adapter.scale, None if size is None else size.parameters * FLOAT32)
