@@ -58,6 +58,7 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.RewardModel: {"path": "m", "pool": POOL},
     rg.Teacher: {"path": "m", "pool": POOL},
     rg.LearnedReward: {"path": "m", "pool": POOL},
+    rg.LoRA: {"rank": 4},
     rg.EngineSpec: {"name": "mine", "load": right},
     rg.TrainerSpec: {"name": "mine", "load": right},
     rg.Refill: {"reward": right},

@@ -42,7 +42,8 @@ class EngineSpec(Estimates):
     `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
     `engine_args`, which `check_arguments(given)` checks where the generator is declared; it returns those that need a GPU, with the
     reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It `shares_steps` if responses that
-    join later are decoded in the same step as those under way. See `Estimates` for the other fields.
+    join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a policy with `adapter=`: each new
+    version is then made of the base and the adapter. See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -56,6 +57,7 @@ class EngineSpec(Estimates):
     settings: tuple[EngineSetting, ...] = ()
     spans_devices: bool = False
     shares_steps: bool = True
+    merges_adapters: bool = False
     check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
 
     def takes(self, setting: str) -> bool:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def check_adapters(graph: "Graph") -> None:
-    """Refuse readers of an adapter that do not generate, read another folder, or span devices."""
+    """Refuse readers of an adapter that do not generate, whose engine merges none, that read another folder, or that span devices."""
     for feedback in graph.feedbacks:
         source = feedback.source.node.model if feedback.source is not None else None
         if source is None or source.traits.adapter is None:
@@ -20,6 +20,10 @@ def check_adapters(graph: "Graph") -> None:
             where = f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries an adapter"
             if node.traits.work != "generate":
                 raise GraphError(f"{where}; only a generator merges one: use policy.log_probs(rollout), or leave out adapter=")
+            if not node.model.traits.merges_adapters:
+                raise GraphError(
+                    f"{where}, but its engine is not tested with adapters: use engine='transformers' or 'vllm', or leave out adapter="
+                )
             if node.model.path != source.path:
                 raise GraphError(
                     f"{where} of '{source.path}', and its own model is '{node.model.path}'; both start from one folder, since only the "

@@ -181,6 +181,8 @@ class ModelTraits:
 
     `adapter` are the low-rank matrices that it trains and publishes instead of its weights; None for whole weights.
 
+    `merges_adapters` says that it may follow a model with an `adapter`.
+
     `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
     `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
@@ -202,6 +204,7 @@ class ModelTraits:
     fused_head: bool | None = None
     one_moment: bool = False
     adapter: "LoRA | None" = None
+    merges_adapters: bool = False
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None

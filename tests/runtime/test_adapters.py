@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ def loop(
     generator = rg.Generator(
         given.pop("other", model),
         pool=rg.Pool("rollout", cpus=1),
-        engine="transformers",
+        engine=given.pop("engine", "transformers"),
         sampling=rg.Sampling(max_tokens=6),
         dtype=dtype,
         max_context=64,
@@ -80,7 +83,7 @@ def run(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("run")
     with job_of(loop(model), folder / "whole") as job:
         found: dict[str, Any] = {"folder": folder, "metrics": learnt(job.steps(4))}
-        found["bytes"] = job.progress["policy"].worker.published_bytes()
+        found["bytes"] = job.progress["policy"].worker.weights.published_bytes()
         found["merged"] = job.export(folder / "merged", dtype="float32")
         found["apart"] = job.export(folder / "apart", dtype="float32", adapter="apart")
         trained = {name: tensor.clone() for name, tensor in engine(job, "policy").weights().items()}
@@ -137,6 +140,19 @@ def test_a_generator_has_the_bits_of_the_merged_checkpoint(model: str, tmp_path:
     assert any(not torch.equal(held[name], tensor) for name, tensor in changed.named_parameters())
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_samples_from_the_merged_checkpoint(model: str, tmp_path: Path) -> None:
+    here = Path(__file__)
+    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parent}:{here.parents[2]}"}
+    command = [sys.executable, str(here.with_name("adapter_process.py")), model, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["from merged"] < 1e-4
+    assert found["from base"] > 1e-2
+
+
 def test_the_base_is_the_reference_to_the_bit(model: str) -> None:
     with plan(loop(model)).run_here() as job:
         own = learnt(job.steps(3))
@@ -166,6 +182,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "muon": (lambda m: rg.Policy(m, pool=rg.Pool("p"), adapter=LORA, optimizer=rg.Muon()), "whole matrices"),
     "load balance": (lambda m: loop(m, load_balance=0.1), "routers of experts are frozen"),
     "another folder": (lambda m: loop(m, other="elsewhere"), "give the same path"),
+    "an engine without tests": (lambda m: loop(m, engine="sglang"), "its engine is not tested with adapters"),
     "no adapter": (lambda m: loop(m, adapter=None), "no adapter to leave out"),
     "a critic": (lambda m: rg.Critic(m, pool=rg.Pool("p"), adapter=LORA), "adapter"),  # type: ignore[call-arg]
 }

@@ -15,7 +15,6 @@ import torch
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, check_request, check_weights
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
-from rlgraph.engines.lora.merging import MergedWeights, as_described
 from rlgraph.engines.sglang import start
 from rlgraph.engines.sglang.seeded_sampler import GREEDY, SeededSampler
 
@@ -190,19 +189,15 @@ class SglangEngine(GenerateEngine):
     @torch.no_grad()
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""
-        described = as_described(weights)
-        if not copy_plan.same_tensors(described, self._checked):
-            check_weights(described, self._shapes)
-            self._checked = dict(described)
+        if not copy_plan.same_tensors(weights, self._checked):
+            check_weights(weights, self._shapes)
+            self._checked = dict(weights)
         self._wake("weights")
         self._catch_up()
         if running == "recompute":
             self._take_back()
         if self._copies is None:
             self._copies = copy_plan.record(self._scheduler.tp_worker.model_runner.model, weights)
-        elif isinstance(weights, MergedWeights):
-            for name in weights.changed:
-                self._copies.replay_one(name, weights[name])
         else:
             self._copies.replay(weights)
         self._loads += 1

@@ -21,4 +21,11 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     return TransformersEngine(generator.path, device=place.device, dtype=dtype, max_context=generator.max_context)
 
 
-SPEC = EngineSpec(name="transformers", load=load, settings=("engines_per_gpu", "self_test"), shares_steps=False, sleep_bytes=stays_awake)
+SPEC = EngineSpec(
+    name="transformers",
+    load=load,
+    settings=("engines_per_gpu", "self_test"),
+    shares_steps=False,
+    merges_adapters=True,
+    sleep_bytes=stays_awake,
+)

@@ -34,5 +34,6 @@ SPEC = EngineSpec(
     load=load,
     settings=("memory", "max_sequences", "engines_per_gpu", "engine_args"),
     spans_devices=True,
+    merges_adapters=True,
     check_arguments=check_arguments,
 )

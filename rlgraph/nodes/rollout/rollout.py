@@ -117,6 +117,7 @@ class Generator(Model):
             engine_args=self.engine_args,
             gpu_only=self._gpu_only,  # type: ignore[attr-defined]
             shares_steps=self.spec.shares_steps,
+            merges_adapters=self.spec.merges_adapters,
             estimates=self.spec,
         )
 
