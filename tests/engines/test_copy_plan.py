@@ -67,6 +67,15 @@ def loaded(model):
     return [parameter.tolist() for parameter in model.parameters()]
 
 
+def test_one_weight_alone_is_replayed_where_it_belongs():
+    model, plain = Fused(), Fused()
+    first, second = weights(0), weights(1)
+    copies = record(model, first)
+    copies.replay_one("k", second["k"].clone())  # as merged: a memory of its own
+    plain.load_weights((first | {"k": second["k"]}).items())
+    assert loaded(model) == loaded(plain)
+
+
 def test_replaying_the_copies_leaves_the_model_as_its_loader_would():
     model, other = Fused(), Fused()
     plan = record(model, weights(0))
