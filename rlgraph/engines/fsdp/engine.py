@@ -79,6 +79,10 @@ class FsdpEngine:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         told = not compiled and tensor_parallel * context_parallel == 1  # layers tell which experts they chose
         self._routing = Routing(routers_of(head.model) if told else [], load_balance)
+        self._adapters: list[LoraLinear] = []
+        if adapter is not None:
+            head.begins = Beginning(adapter)
+            self._adapters = attach(head, head.layers, adapter, dtype)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
         self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel)
@@ -92,10 +96,6 @@ class FsdpEngine:
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda":
             fused_norms.install(head.model)
-        self._adapters: list[LoraLinear] = []
-        if adapter is not None:
-            head.begins = Beginning(adapter)
-            self._adapters = attach(head, head.layers, adapter, dtype)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         if self._ranks.matrices is not None:
             share_matrices(head, self._ranks.matrices)
