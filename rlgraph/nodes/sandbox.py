@@ -18,7 +18,7 @@ from rlgraph.settings import Count, Seconds
 
 LAYERS = ("namespaces", "landlock", "seccomp")  # docs/security.md says what each of them holds
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
-START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.child import main; del sys.path[0]; main()"
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.{} import main; del sys.path[0]; main()"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class Limits:
 
 
 class ToolError(Exception):
-    """A call of a tool failed. The model reads the message."""
+    """A call of a tool failed. The model reads the message.
+
+    >>> str(ToolError("there is no such page"))
+    'there is no such page'
+    """
 
 
 async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -> str:
@@ -46,14 +50,14 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
 
     Raises ToolError if the code takes too long, is killed, or prints too much.
     """
-    with _folder(accept_missing) as folder:
+    with home(accept_missing) as folder:
         child = await asyncio.create_subprocess_exec(
             *_command(limits, accept_missing),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=folder,
-            env={"HOME": folder, "PATH": "", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=environment(folder),
             start_new_session=True,
         )
         try:
@@ -92,18 +96,33 @@ def check_layers(names: Collection[str]) -> None:
         raise GraphError(f"accept_missing={shown(names)}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
 
 
-def _folder(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:
+def home(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:
     """Open the folder in which the process starts. Namespaces keep its files in memory; without them it needs a folder on disk."""
     if "namespaces" in accept_missing:
         return tempfile.TemporaryDirectory(prefix="tool-of-rlgraph-", ignore_cleanup_errors=True)
     return contextlib.nullcontext(tempfile.gettempdir())
 
 
-def _command(limits: Limits, accept_missing: Collection[str]) -> Sequence[str]:
+def _command(limits: Limits, accept_missing: Collection[str], more: Collection[str] | None = None) -> Sequence[str]:
+    """The command of one run; with `more` folders of packages that of a session."""
     numbers = [str(math.ceil(number)) for number in (limits.seconds + 1, limits.memory_bytes, limits.file_bytes)]
+    if more is not None:
+        numbers = [str(limits.seconds), *numbers[1:], str(limits.output_bytes)]
     packages, readable = _paths()
-    python = (sys.executable, "-I", "-S", "-c", START, str(Path(__file__).parent))
-    return (*python, *numbers, ",".join(accept_missing), os.pathsep.join(packages), *readable)
+    start = START.format("child" if more is None else "session")
+    python = (sys.executable, "-I", "-S", "-c", start, str(Path(__file__).parent))
+    given = list(more or ())
+    return (*python, *numbers, ",".join(accept_missing), os.pathsep.join([*given, *packages]), *readable, *given)
+
+
+def environment(folder: str) -> dict[str, str]:
+    """The environment of a process in the sandbox."""
+    return {"HOME": folder, "PATH": "", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def session_command(limits: Limits, accept_missing: Collection[str], packages: Collection[str]) -> Sequence[str]:
+    """The command of a sandbox that stays; code may import what is in the folders `packages` too."""
+    return _command(limits, accept_missing, packages)
 
 
 @cache

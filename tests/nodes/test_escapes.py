@@ -12,10 +12,12 @@ from nodes.escapes import OUTSIDE, PRELUDE, WITHIN
 from nodes.outside import World, users, without_sandbox, world
 
 from rlgraph.nodes.sandbox import Limits, ToolError, run
+from rlgraph.nodes.sandboxes import Executed, LocalSandbox
 
 LIMITS = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=4000, file_bytes=4 << 20)
 SHORT = Limits(seconds=1, memory_bytes=512 << 20, output_bytes=4000, file_bytes=4 << 20)
 MARK = "=== "
+SESSION = False
 EACH = """
 for name, code in {0!r}.items():
     print('=== ' + name, flush=True)
@@ -28,9 +30,12 @@ for name, code in {0!r}.items():
 WRONG = ("NameError", "SyntaxError", "ImportError", "AttributeError", "TypeError", "struct.error", "ctypes.ArgumentError")
 
 
-@pytest.fixture(scope="module", params=users())
+@pytest.fixture(scope="module", params=[*users(), *(f"{user} in a session" for user in users())])
 def outside(request: pytest.FixtureRequest) -> Iterator[World]:
-    with world(request.param) as made:
+    """The world outside, and how the code runs: once, or in a sandbox that stays."""
+    user, _, session = request.param.partition(" in a ")
+    with world(user) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "SESSION", bool(session))
         yield made
 
 
@@ -39,9 +44,22 @@ def batched(names: Iterable[str], size: int) -> list[list[str]]:
     return [rest[at : at + size] for at in range(0, len(rest), size)]
 
 
+async def in_session(code: str, limits: Limits) -> str:
+    """Run code in a sandbox that has run some before and is used afterwards."""
+    sandbox = LocalSandbox(limits)
+    try:
+        await sandbox.write("before", b"it was here")
+        done = await sandbox.exec(code)
+        if await sandbox.read("before") != b"it was here":
+            done = Executed("ESCAPED into the next run")
+    finally:
+        await sandbox.close()
+    return f"ToolError: {done.output}{done.failed}" if done.failed else done.output
+
+
 def tried(code: str, limits: Limits = LIMITS) -> str:
     try:
-        return asyncio.run(run(code, limits))
+        return asyncio.run(in_session(code, limits) if SESSION else run(code, limits))
     except ToolError as error:
         return f"ToolError: {error}"
 
@@ -149,11 +167,12 @@ def test_a_bomb_meets_a_limit(bomb: str, outside: World) -> None:
 
 def test_what_never_ends_is_stopped_and_leaves_no_process(outside: World) -> None:
     async def all_at_once() -> list[str | BaseException]:
-        return await asyncio.gather(*(run(code, SHORT) for code in STOPPED.values()), return_exceptions=True)
+        runs = (in_session(code, SHORT) if SESSION else run(code, SHORT) for code in STOPPED.values())
+        return await asyncio.gather(*runs, return_exceptions=True)
 
     before = outside.state()
     for name, result in zip(STOPPED, asyncio.run(all_at_once()), strict=True):
-        assert isinstance(result, ToolError), name
+        assert SESSION or isinstance(result, ToolError), name
         assert "more than 1 s" in str(result) or "killed by" in str(result), (name, result)
     assert outside.state() == before
     assert not [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _is_of_the_tool(pid)]

@@ -18,6 +18,7 @@ from rlgraph.nodes.environments.calls import within
 from rlgraph.nodes.environments.messages import Message, ToolCall, Turn, call_id
 from rlgraph.nodes.environments.schemas import schema_of
 from rlgraph.nodes.sandbox import Limits, ToolError
+from rlgraph.nodes.sandboxes import LocalSandbox
 from rlgraph.settings import Count, Name, Seconds
 
 MOST_CALLS = 8  # of one turn
@@ -58,7 +59,8 @@ class Python(Tool):
 
     The launch fails if this machine lacks a layer of the sandbox, `namespaces`, `landlock` or `seccomp`, unless `accept_missing` names
     it. `rg.tools.python` has the default limits. Call it for a tool with others:
-    `rg.tools.python(accept_missing=("namespaces",), limits=Limits(seconds=5))`.
+    `rg.tools.python(accept_missing=("namespaces",), limits=Limits(seconds=5))`. With `keep_files` the calls of a conversation share an
+    `rg.LocalSandbox`: what one call has written the next one finds.
 
     Raises GraphError for a name that is no layer.
     """
@@ -67,15 +69,19 @@ class Python(Tool):
     function: Callable[..., Awaitable[object]] = _python
     limits: Limits = field(default_factory=Limits)
     accept_missing: tuple[str, ...] = ()
+    keep_files: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sandbox.check_layers(self.accept_missing)
 
-    def __call__(self, *, limits: Limits | None = None, accept_missing: tuple[str, ...] | None = None) -> "Python":
-        """Copy this tool with other limits or other layers in `accept_missing`."""
+    def __call__(
+        self, *, limits: Limits | None = None, accept_missing: tuple[str, ...] | None = None, keep_files: bool | None = None
+    ) -> "Python":
+        """Copy this tool with other limits, other layers in `accept_missing`, or files that stay."""
         accepted = self.accept_missing if accept_missing is None else accept_missing
-        return replace(self, limits=limits or self.limits, accept_missing=accepted)
+        kept = self.keep_files if keep_files is None else keep_files
+        return replace(self, limits=limits or self.limits, accept_missing=accepted, keep_files=kept)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -175,6 +181,7 @@ class ToolCalls:
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
+        self._sandbox: LocalSandbox | None = None
 
     async def reset(self) -> None:
         return None
@@ -191,7 +198,8 @@ class ToolCalls:
         return Turn(tuple(answers), info={"calls": len(results), "failures": sum(failed for _, failed in results)})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool. Returns what the model reads, and whether the call failed."""
@@ -214,7 +222,18 @@ class ToolCalls:
         if not isinstance(tool, Python):
             return await within(tool.function(**arguments), self.tools.deadline_s)
         async with slots(self.tools.pool):
+            if tool.keep_files:
+                return await self._ran(tool, **arguments)
             return await within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
+
+    async def _ran(self, tool: Python, code: str) -> str:
+        """Run code in the sandbox of this conversation."""
+        if self._sandbox is None:
+            self._sandbox = LocalSandbox(tool.limits, tool.accept_missing)
+        done = await within(self._sandbox.exec(code), self.tools.deadline_s)
+        if done.failed:
+            raise ToolError(f"{done.output}\n{done.failed}".strip())
+        return done.output
 
     def _cut(self, text: str) -> str:
         most = self.tools.output_characters

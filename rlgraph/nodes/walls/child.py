@@ -36,21 +36,21 @@ def main() -> None:
     code = sys.stdin.buffer.read().decode(errors="replace")
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes the place of the input
-    _die_with_parent()
-    enclosed = _layer("namespaces", accepted, lambda: spaces.enclose(readable, folder_bytes))
+    die_with_parent()
+    enclosed = layer("namespaces", accepted, lambda: spaces.enclose(readable, folder_bytes))
     if enclosed:
         os.environ["HOME"] = spaces.FOLDER
-        _die_with_parent()  # again: a change of user clears it
+        die_with_parent()  # again: a change of user clears it
         _fork_into_namespaces(seconds)
-    _limit(seconds, memory, folder_bytes, count_threads=enclosed)
-    _layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
-    _layer("seccomp", accepted, calls.leave_calls)
+    limit(seconds, memory, folder_bytes, count_threads=enclosed)
+    layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
+    layer("seccomp", accepted, calls.leave_calls)
     sys.path += packages
     site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and takes ten milliseconds
-    _run(code)
+    run(code)
 
 
-def _layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
+def layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
     """Enter one layer; False if it is missing and that is accepted. Else a missing layer ends the process."""
     try:
         enter()
@@ -62,7 +62,8 @@ def _layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
     return True
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends."""
     checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
@@ -76,17 +77,17 @@ def _fork_into_namespaces(seconds: int) -> None:
             signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
             os.kill(os.getpid(), number)
         os._exit(status)
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGALRM, lambda *_: os._exit(SIGNALLED + signal.SIGKILL))  # stops the code even if the parent is gone
     signal.alarm(seconds + GRACE_S)
     second = os.fork()
     if second:
         status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
         os._exit(SIGNALLED - status if status < 0 else min(status, SIGNALLED - 1))
-    _die_with_parent()
+    die_with_parent()
 
 
-def _limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) -> None:
+def limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) -> None:
     """Set the limits of the process, and drop its rights in its namespaces."""
     for limit, value in (
         (resource.RLIMIT_AS, memory),
@@ -105,7 +106,7 @@ def _limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool)
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
-def _run(code: str) -> None:
+def run(code: str) -> None:
     """Run the code as a notebook would: print the value of a last expression. An exception goes to the output too."""
     import _ast
 
