@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.environments import tools
     from rlgraph.nodes.environments.agent import Agent, Environment
     from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
+    from rlgraph.nodes.environments.program import AgentClient, Program
     from rlgraph.nodes.environments.tools import Tools
     from rlgraph.nodes.examples import examples, pairs
     from rlgraph.nodes.prompts import prompts
@@ -84,6 +85,8 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.rollout.dynamic_sampling import Refill
     from rlgraph.nodes.rollout.evaluation import evaluate
     from rlgraph.nodes.rollout.rollout import Generator
+    from rlgraph.nodes.sandbox import ToolError
+    from rlgraph.nodes.sandboxes import Executed, LocalSandbox, Sandbox
     from rlgraph.nodes.training.advantages import advantages
     from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
     from rlgraph.nodes.training.critic import Critic
@@ -112,6 +115,7 @@ __all__ = [
     "WSD",
     "AdamW",
     "Agent",
+    "AgentClient",
     "BradleyTerry",
     "CertificateError",
     "ChannelBroken",
@@ -134,6 +138,7 @@ __all__ = [
     "DistillationLoss",
     "EngineSpec",
     "Environment",
+    "Executed",
     "ExportError",
     "Generator",
     "Graph",
@@ -145,6 +150,7 @@ __all__ = [
     "Lengths",
     "Linear",
     "LoRA",
+    "LocalSandbox",
     "Message",
     "Model",
     "ModelTraits",
@@ -161,6 +167,7 @@ __all__ = [
     "Pool",
     "Precision",
     "Profile",
+    "Program",
     "Reference",
     "Refill",
     "Retry",
@@ -169,11 +176,13 @@ __all__ = [
     "SFTLoss",
     "Samples",
     "Sampling",
+    "Sandbox",
     "SimPO",
     "StalenessError",
     "Teacher",
     "TeacherKL",
     "ToolCall",
+    "ToolError",
     "Tools",
     "TrainerSpec",
     "TruncatedIS",
@@ -218,15 +227,20 @@ __all__ = [
 
 _NAMES = {
     "DPO": "rlgraph.algorithms",
+    "Executed": "rlgraph.nodes.sandboxes",
     "GAE": "rlgraph.algorithms",
     "GRPO": "rlgraph.algorithms",
     "IPO": "rlgraph.algorithms",
     "KTO": "rlgraph.algorithms",
+    "LocalSandbox": "rlgraph.nodes.sandboxes",
     "ORPO": "rlgraph.algorithms",
     "RLOO": "rlgraph.algorithms",
+    "Sandbox": "rlgraph.nodes.sandboxes",
+    "ToolError": "rlgraph.nodes.sandbox",
     "WSD": "rlgraph.engines.schedules",
     "AdamW": "rlgraph.engines.fsdp.adamw",
     "Agent": "rlgraph.nodes.environments.agent",
+    "AgentClient": "rlgraph.nodes.environments.program",
     "BradleyTerry": "rlgraph.algorithms",
     "CertificateError": "rlgraph.errors",
     "ChannelBroken": "rlgraph.errors",
@@ -276,6 +290,7 @@ _NAMES = {
     "Pool": "rlgraph.graph.nodes",
     "Precision": "rlgraph.compiler.cluster",
     "Profile": "rlgraph.recording.profile",
+    "Program": "rlgraph.nodes.environments.program",
     "Reference": "rlgraph.nodes.training.reference",
     "Refill": "rlgraph.nodes.rollout.dynamic_sampling",
     "Retry": "rlgraph.nodes.rewards.retry",

@@ -46,6 +46,7 @@ COLUMNS: dict[str, ColumnSpec] = {
         torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at the token limit, 2 at the turn limit, 3 aborted"
     ),
     "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
+    "outputs": ColumnSpec(str, ("B",), "rollout", "what an agent program returned or printed"),
     "loss_mask": ColumnSpec(
         torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; replaces `response_mask` where it is given"
     ),

@@ -27,7 +27,9 @@ PRIVATE = {
     "channels/host/ray_devices.py": {"_writer_ref", "_TorchTensorAcceleratorChannel"},
     "channels/weights/shards.py": {"_foreach_copy_"},
     "nodes/environments/adapters/elsewhere/child.py": {"_exit"},  # threads of environments may never end
+    "nodes/environments/supervisor.py": {"_exit"},  # os._exit, as in the next ones
     "nodes/walls/child.py": {"_exit"},  # os._exit: a forked child runs no handlers of its parent
+    "nodes/walls/session.py": {"_exit"},
     "runtime/worker/process.py": {"_exit"},
     "runtime/worker/step_profiler.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names
     "runtime/driver/ray_dispatch.py": {"_private", "_global_node"},  # where Ray keeps its session

@@ -35,6 +35,10 @@ async def search(query: str) -> str:
     return query
 
 
+async def asks(client: rg.AgentClient) -> float:
+    return 0.0
+
+
 def right(responses: list[str]) -> list[float]:
     return [0.0] * len(responses)
 
@@ -64,6 +68,9 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.Refill: {"reward": right},
     rg.Tools: {"tools": (search,)},
     rg.Agent: {"environment": Answers},
+    rg.Program: {"run": asks},
+    rg.AgentClient: {"base_url": "http://127.0.0.1/v1", "key": "k"},
+    rg.Executed: {"output": ""},
     rg.Message: {"role": "user", "content": ""},
     rg.ToolCall: {"name": "search"},
     rg.Costs: {"nodes": {"rollout": 1.0}},

@@ -109,10 +109,11 @@ class Agent:
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""
-        return self.environment(**{name: _given(name, item[column]) for name, column in columns.items()})
+        return self.environment(**{name: given(name, item[column]) for name, column in columns.items()})
 
 
-def _given(name: str, value: Any) -> Any:
+def given(name: str, value: Any) -> Any:
+    """Convert the value of a column to what a parameter of this name gets."""
     if name == "messages":
         return [Message.of(message) for message in ChatPrompt.from_json(value).messages]
     return value.item() if isinstance(value, torch.Tensor) else value

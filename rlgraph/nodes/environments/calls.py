@@ -33,9 +33,10 @@ class Call:
 
 
 class EnvironmentCalls:
-    """Runs calls, and returns those that have ended."""
+    """Runs calls, and returns those that have ended. `wake` is called from another thread when one has."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
         self._ended: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._running: dict[Call, Future[None]] = {}
         self._loop, self._thread = _new_loop()
@@ -78,6 +79,7 @@ class EnvironmentCalls:
             call.failed, call.reason = "errors", f"{call.kind} raised {type(error).__name__}: {error!s:.300}"
         call.seconds = time.monotonic() - start
         self._ended.put(call)
+        self._wake()
 
     def _blocked(self) -> list[Call]:
         """Ask the event loop for a heartbeat. If it has given none for long, give it up, and end all its calls."""

@@ -17,6 +17,7 @@ WRITES = (
     *("rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
 )
 REWARDS = ("rewards", "token_rewards")  # of environments
+OUTPUTS = "outputs"  # of programs
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Task:
 class Outcome:
     """A response to a prompt. `written` marks the tokens that the policy wrote; None: all of them.
 
-    `rewards` are an environment's, by the place of the token that each is for. `counts` are those of a conversation.
+    `rewards` are an environment's, by the place of the token that each is for. `counts` are those of a conversation, and `output` is
+    what a program has returned or printed.
     """
 
     prompt: Sequence[int]
@@ -40,6 +42,7 @@ class Outcome:
     written: Sequence[bool] | None = None
     rewards: Mapping[int, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
 
 
 def seed_of(seed: int, prompt: int, member: int) -> int:
@@ -160,8 +163,11 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
     }
 
 
-def columns_of_sampled(sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False) -> dict[str, Column]:
-    """Pack what was sampled into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal."""
+def columns_of_sampled(sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False, outputs: bool = False) -> dict[str, Column]:
+    """Pack what was sampled into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal.
+
+    With `outputs` also those of programs, as text.
+    """
     columns = columns_of([one.prompt for one in sampled], [one.response for one in sampled], group_ids)
     mask, tokens = columns["response_mask"], columns["responses"]
     assert isinstance(mask, torch.Tensor)
@@ -169,6 +175,8 @@ def columns_of_sampled(sampled: Sequence[Outcome], group_ids: Column, rewarded: 
     for row, one in enumerate(sampled):
         if one.written is not None:
             mask[row, : len(one.written)] = torch.tensor(one.written, dtype=torch.bool)
+    if outputs:
+        columns[OUTPUTS] = [one.output for one in sampled]
     if not rewarded:
         return columns
     rewards = torch.zeros(tokens.shape, dtype=torch.float32)

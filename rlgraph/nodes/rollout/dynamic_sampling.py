@@ -27,10 +27,10 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rollout.conversation_loop import ConversationLoop
 from rlgraph.nodes.rollout.decode_loop import TaskDecoder, columns_of_sampled
 from rlgraph.nodes.rollout.group_stream import Group, batch_of_next, batches, kept
 from rlgraph.nodes.rollout.rollout import Rollout
-from rlgraph.nodes.rollout.turn_loop import TurnLoop
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
 from rlgraph.nodes.rollout.turns import item_of
 from rlgraph.setting_types import Range
@@ -93,7 +93,7 @@ class Refill:
         return Output(declare(name, operation, (), reads=(), writes=writes, rows=rows, model=rollout.generator, feedback=weights))
 
     def _check(self, where: str, name: str, rollout: Rollout) -> None:
-        if rollout.group_size < 2:
+        if rollout.apart < 2:
             raise GraphError(f"{where} has refill= and group_size=1, and a group of one is never constant; use larger groups, or no refill")
         if rollout.chunks > 1:
             raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch is known when its last group is: choose one")
@@ -153,9 +153,9 @@ class DynamicSampler:
         # Metrics are averaged over ranks, so each rank reports its count times `world`: the average is then the total.
         metrics = {f"dynamic_sampling/{name}": float(number * world) for name, number in counts.items()}
         metrics |= self.operation.draws_from.metrics | self._spread(trained, batch)
-        if isinstance(self.decoder, TurnLoop):
+        if isinstance(self.decoder, ConversationLoop):
             drawn = [sampled for group in batch for sampled in group.responses.values()]
-            metrics |= turn_metrics(drawn, self.decoder.seconds, self.operation.rollout.rewarded, world)
+            metrics |= turn_metrics(drawn, self.decoder.seconds, self.operation.rollout.tools is not None, world, self.decoder.counted)
         return self._columns(trained) | {self.operation.writes: _rewards(trained)}, metrics
 
     @property
@@ -168,7 +168,7 @@ class DynamicSampler:
         try:
             return self._sample(step)
         except BaseException:
-            if isinstance(self.decoder, TurnLoop):
+            if isinstance(self.decoder, ConversationLoop):
                 self.decoder.close()
             raise
 
@@ -243,7 +243,8 @@ class DynamicSampler:
         """Build the columns of responses and prompts, one row a response."""
         rows = [(group, group.responses[task.request.id]) for group in groups for task in group.tasks]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
-        sampled = columns_of_sampled([one for _, one in rows], positions, self.operation.rollout.rewarded)
+        rollout = self.operation.rollout
+        sampled = columns_of_sampled([one for _, one in rows], positions, rollout.rewarded, rollout.has_outputs)
         return self.operation.draws_from.columns([group.item for group, _ in rows]) | sampled
 
     def _spread(self, trained: Sequence[Group], batch: Sequence[Group]) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """Prompts and the room that a rollout has for them: checked at the launch, dropped or cut off as their data set says."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgraph import notices
@@ -118,3 +120,17 @@ def most_tokens(overlong: Overlong, context: Context, max_context: int | None, s
     if overlong.policy != "truncate_left":
         return None
     return overlong.limit((max_context or context.engine.context_length()) - sampling.max_tokens)
+
+
+def declared_context(path: str) -> int | None:
+    """Read the most tokens that a model takes from its config.json; None if the file or the entry is missing."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    found = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # these extend the trained context by their factor
+    return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None

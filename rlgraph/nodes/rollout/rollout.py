@@ -1,10 +1,9 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
+import inspect
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -19,22 +18,34 @@ from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.environments.agent import Agent, Environment
+from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompt_source import PromptSource
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission, admission_rule
-from rlgraph.nodes.rollout.decode_loop import REWARDS, WRITES, DecodeLoop, OneTurn, Outcome, Task, TaskDecoder, columns_of_sampled, seed_of
-from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
+from rlgraph.nodes.rollout.conversation_loop import ConversationLoop
+from rlgraph.nodes.rollout.decode_loop import (
+    OUTPUTS,
+    REWARDS,
+    WRITES,
+    DecodeLoop,
+    OneTurn,
+    Outcome,
+    Task,
+    TaskDecoder,
+    columns_of_sampled,
+    seed_of,
+)
+from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
 from rlgraph.nodes.rollout.turn_checks import chats_of
-from rlgraph.nodes.rollout.turn_loop import TurnLoop
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
-from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, turn_loop
+from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, session_loop, turn_loop
 from rlgraph.setting_types import Named, Range
 from rlgraph.settings import Count, Dtype, Natural, checked
 
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.dynamic_sampling import Refill
 
-MAX_TURNS = 8  # the default of a rollout with tools
+MAX_TURNS, MAX_CALLS = 8, 64  # the defaults of a rollout with tools or environments, and with programs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -133,7 +144,7 @@ class Generator(Model):
         group_size: Annotated[int, Range(least=1, rule="a whole number of responses to a prompt, at least 1")] = 1,
         sampling: Sampling | None = None,
         tools: Tools | None = None,
-        agent: Agent | Callable[..., Environment] | None = None,
+        agent: Agent | Program | Callable[..., Environment] | Callable[..., Awaitable[object]] | str | Sequence[str] | None = None,
         max_turns: Annotated[int, Range(least=1, rule="a whole number of turns, at least 1")] | None = None,
         concurrency: Count | None = None,
         chunks: Annotated[int, Range(least=1, rule="a whole number of parts that a batch leaves in, at least 1")] = 1,
@@ -161,6 +172,7 @@ class Generator(Model):
         * `tools` or an `agent` (a class with `reset`, `step` and `close`, or an `rg.Agent`) make a response a conversation of up to
           `max_turns` turns (8), `concurrency` of them open at once (None: all): docs/agents.md. An agent's rewards become the columns
           `rewards` and `token_rewards`. `response_mask` is 0 on tokens that the model has not written; `max_tokens` bounds all tokens.
+          A program that calls the model itself (an async function, a command, an `rg.Program`) makes `max_turns` calls at most (64).
         * `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their fields
           (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
 
@@ -168,14 +180,14 @@ class Generator(Model):
         `interrupt` or `continuous` at depth 0, and options that exclude each other.
         """
         _check_options(name, {"tools": tools, "agent": agent, "max_turns": max_turns, "concurrency": concurrency, "refill": refill})
-        source = prompts.node.operation
+        source, given = prompts.node.operation, _agent_of(tools, agent)
         operation = Rollout(
             generator=self,
-            group_size=group_size,
+            group_size=group_size * (given.sequences if isinstance(given, Program) else 1),
             sampling=sampling or self.sampling,
             tools=tools,
-            agent=_agent_of(tools, agent),
-            max_turns=max_turns or MAX_TURNS,
+            agent=given,
+            max_turns=max_turns or (MAX_CALLS if isinstance(given, Program) else MAX_TURNS),
             concurrency=concurrency,
             chunks=chunks,
             prefix=f"{name}: ",
@@ -187,11 +199,13 @@ class Generator(Model):
         return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
 
 
-def _agent_of(tools: Tools | None, agent: Agent | Callable[..., Environment] | None) -> Agent | None:
-    """Make the agent of a rollout: of tools, or of a class of environments."""
+def _agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:
+    """Make the agent of a rollout: of tools, of a class of environments, or of a program."""
     if tools is not None:
         return tools.agent()
-    return agent if isinstance(agent, Agent | None) else Agent(agent)
+    if isinstance(agent, Agent | Program | None):
+        return agent
+    return Program(agent) if isinstance(agent, str | Sequence) or inspect.iscoroutinefunction(agent) else Agent(agent)
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -225,7 +239,7 @@ class Rollout(Operation):
     group_size: int
     sampling: Sampling
     tools: Tools | None
-    agent: Agent | None
+    agent: Agent | Program | None
     max_turns: int
     concurrency: int | None
     chunks: int
@@ -249,12 +263,22 @@ class Rollout(Operation):
     @property
     def writes(self) -> tuple[str, ...]:
         """The columns of a response; an environment's rewards are among them."""
-        return (*WRITES, *REWARDS) if self.rewarded else WRITES
+        return (*WRITES, *(REWARDS if self.rewarded else ()), *((OUTPUTS,) if self.has_outputs else ()))
 
     @property
     def rewarded(self) -> bool:
-        """Whether its environments give rewards."""
-        return self.agent is not None and self.tools is None
+        """Whether its environments or programs give rewards."""
+        return self.agent.rewarded if isinstance(self.agent, Program) else self.agent is not None and self.tools is None
+
+    @property
+    def apart(self) -> int:
+        """How many responses to a prompt have rewards of their own: those of a session have one."""
+        return self.group_size // (self.agent.sequences if isinstance(self.agent, Program) else 1)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether its programs leave outputs."""
+        return isinstance(self.agent, Program)
 
     @property
     def traits(self) -> NodeTraits:
@@ -267,7 +291,7 @@ class Rollout(Operation):
             admission=self.admission,
             one_turn=self.agent is None,
             looks_ahead=self.source is not None,
-            given=(self.tools, self.agent) if self.rewarded else (self.tools,),
+            given=(self.tools, self.agent) if self.tools is None else (self.tools,),
         )
 
     @property
@@ -305,7 +329,7 @@ class Rollout(Operation):
         """Make what samples its responses: in one turn each, or in conversations."""
         if self.agent is None:
             return OneTurn(context.engine, self.prefix)
-        return turn_loop(self, self.agent, context)
+        return session_loop(self, self.agent, context) if isinstance(self.agent, Program) else turn_loop(self, self.agent, context)
 
     def _drawn(self, context: Context, step: int) -> Columns:
         assert self.source is not None
@@ -324,16 +348,16 @@ class Rollout(Operation):
         except GeneratorExit:
             raise
         except BaseException:
-            if isinstance(loop.decoder, TurnLoop):
+            if isinstance(loop.decoder, ConversationLoop):
                 loop.decoder.close()
             raise
 
     def packed(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
         """Pack the responses of a part into columns, with the metrics of its conversations."""
-        columns = columns_of_sampled(sampled, ids, self.rewarded)
-        if not isinstance(decoder, TurnLoop):
+        columns = columns_of_sampled(sampled, ids, self.rewarded, self.has_outputs)
+        if not isinstance(decoder, ConversationLoop):
             return columns
-        return columns, turn_metrics(sampled, decoder.seconds, self.rewarded, context.world * self.chunks)
+        return columns, turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Choose the rows of each part that this rank samples. Concatenated over the ranks, they are in the order of the data."""
@@ -371,17 +395,3 @@ class Rollout(Operation):
 
 def _chained(parts: list[list[Task]]) -> list[Task]:
     return list(itertools.chain(*parts))
-
-
-def declared_context(path: str) -> int | None:
-    """Read the most tokens that a model takes from its config.json; None if the file or the entry is missing."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    text = config.get("text_config", config) if isinstance(config, dict) else {}
-    found = text.get("max_position_embeddings")
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
-    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # these extend the trained context by their factor
-    return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None

@@ -12,6 +12,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.nodes.environments.agent import Agent
 from rlgraph.nodes.environments.call_formats import FORMATS, CallFormat, calls_of
 from rlgraph.nodes.environments.messages import ToolCall, call_id
+from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
 
 
@@ -32,7 +33,7 @@ def probe_answer(role: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {"role": role, "content": "4", "name": tools[0]["function"]["name"] if tools else "tool", "tool_call_id": call_id(0)}
 
 
-def form_of(agent: Agent, tokenizer: Any) -> CallFormat | None:
+def form_of(agent: Agent | Program, tokenizer: Any) -> CallFormat | None:
     """Look up the format in which calls of tools are parsed."""
     if not isinstance(agent.calls, str):
         return agent.calls

@@ -9,7 +9,7 @@ import atexit
 import logging
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from rlgraph.nodes.environments.call_formats import CallFormat, calls_of
 from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.nodes.rollout.conversation import Conversation
+from rlgraph.nodes.rollout.conversation_loop import ConversationLoop
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 from rlgraph.nodes.rollout.turn_checks import probe_answer
 
@@ -63,13 +64,13 @@ class _GroupEnvironment:
     environment: Environment | None = None
 
 
-class TurnLoop:
-    """Samples conversations; a decoder of `DecodeLoop`."""
+class TurnLoop(ConversationLoop):
+    """Samples conversations with environments; a decoder of `DecodeLoop`."""
 
     def __init__(self, rules: TurnRules, template: TurnTemplate, context: Context) -> None:
+        super().__init__()
         self.rules, self.template, self.context = rules, template, context
         self.calls = EnvironmentCalls()
-        self.seconds: dict[str, float] = defaultdict(float)  # of `reply` and `idle`, and errors of `close`, until they are taken
         self._waiting: deque[Task] = deque()
         self._warm: deque[Conversation] = deque()  # made ahead, in the order of their tasks
         self._kept: dict[Conversation, Call] = {}  # answers of `reset` to those

@@ -10,8 +10,10 @@ FAILURES = ("errors", "timeouts", "blocked", "template_errors")
 TOOL_COUNTS = ("calls", "failures")  # of the calls of tools
 
 
-def turn_metrics(sampled: Sequence[Outcome], seconds: MutableMapping[str, float], rewarded: bool, share: int) -> dict[str, float]:
-    """Count what happened in conversations, and clear `seconds`, those of the loop since the last batch.
+def turn_metrics(
+    sampled: Sequence[Outcome], seconds: MutableMapping[str, float], of_tools: bool, share: int, more: Sequence[str] = ()
+) -> dict[str, float]:
+    """Count what happened in conversations, and clear `seconds`, those of the loop since the last batch. `more` names further counts.
 
     Metrics are averaged over ranks and parts of a batch: a count is reported `share` times, so that the average is the total.
     """
@@ -20,7 +22,7 @@ def turn_metrics(sampled: Sequence[Outcome], seconds: MutableMapping[str, float]
     for one in sampled:
         for name, value in one.counts.items():
             totals[name] += value
-    counted = (*LIMITS, *FAILURES, "tokens", "cost")
+    counted = (*LIMITS, *FAILURES, "tokens", "cost", *more)
     found = {name: float(totals[name]) * share for name in counted}
     found |= {name: seconds.get(name, 0.0) * share for name in ("close_errors", "reply_s")}
     found |= {"idle_s": seconds.get("idle_s", 0.0), "turns_mean": totals["turns"] / rows}
@@ -28,7 +30,7 @@ def turn_metrics(sampled: Sequence[Outcome], seconds: MutableMapping[str, float]
     found |= _quantiles("seconds", [one.counts["seconds"] for one in sampled])
     seconds.clear()
     infos = {name: value for name, value in totals.items() if name.startswith("info/")}
-    if not rewarded:
+    if of_tools:
         found |= {name: float(totals[f"info/{name}"]) * share for name in TOOL_COUNTS}
         return {f"tools/{name}": value for name, value in found.items()}
     metrics = {f"agent/{name}": value for name, value in (found | {name: value / rows for name, value in infos.items()}).items()}

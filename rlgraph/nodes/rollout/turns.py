@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf_models.chat_template import ChatPrompt, reads
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.environments.agent import Agent
+from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.rollout.session_loop import SessionLoop, SessionRules
 from rlgraph.nodes.rollout.turn_checks import chats_of, check_turns, form_of
 from rlgraph.nodes.rollout.turn_loop import TurnLoop, TurnRules
 
@@ -49,6 +51,25 @@ def turn_loop(rollout: "Rollout", agent: Agent, context: Context) -> TurnLoop:
     return TurnLoop(rules, template_of(path, tokenizer), context)
 
 
+def session_loop(rollout: "Rollout", program: Program, context: Context) -> SessionLoop:
+    """Make the loop that samples the sessions of a program."""
+    path = rollout.generator.path
+    tokenizer = context.tokenizer(path)
+    room = (rollout.generator.max_context or context.engine.context_length()) - rollout.sampling.max_tokens
+    rules = SessionRules(
+        program=program,
+        reads=program.reads(rollout.carried),
+        form=form_of(program, tokenizer),
+        describes=reads(tokenizer.chat_template, "tools"),
+        prefix=rollout.prefix,
+        sampling=rollout.sampling,
+        max_turns=rollout.max_turns,
+        concurrency=rollout.concurrency,
+        most_prompt=rollout.overlong.limit(room),
+    )
+    return SessionLoop(rules, template_of(path, tokenizer), context)
+
+
 def check_conversations_of(rollout: "Rollout", tokenizer: Any, source: object) -> None:
     """Check at a launch that the model's template renders the turns of a rollout. Raises DataError or GraphError."""
     assert rollout.agent is not None
@@ -56,6 +77,9 @@ def check_conversations_of(rollout: "Rollout", tokenizer: Any, source: object) -
     described = rollout.tools.schemas if rollout.tools is not None else []
     template = template_of(rollout.generator.path, tokenizer)
     template.close  # noqa: B018 (a model without a chat template is refused before its prompts are rendered)
+    if isinstance(rollout.agent, Program):  # what its conversations are is known when they are there
+        rollout.agent.check()
+        return
     check_turns(template, ChatPrompt.from_json(chats_of(first, tokenizer, described)[0]), rollout.agent, rollout.tools)
 
 

@@ -1,0 +1,1 @@
+"""An endpoint that speaks OpenAI's chat completions, for agent programs that nobody changed."""

@@ -1,0 +1,187 @@
+"""Agent programs that own their loop: they call the model through an endpoint that speaks OpenAI's protocol."""
+
+import importlib.util
+import inspect
+import json
+import math
+import shlex
+import shutil
+import string
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlgraph import settings
+from rlgraph.errors import GraphError, shown
+from rlgraph.graph.nodes import Pool
+from rlgraph.nodes.environments.agent import SPECIAL, check_format, given
+from rlgraph.nodes.environments.command import run_command
+from rlgraph.nodes.environments.messages import ToolCall
+from rlgraph.nodes.prompt_source import plural
+from rlgraph.settings import Count, Natural, Seconds
+
+CLIENT = "client"  # the parameter of a function that gets the address
+OUTPUT_CHARACTERS = 65536
+
+
+@dataclass(frozen=True)
+class AgentClient:
+    """The address of the model for one session: `AsyncOpenAI(base_url=client.base_url, api_key=client.key)`.
+
+    >>> AgentClient("http://127.0.0.1:8000/v1", "secret", seed=7).base_url
+    'http://127.0.0.1:8000/v1'
+
+    `seed` is the session's own, for what the program draws itself.
+    """
+
+    base_url: str
+    key: str
+    seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program has ended: the reward that it gave, and its output."""
+
+    reward: float = 0.0
+    output: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """An agent program that calls the model itself, for `generator.rollout(prompts, agent=rg.Program(solve))`.
+
+    >>> import rlgraph as rg
+    >>> async def solve(client: rg.AgentClient, prompt: str, answer: str) -> float:
+    ...     from openai import AsyncOpenAI
+    ...     llm = AsyncOpenAI(base_url=client.base_url, api_key=client.key)
+    ...     said = await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
+    ...     return float(answer in said.choices[0].message.content)
+    >>> prompts = rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], count=1)
+    >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts, agent=rg.Program(solve, sequences=2), group_size=4)
+    >>> rollout.columns[-3:], rollout.node.rows
+    (('rewards', 'token_rewards', 'outputs'), 8)
+
+    `run` is an async function, or a command as text or a list. The function gets an `rg.AgentClient` as `client`; its other parameters
+    name fields of the prompt. A command gets fields in braces, `["python", "agent.py", "{prompt}"]`, and `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY` in its environment. It runs in a process of its own, and what it has started ends with it.
+
+    * `sequences`: the rows of a session. Where the program edits its history, a session has several branches, and those in which the
+      model wrote most are kept; rows that a session does not fill have no tokens. All rows of a session have its reward.
+    * `rewarded`: the reward is what the function returns, or the last line that the command prints. False: a reward node gives it, and
+      reads the column `outputs`: what the function returned, or the command printed.
+    * `conversation_s`: seconds of a session.
+    * `calls`: the format in which the model writes calls of the tools of a request, as for `rg.Agent`.
+    * `keep_thinking`: earlier turns stay as the model has written them. False: where the template changes them, a branch begins.
+    * `pool`: the host cores that programs take. None: those of the generator's process.
+
+    Raises GraphError for a function that is not async or has no parameter `client`, and for a command whose braces name no field.
+    """
+
+    run: Callable[..., Awaitable[object]] | str | Sequence[str]
+    sequences: Count = 1
+    rewarded: bool = True
+    conversation_s: Seconds = 600.0
+    calls: str | Callable[..., Sequence[ToolCall]] = "hermes"
+    keep_thinking: bool = False
+    pool: Pool | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        check_format("Program", self.calls)
+        if self.pool is not None and self.pool.cpus is None:
+            raise GraphError(f"Program(pool=Pool('{self.pool.name}')): programs run on host cores: Pool('{self.pool.name}', cpus=n)")
+        if callable(self.run):
+            _check_function(self.run)
+        else:
+            _ = self.fields  # raises for braces that name no field
+            if not self.command:
+                raise GraphError(f"Program(run={shown(self.run)}): a command names a program: ['python', 'agent.py']")
+
+    @property
+    def command(self) -> Sequence[str]:
+        """The arguments of a command; none for a function."""
+        if callable(self.run):
+            return ()
+        return tuple(shlex.split(self.run)) if isinstance(self.run, str) else tuple(self.run)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of a prompt that it reads."""
+        if callable(self.run):
+            return [name for name in inspect.signature(self.run).parameters if name != CLIENT]
+        return list(dict.fromkeys(field for argument in self.command for field in _fields(argument)))
+
+    def reads(self, carried: Sequence[str]) -> Mapping[str, str]:
+        """Name the column of each field, of those that the prompts carry."""
+        optional = set()
+        if callable(self.run):
+            optional = {p.name for p in inspect.signature(self.run).parameters.values() if p.default is not p.empty}
+        columns = {name: SPECIAL.get(name, name if name in carried else plural(name)) for name in self.fields}
+        return {name: column for name, column in columns.items() if column in carried or name not in optional}
+
+    def check(self) -> None:
+        """Raise GraphError where the endpoint or the command cannot be run."""
+        if importlib.util.find_spec("aiohttp") is None:
+            raise GraphError("agent programs call an endpoint that needs aiohttp: pip install 'rlgraph-dataflow[agents]'")
+        if self.command and "{" not in self.command[0] and shutil.which(self.command[0]) is None:
+            raise GraphError(f"Program(run={shown(self.run)}): there is no program '{self.command[0]}' on this machine's PATH")
+
+    async def session(self, client: AgentClient, columns: Mapping[str, str], item: Mapping[str, Any]) -> Ended:
+        """Run it for the `item` of a prompt, a value for each column. Raises what it raises, or for a reward that is no number."""
+        fields = {name: given(name, item[column]) for name, column in columns.items()}
+        if callable(self.run):
+            result = await self.run(**{CLIENT: client, **fields})
+            return Ended(_reward(result) if self.rewarded else 0.0, _text(result))
+        places = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.key, "RLGRAPH_SEED": str(client.seed)}
+        printed = await run_command([part.format(**fields) for part in self.command], places, self.conversation_s)
+        lines = printed.strip().splitlines()
+        return Ended(_reward(lines[-1].strip() if lines else None) if self.rewarded else 0.0, printed[-OUTPUT_CHARACTERS:])
+
+
+def _check_function(run: Callable[..., Any]) -> None:
+    where = f"Program(run={shown(run)})"
+    if not inspect.iscoroutinefunction(run):
+        raise GraphError(f"{where}: a program is an async function, as `async def solve(client, prompt)`, or a command line")
+    parameters = inspect.signature(run).parameters
+    kinds = {p.kind for p in parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
+        raise GraphError(f"{where}: its parameters name fields of a prompt, as (client, prompt)")
+    if CLIENT not in parameters:
+        raise GraphError(f"{where}: it has no parameter 'client', through which it calls the model: `async def solve(client, prompt)`")
+
+
+def _fields(argument: str) -> list[str]:
+    """List the fields in the braces of an argument. Raises GraphError for braces that name none."""
+    try:
+        parts = list(string.Formatter().parse(argument))
+    except ValueError as error:
+        raise GraphError(f"Program: the argument {shown(argument)} has braces that name no field ({error}); write {{{{ for one") from None
+    named = [(name, form, conversion) for _, name, form, conversion in parts if name is not None]
+    for name, form, conversion in named:
+        if not name.isidentifier() or form or conversion:
+            raise GraphError(f"Program: the argument {shown(argument)} has braces that name no field of a prompt, as {{prompt}}")
+    return [name for name, _, _ in named]
+
+
+def _reward(result: object) -> float:
+    try:
+        reward = float(result)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward) or (isinstance(result, str) and not result):
+        raise ValueError(f"a program gives its reward, a finite number, and this one gave {shown(result)}; or set rewarded=False")
+    return reward
+
+
+def _text(result: object) -> str:
+    """Write what a function returned: text as it is, else JSON where it is some."""
+    if result is None or isinstance(result, str):
+        return (result or "")[-OUTPUT_CHARACTERS:]
+    try:
+        return json.dumps(result, ensure_ascii=False)[-OUTPUT_CHARACTERS:]
+    except (TypeError, ValueError, RecursionError):
+        return str(result)[-OUTPUT_CHARACTERS:]

@@ -1,0 +1,288 @@
+"""Programs that raise, hang, flood, exit or leave processes behind end their own session, are counted by name, and cost the job nothing."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conversing import Rolled, eventually
+from templates import model_with
+
+import rlgraph as rg
+from rlgraph.columns import FINISH_REASONS
+from rlgraph.errors import GraphError
+
+ABORT = FINISH_REASONS.index("abort")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with(tmp_path_factory.mktemp("models") / "qwen2_5", "qwen2_5")
+
+
+async def ask(client: rg.AgentClient) -> Any:
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.key) as model:
+        return await model.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+
+
+async def raises(client: rg.AgentClient) -> float:
+    raise ValueError("no disk")
+
+
+async def exits(client: rg.AgentClient) -> float:
+    sys.exit(3)
+
+
+async def hangs(client: rg.AgentClient) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+async def holds_on(client: rg.AgentClient) -> float:
+    while True:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            continue
+
+
+async def floods(client: rg.AgentClient) -> float:
+    from aiohttp import ClientSession
+
+    body = {"messages": [{"role": "user", "content": "x " * 4000}]}
+    async with ClientSession(headers={"Authorization": f"Bearer {client.key}"}) as session:
+        while True:
+            async with session.post(f"{client.base_url}/chat/completions", json=body) as answer:
+                await answer.read()
+                if answer.status == 401:
+                    await asyncio.Event().wait()
+
+
+async def gives_text(client: rg.AgentClient) -> Any:
+    return "well done"
+
+
+async def gives_nan(client: rg.AgentClient) -> float:
+    return float("nan")
+
+
+FAILURES: dict[str, tuple[Callable[..., Any], str]] = {
+    "raises": (raises, "errors"),
+    "exits": (exits, "errors"),
+    "hangs": (hangs, "limit_seconds"),
+    "ignores its cancellation": (holds_on, "limit_seconds"),
+    "floods": (floods, "errors"),
+    "gives text for its reward": (gives_text, "errors"),
+    "gives NaN": (gives_nan, "errors"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_program_that_fails_ends_its_own_session_and_is_counted(folder: Path, name: str) -> None:
+    wrong, counted = FAILURES[name]
+
+    short = counted == "limit_seconds"
+
+    async def program(client: rg.AgentClient, prompt: str) -> Any:
+        if not short:  # else how much of it is done at the deadline depends on the machine
+            await ask(client)
+        return await wrong(client) if prompt == "wrong" else 1.0
+
+    seconds = 1.5 if short else 300.0
+    data = [{"prompt": "right"}, {"prompt": "wrong"}, {"prompt": "right"}]
+    rolled = Rolled(folder, lambda text: "hm", data, agent=rg.Program(program, conversation_s=seconds))
+    assert rolled.metrics[f"agent/{counted}"] == 1
+    assert sum(rolled.metrics[f"agent/{kind}"] for kind in ("errors", "timeouts", "blocked", "limit_seconds")) == 1
+    rewards = rolled.columns["rewards"].tolist()
+    assert sorted(rewards) == [0.0, 1.0, 1.0]
+    assert rolled.columns["finish_reasons"].tolist() == [0 if reward else ABORT for reward in rewards]
+    assert short or rolled.columns["response_mask"].any(-1).all(), "what it had sampled is there"
+
+
+def test_a_program_that_makes_no_call_is_a_row_without_tokens(folder: Path) -> None:
+    async def silent(client: rg.AgentClient) -> float:
+        return 2.0
+
+    rolled = Rolled(folder, lambda text: "hm", [{"prompt": ""}], agent=silent)
+    assert rolled.metrics["agent/without_calls"] == 1
+    assert not rolled.columns["response_mask"].any()
+    assert rolled.columns["rewards"].tolist() == [2.0]
+
+
+def test_the_key_of_a_session_that_has_ended_is_refused(folder: Path) -> None:
+    keys: list[rg.AgentClient] = []
+
+    async def program(client: rg.AgentClient) -> float:
+        keys.append(client)
+        if len(keys) == 1:
+            await ask(client)
+            return 1.0
+        with pytest.raises(openai.AuthenticationError):
+            await ask(keys[0])
+        return 1.0
+
+    rolled = Rolled(folder, lambda text: "hm", [{"prompt": ""}] * 2, agent=program, concurrency=1)
+    assert rolled.columns["rewards"].tolist() == [1.0, 1.0]
+    assert keys[0].key != keys[1].key
+
+
+def test_a_run_that_fails_ends_its_programs(folder: Path) -> None:
+    ended: list[str] = []
+
+    async def program(client: rg.AgentClient) -> float:
+        try:
+            await ask(client)
+            await asyncio.Event().wait()
+        finally:
+            ended.append("ended")
+        return 1.0
+
+    def script(text: str) -> str:
+        raise RuntimeError("the engine has died")
+
+    with pytest.raises(RuntimeError, match="has died"):
+        Rolled(folder, script, [{"prompt": ""}] * 2, agent=program)
+    eventually(lambda: len(ended) == 2)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+def ask(text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+said = ask(sys.argv[1])
+"""
+ENDS = {
+    "right": "print('thinking'); print(float(said == 'yes'))",
+    "exits": "sys.stderr.write('no licence'); sys.exit(7)",
+    "is killed": "os.kill(os.getpid(), 9)",
+    "prints no number": "print('done')",
+    "prints nothing": "",
+    "leaves a process": (
+        "import subprocess\nsleeps = [sys.executable, '-c', 'import time; time.sleep(300)', sys.argv[2]]\n"
+        "subprocess.Popen(sleeps, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\nprint(0.5)"
+    ),
+}
+
+
+def commands_with(text: str) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    if text.encode() in file.read():
+                        found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+def test_a_command_prints_its_reward_and_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    for name, end in ENDS.items():
+        (tmp_path / f"{name}.py").write_text(AGENT + end)
+    command = [sys.executable, f"{tmp_path}/{{kind}}.py", "{prompt}", str(tmp_path)]
+    data = [{"prompt": f"{n}?", "kind": name} for n, name in enumerate(ENDS)]
+    rolled = Rolled(folder, lambda text: "yes", data, agent=rg.Program(command))
+    rewards = rolled.columns["rewards"].tolist()
+    assert sorted(rewards) == [*[0.0] * 4, 0.5, 1.0]
+    assert rolled.columns["outputs"] == [{1.0: "thinking\n1.0\n", 0.5: "0.5\n"}.get(reward, "") for reward in rewards]
+    assert rolled.columns["finish_reasons"].tolist() == [0 if reward else ABORT for reward in rewards]
+    assert rolled.metrics["agent/errors"] == 4
+    assert rolled.columns["response_mask"].any(-1).all()
+    eventually(lambda: not commands_with(str(tmp_path)))
+
+
+def test_a_command_that_hangs_is_ended_at_its_deadline(folder: Path, tmp_path: Path) -> None:
+    code = "import os, time\nos.fork(); os.setsid()\nwhile True: time.sleep(300)"
+    hangs = rg.Program([sys.executable, "-c", code, str(tmp_path)], conversation_s=1.5)
+    rolled = Rolled(folder, lambda text: "yes", [{"prompt": ""}], agent=hangs)
+    assert rolled.metrics["agent/limit_seconds"] == 1
+    assert rolled.columns["finish_reasons"].tolist() == [ABORT]
+    eventually(lambda: not commands_with(str(tmp_path)))
+
+
+def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    from subprocess import DEVNULL, Popen
+
+    code = (
+        "import asyncio, sys\nfrom rlgraph.nodes.environments.command import run_command\n"
+        "asyncio.run(run_command([sys.executable, '-c', 'import time; time.sleep(300)', sys.argv[1]], {}, 300))"
+    )
+    mark = str(tmp_path / "of-a-worker")
+    worker = Popen([sys.executable, "-c", code, mark], stderr=DEVNULL)
+    try:
+        eventually(lambda: len(commands_with(mark)) >= 3, 60)  # the worker, the supervisor, the command
+    finally:
+        worker.kill()
+        worker.wait()
+    eventually(lambda: not commands_with(mark))
+
+
+def not_async(client: rg.AgentClient) -> float:
+    return 0.0
+
+
+async def without_client(prompt: str) -> float:
+    return 0.0
+
+
+async def with_rest(client: rg.AgentClient, **fields: str) -> float:
+    return 0.0
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no async function": (not_async, {}, "a program is an async function"),
+    "no client": (without_client, {}, "it has no parameter 'client'"),
+    "any fields": (with_rest, {}, "its parameters name fields of a prompt"),
+    "no command": ("", {}, "a command names a program"),
+    "braces without a field": (["echo", "{}"], {}, "braces that name no field of a prompt"),
+    "braces of an index": (["echo", "{prompt[0]}"], {}, "braces that name no field of a prompt"),
+    "an open brace": (["echo", "{"], {}, "braces that name no field"),
+    "GPUs": (ask, {"pool": rg.Pool("g", gpus=1)}, "programs run on host cores"),
+    "no format": (ask, {"calls": "prose"}, "calls is one of"),
+    "no rows": (ask, {"sequences": 0}, "sequences is a whole number of at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_program_is_refused_where_it_is_declared(name: str) -> None:
+    run, options, message = WRONG[name]
+    with pytest.raises(GraphError, match=message.replace("(", r"\(")):
+        rg.Program(run, **options)
+
+
+def test_a_program_that_is_not_there_is_refused_at_the_launch(folder: Path) -> None:
+    prompts = rg.prompts([{"prompt": "a"}], count=1)
+    generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=8), engine="transformers")
+    node = generator.rollout(prompts, agent="no-such-program {prompt}").node
+    with pytest.raises(GraphError, match="there is no program 'no-such-program'"):
+        node.operation.check(node)
+    with pytest.raises(GraphError, match="node 'rollout' reads column 'colours'"):
+        generator.rollout(prompts, agent=["echo", "{colour}"])
+    with pytest.raises(GraphError, match="a group of one is never constant"):
+        generator.rollout(prompts, agent=rg.Program(ask, sequences=2), refill=rg.Refill(reward=lambda reward: reward, writes="kept"))
+
+
+def test_time_is_not_asserted_but_a_program_waits_for_nobody(folder: Path) -> None:
+    """Twenty sessions that each wait for all others to have begun end: none waits for another's answer."""
+    begun: list[int] = []
+
+    async def program(client: rg.AgentClient) -> float:
+        begun.append(1)
+        end = time.monotonic() + 30
+        while len(begun) < 20:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+        await ask(client)
+        return 1.0
+
+    rolled = Rolled(folder, lambda text: "hm", [{"prompt": ""}] * 20, agent=program)
+    assert rolled.columns["rewards"].tolist() == [1.0] * 20
