@@ -18,6 +18,7 @@ from rlgraph.nodes.endpoint.requests import MODEL, ApiError, ChatAsked, read_cha
 HOST = "127.0.0.1"
 PATHS = "POST /v1/chat/completions and GET /v1/models"
 START_S = 30.0
+LAST_TURNS = 8  # of the event loop, in which connections that were closed let go of their sockets
 log = logging.getLogger("rlgraph.agents")
 
 
@@ -86,6 +87,12 @@ class Endpoint:
 
     async def _stopped(self) -> None:
         await self._runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for _ in range(LAST_TURNS):
+            await asyncio.sleep(0)
         self._loop.stop()
 
     async def _started(self) -> Any:

@@ -169,10 +169,9 @@ class Generator(Model):
           the new weights, "keep" goes on with their old keys and values. The run then depends on the clock.
         * `continuous` lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. The
           run still depends on its seed and depth alone, without turns. The staleness bound holds for every token.
-        * `tools` or an `agent` (a class with `reset`, `step` and `close`, or an `rg.Agent`) make a response a conversation of up to
-          `max_turns` turns (8), `concurrency` of them open at once (None: all): docs/agents.md. An agent's rewards become the columns
-          `rewards` and `token_rewards`. `response_mask` is 0 on tokens that the model has not written; `max_tokens` bounds all tokens.
-          A program that calls the model itself (an async function, a command, an `rg.Program`) makes `max_turns` calls at most (64).
+        * `tools` or an `agent` (an `rg.Agent` or its class, an `rg.Program` or its function or command) make a response a conversation of
+          up to `max_turns` turns (8; 64 calls of a program), `concurrency` of them open at once (None: all): docs/agents.md. An agent's
+          rewards become `rewards` and `token_rewards`. `response_mask` is 0 on what the model has not written; `max_tokens` bounds all.
         * `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their fields
           (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
 
