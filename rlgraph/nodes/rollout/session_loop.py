@@ -126,9 +126,9 @@ class SessionLoop(ConversationLoop):
             self._heard(call)
         if self._open:
             for name, response in self.context.engine.step(self.rules.prefix).items():
-                call = self._open.pop(name, None)
-                if call is not None:  # None: another node's step completed it, and its client left before this one
-                    self._answer(call, response)
+                opened = self._open.pop(name, None)
+                if opened is not None:  # None: another node's step completed it, and its client left before this one
+                    self._answer(opened, response)
         done, self._done = self._done, {}
         return done
 
