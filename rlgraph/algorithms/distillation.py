@@ -15,7 +15,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.settings import Count, Fraction, Positive
 
 IDS, TOP, CHOSEN = "teacher_top_ids", "teacher_top_log_probs", "chosen_log_probs"
-LEAST = 1e-10  # of the probability outside of the teacher's tokens
+LEAST = 2.0**-23  # of the probability outside of the teacher's tokens: 1 - LEAST is below 1 in float32, so that gradients are finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,4 +123,4 @@ class DistillationLoss:
 
 def _rest(log_probs: torch.Tensor) -> torch.Tensor:
     """Compute the log-prob `[b, T, 1]` of all tokens outside of `[b, T, K]`."""
-    return torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST)).clamp(min=-23.0)
+    return torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST))

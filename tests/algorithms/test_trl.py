@@ -144,6 +144,22 @@ def test_the_top_tokens_bound_the_divergence_from_below_and_meet_it_where_they_a
     assert float(loss(torch.zeros(1, 3), same, alg.Totals.of(mask))[0]) == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_gradient_is_finite_where_the_top_tokens_hold_all_of_the_probability(divergence: str) -> None:
+    student = torch.tensor([[[30.0, 0.0, -5.0]]]).log_softmax(-1)[..., :2].requires_grad_()
+    teacher, ids = torch.tensor([[[0.0, -30.0]]]), torch.tensor([[[5, 6]]])
+    columns = {
+        "response_mask": torch.ones(1, 1).bool(),
+        "teacher_top_ids": ids,
+        "teacher_top_log_probs": teacher,
+        "chosen_log_probs": student,
+    }
+    loss, _ = alg.DistillationLoss(divergence=divergence)(torch.zeros(1, 1), columns, alg.Totals(1, 1))  # type: ignore[arg-type]
+    loss.backward()
+    assert student.grad is not None
+    assert bool(student.grad.isfinite().all())
+
+
 def test_the_reverse_kl_joins_the_advantages_of_another_estimator() -> None:
     columns = {
         "response_mask": torch.tensor([[True, True], [True, False]]),
