@@ -71,16 +71,25 @@ class Mixture:
 
 def joined(batches: Sequence[Columns]) -> dict[str, Column]:
     """Join batches of different columns along their rows; what a batch lacks is 0 or no text. The column `PART` numbers them."""
-    like: dict[str, Column] = {}
+    like: dict[str, tuple[Column, int]] = {}  # a column, and how wide the responses beside it are
     for batch in batches:
-        like = {**batch, **like}
-    same = [{name: batch.get(name, _nothing(column, rows_of(batch))) for name, column in like.items()} for batch in batches]
+        like = {**{name: (column, _width(batch)) for name, column in batch.items()}, **like}
+    same = [{name: batch[name] if name in batch else _nothing(*found, batch) for name, found in like.items()} for batch in batches]
     numbered = [{**batch, PART: torch.full((rows_of(batch),), number)} for number, batch in enumerate(same)]
     return concat_rows(numbered)
 
 
-def _nothing(like: Column, rows: int) -> Column:
-    return like.new_zeros(rows, *like.shape[1:]) if isinstance(like, torch.Tensor) else [""] * rows
+def _width(batch: Columns) -> int:
+    return tensor_of(batch, "response_mask").shape[1]
+
+
+def _nothing(like: Column, beside: int, batch: Columns) -> Column:
+    """Make the column that a batch lacks; one of tokens is as wide as the batch's own responses, so that all columns end as wide."""
+    rows = rows_of(batch)
+    if not isinstance(like, torch.Tensor):
+        return [""] * rows
+    of_tokens = like.ndim > 1 and like.shape[1] == beside
+    return like.new_zeros(rows, *((_width(batch), *like.shape[2:]) if of_tokens else like.shape[1:]))
 
 
 def _pick(column: Column, rows: torch.Tensor) -> Column:
