@@ -140,14 +140,6 @@ def test_ways_to_save_memory_and_time_give_the_same_step(make: Any, tied: Path, 
         assert torch.allclose(one.tensor, two.tensor, atol=1e-5), one.name
 
 
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_step(make: Any, tied: Path) -> None:
-    plain, other = trained(make(tied)), trained(make(tied, compiled=True))
-    for one, two in zip(plain["weights"], other["weights"], strict=True):
-        assert torch.allclose(one.tensor, two.tensor, atol=1e-5), one.name
-    assert torch.equal(other["base"], other["base after"])
-
-
 def test_any_number_of_ranks_trains_the_same_adapter_and_reads_the_others_state(make: Any, tied: Path, tmp_path: Path) -> None:
     alone = make(tied)
     one = [trained(alone)]
