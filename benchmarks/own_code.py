@@ -249,7 +249,7 @@ def relayed_by_strangers(own: bool) -> str:
 
 def handles() -> dict[str, bool]:
     """Whether each passes a file's handle to the other side."""
-    mine, theirs = AuthenticatedConnection.pair("peer")
+    mine, theirs = AuthenticatedConnection.pair("peer", "")
     with tempfile.TemporaryFile() as file:
         mine.send_handle(file.fileno())
         got = theirs.receive_handle()

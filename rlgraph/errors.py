@@ -135,6 +135,7 @@ class ChannelError(RlgraphError):
 
     channel: str = ""  # its name, if the other end stopped it
     peer: int = 0  # the process at that end, if it is known
+    host: str = ""  # the address of the host that it is on, if that is another one
 
 
 class ChannelClosed(ChannelError):

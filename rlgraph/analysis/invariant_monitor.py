@@ -29,15 +29,17 @@ class InvariantMonitor:
         self._slots = {channel.name: channel.slots for channel in plan.channels}
         self.observed = Observed()
 
-    def check(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int]) -> None:
+    def check(self, step: int, spans: Sequence[Span], staleness: int, peaks: Mapping[ChannelEnd, int], slack_s: float = 0.0) -> None:
         """Check one finished step: its spans, its staleness, and the largest number of slots in use at each channel end.
+
+        `slack_s` says by how much moments of two workers may be in the wrong order, because their hosts' clocks differ.
 
         Raises CertificateError with the bound that was exceeded.
         """
         proof, so_far = self.plan.certificate, self.observed
         if staleness > proof.staleness_bound:
             raise self._broken(step, f"its oldest token is {staleness} versions behind", f"staleness at most {proof.staleness_bound}")
-        opened = max((self._open(loop, spans) for loop in self.plan.loops), default=0)
+        opened = max((self._open(loop, spans, slack_s) for loop in self.plan.loops), default=0)
         if opened > proof.open_batches:
             raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {proof.open_batches} open")
         used = dict(so_far.channel_slots or {})
@@ -47,7 +49,7 @@ class InvariantMonitor:
             used[end.name] = max(peak, used.get(end.name, 0))
         self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
 
-    def _open(self, loop: PlannedLoop, spans: Sequence[Span]) -> int:
+    def _open(self, loop: PlannedLoop, spans: Sequence[Span], slack_s: float) -> int:
         """Count the batches of a loop, this step's included, that were open when this step's was admitted. A run may begin at any step.
 
         A version counts as published from the start of its publish: the reader can have it before the writer reads its clock.
@@ -55,7 +57,7 @@ class InvariantMonitor:
         names = {event.name for event in self.plan.schedule.events if event.node in loop.readers and event.kind in ("fire", "load")}
         began = [span.start_s for span in spans if span.name in names and span.kind in ("fire", "load")]  # a wait has its channel's name
         published = self._published[loop.name]
-        opened = 1 + sum(at > min(began) for at in published) if began else 0
+        opened = 1 + sum(at > min(began) + slack_s for at in published) if began else 0
         published.append(min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf")))
         return opened
 

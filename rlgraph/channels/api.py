@@ -99,7 +99,7 @@ class End:
     def stopped(self, step: int, stop: "Stop") -> ChannelClosed | ChannelBroken:
         kind = ChannelClosed if stop.reason is None else ChannelBroken
         error = kind(f"{self._at(step)}: {stop.who} {stop.reason or 'closed the channel, so no further message can pass'}")
-        error.channel, error.peer = self.channel, stop.peer
+        error.channel, error.peer, error.host = self.channel, stop.peer, stop.host
         return error
 
     def timeout(self, step: int, timeout_s: float, state: str) -> ChannelTimeout:
@@ -114,11 +114,13 @@ class End:
 
 @dataclass(frozen=True)
 class Stop:
-    """The reason why the channel ended: `who` closed it, or broke it for `reason`; `peer` is its process id, 0 if unknown."""
+    """The reason why the channel ended: `who` closed it, or broke it for `reason`; `peer` is its process id, 0 if unknown;
+    `host` is the address of its host, if that is another one and the connection to it ended."""
 
     who: str
     reason: str | None = None
     peer: int = 0
+    host: str = ""
 
 
 class Meter:

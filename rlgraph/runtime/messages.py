@@ -122,6 +122,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     traceback: str
     channel: str = ""  # that gave up because of its peer
     peer: int = 0  # the process at the other end of it, where that is known
+    host: str = ""  # the address of the other end's host, if the connection to another host ended
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -156,6 +157,7 @@ class NotSaved(msgspec.Struct, tag=True, frozen=True):
     step: int
     worker: str
     message: str
+    where: str = ""  # the host, which the driver knows, as " on host 1 (ADDRESS)"
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):

@@ -54,6 +54,20 @@ def test_a_batch_admitted_too_early_is_an_error() -> None:
         run()
 
 
+def test_clocks_that_differ_by_less_than_the_slack_break_no_bound() -> None:
+    plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0}))
+
+    def run(slack_s: float) -> None:
+        monitor = InvariantMonitor(plan)
+        for step, spans in enumerate(played(plan)):
+            apart = [replace(s, start_s=s.start_s + 0.05, end_s=s.end_s + 0.05) if s.worker == "policy" else s for s in spans]
+            monitor.check(step, apart, 1, {}, slack_s)
+
+    run(slack_s=0.06)
+    with pytest.raises(CertificateError, match="3 batches were open"):
+        run(slack_s=0.04)
+
+
 def test_a_run_may_resume_at_any_step() -> None:
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2))
     monitor = InvariantMonitor(plan)

@@ -163,7 +163,7 @@ def framed(dice: random.Random, data: bytes) -> bytes:
 
 
 def _pair(peer: str) -> tuple[Connection, Connection]:
-    near, far = Connection.pair(peer)
+    near, far = Connection.pair(peer, "")
     set_deadline(near._socket, STALLED_S)
     return near, far
 

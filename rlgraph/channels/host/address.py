@@ -11,10 +11,10 @@ import struct
 import time
 from collections.abc import Iterable
 
+from rlgraph.channels.host.link_watch import LOST_S, watch
 from rlgraph.errors import ChannelError, ChannelTimeout
 
 MAX_PATH_BYTES = 107 - len(".new")  # sun_path of sockaddr_un, and what `listen` appends
-LOST_S = 4  # a host that does not answer for so long is lost
 _IN_MOVED_TO = 0x80
 
 
@@ -117,7 +117,11 @@ def dial(where: str, address: str, timeout_s: float) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """Between hosts: send small messages at once, and notice within seconds that the other host is gone."""
+    """Between hosts: send small messages at once, and notice within seconds that the other host is gone.
+
+    Keep-alive asks a silent peer every second. With bytes under way it asks nothing, and TCP would retransmit for a quarter of an hour:
+    `link_watch` ends such a connection.
+    """
     sock.settimeout(None)
     if sock.family == socket.AF_UNIX:
         return
@@ -126,6 +130,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S - 1)
+    watch(sock)
 
 
 def set_deadline(sock: socket.socket, timeout_s: float) -> None:

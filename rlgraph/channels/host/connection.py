@@ -33,7 +33,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool) -> None:
         tune(sock)
-        self.pid, self.peer = _peer(sock)
+        self.pid, self.peer, self.host = _peer(sock)
         self._socket = sock
         try:
             set_deadline(sock, timeout_s)
@@ -44,12 +44,12 @@ class Connection:
             raise
 
     @classmethod
-    def pair(cls, peer: str) -> "tuple[Connection, Connection]":
-        """Make the two ends of a connection inside this process, in place of one to `peer`."""
+    def pair(cls, peer: str, host: str) -> "tuple[Connection, Connection]":
+        """Make the two ends of a connection inside this process, in place of one to `peer` on another host."""
         ends = []
         for sock in socket.socketpair():
             end = cls.__new__(cls)
-            end.pid, end.peer, end._socket = 0, peer, sock
+            end.pid, end.peer, end.host, end._socket = 0, peer, host, sock
             set_deadline(sock, STALL_S)
             ends.append(end)
         return ends[0], ends[1]
@@ -145,10 +145,10 @@ def _proof(authkey: bytes, role: bytes, challenge: bytes) -> bytes:
     return hmac.digest(authkey, role + challenge, "sha256")
 
 
-def _peer(sock: socket.socket) -> tuple[int, str]:
-    """The peer's process id (0 on another host) and its name for errors."""
+def _peer(sock: socket.socket) -> tuple[int, str, str]:
+    """The peer's process id (0 on another host), its name for errors, and the address of its host (empty on this one)."""
     if sock.family == socket.AF_UNIX:
         pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        return pid, f"process {pid}"
+        return pid, f"process {pid}", ""
     host, port = sock.getpeername()[:2]
-    return 0, f"at {host}, port {port}"
+    return 0, f"at {host}, port {port}", host

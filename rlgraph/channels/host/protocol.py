@@ -162,6 +162,6 @@ def stop(message: ControlMessage | Disconnected, who: str, connection: Connectio
         case Failed():
             return Stop(who, f"failed: {message.reason}", connection.pid)
         case Disconnected():
-            return Stop(who, message.why, connection.pid)
+            return Stop(who, message.why, connection.pid, connection.host)
         case _:
             return Stop(who, f"sent {shown(message)} where no such message belongs; the channel is of no further use", connection.pid)

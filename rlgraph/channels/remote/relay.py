@@ -32,7 +32,7 @@ _receives = threading.Lock()  # held for a transfer: a process receives one at a
 
 def relayed(channel: str, remote: Connection, *, outward: bool, buffers: DeviceBuffers | None) -> Connection:
     """Start a relay to `remote` and return the connection to it. With `outward` the writer is in this process, else the reader."""
-    near, far = Connection.pair(remote.peer)
+    near, far = Connection.pair(remote.peer, remote.host)
     relay = _Outward(channel, far, remote, buffers) if outward else _Inward(channel, far, remote, buffers)
     name = f"relay of {channel} {'to' if outward else 'from'} {remote.peer}"
     threading.Thread(target=relay.run, name=name, daemon=True).start()

@@ -116,7 +116,9 @@ class Checkpoints:
             self.shards.setdefault(news.step, {})[news.shard.worker] = news.shard
         else:
             self.failed.setdefault(news.step, set()).add(news.worker)
-            self.troubles.append(f"the checkpoint of step {news.step} could not be written by worker '{news.worker}': {news.message}")
+            self.troubles.append(
+                f"the checkpoint of step {news.step} could not be written by worker '{news.worker}'{news.where}: {news.message}"
+            )
 
     def settled(self, step: int) -> bool:
         """Tell whether every worker has said that its shard is on the disk, or could not be written."""

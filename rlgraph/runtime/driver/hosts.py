@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -12,6 +15,11 @@ from rlgraph.runtime.worker.stacks import read_stacks
 
 ANSWER_S = 3.0  # of another host
 STACKS_S = ANSWER_S + WORKERS_S  # of another host whose workers answer it
+ASK_AGAIN_S = 0.5
+CLOCK_S = 30.0  # between two comparisons of clocks
+PINGS = 4  # of a comparison, the fastest of which counts
+DRIFT_S = 0.003  # of two clocks between two comparisons: 100 parts in a million
+SILENT_S = 7.0  # a host that answers nothing for so long is lost
 START_S = 60.0  # of its first answer
 
 Ask: TypeAlias = Callable[..., Any]
@@ -26,8 +34,25 @@ class HostAgent(Protocol):
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
         """Read the Python stacks of each worker; `pids` are the processes by worker."""
 
+    def answers(self) -> bool:
+        """Ask the host for a sign of life, and tell whether it gave one."""
+
+    def silent_s(self) -> float:
+        """Tell for how many seconds the host has answered nothing; 0 if it answered the last call."""
+
+    def clock(self) -> "Clock":
+        """Compare the host's monotonic clock with that of the driver's host."""
+
     def sweep(self) -> None:
         """Remove the job's folder."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What to add to a moment of another host to have it by the driver's clock, and by how much that may be wrong, in seconds."""
+
+    ahead_s: float = 0.0
+    slack_s: float = 0.0
 
 
 class LocalHostAgent:
@@ -37,8 +62,9 @@ class LocalHostAgent:
         self.folder = folder
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
-    def ready(self) -> bool:
-        return True
+    def ready(self) -> float:
+        """Return this host's clock, as a sign of life."""
+        return time.monotonic()
 
     def states(self, workers: Collection[str]) -> dict[str, Heartbeat]:
         found = {worker: read_status(self.folder, worker) for worker in workers}
@@ -47,6 +73,15 @@ class LocalHostAgent:
     def stacks(self, pids: Mapping[str, int]) -> dict[str, str]:
         return read_stacks(self.folder, pids)
 
+    def answers(self) -> bool:
+        return True
+
+    def silent_s(self) -> float:
+        return 0.0
+
+    def clock(self) -> Clock:
+        return Clock()
+
     def sweep(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -54,21 +89,71 @@ class LocalHostAgent:
 class RemoteHostAgent:
     """Forwards to the `LocalHostAgent` of another host: `ask(method, timeout_s, *arguments)` calls it there, and returns None on a timeout.
 
-    Without an answer nothing is known of the workers there.
+    Without an answer nothing is known of the workers there. One call without an answer marks the host as silent: from then on a thread
+    asks for a sign of life, and nobody else waits for it until it gives one.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
-        self._ask("ready", START_S)
+        self._silent_since: float | None = None
+        self._over = threading.Event()
+        self._clock = Clock()
+        self._call("ready", START_S)
+        self._compare_clocks()
+        threading.Thread(target=self._keep_clock, name="clock", daemon=True).start()
 
     def states(self, workers: Collection[str]) -> Mapping[str, Heartbeat]:
-        return self._ask("states", ANSWER_S, list(workers)) or {}
+        return self._call("states", ANSWER_S, list(workers)) or {}
 
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
-        return self._ask("stacks", STACKS_S, dict(pids)) or dict.fromkeys(pids, "(its host does not answer)")
+        return self._call("stacks", STACKS_S, dict(pids)) or dict.fromkeys(pids, "(its host does not answer)")
+
+    def answers(self) -> bool:
+        return self._call("ready", ANSWER_S) is not None
+
+    def silent_s(self) -> float:
+        since = self._silent_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def sweep(self) -> None:
-        self._ask("sweep", ANSWER_S)
+        self._over.set()
+        if self._silent_since is None:
+            self._ask("sweep", ANSWER_S)
+
+    def clock(self) -> Clock:
+        return self._clock
+
+    def _compare_clocks(self) -> None:
+        found = []
+        for _ in range(PINGS):
+            asked = time.monotonic()
+            there = self._call("ready", ANSWER_S)
+            if there is not None:
+                half_s = (time.monotonic() - asked) / 2
+                found.append((half_s, asked + half_s - there))
+        if found:
+            half_s, ahead_s = min(found)
+            self._clock = Clock(ahead_s, half_s + DRIFT_S)
+
+    def _keep_clock(self) -> None:
+        while not self._over.wait(CLOCK_S):
+            self._compare_clocks()
+
+    def _call(self, method: str, timeout_s: float, *arguments: object) -> Any:
+        if self._silent_since is not None:
+            return None
+        asked = time.monotonic()
+        answer = self._ask(method, timeout_s, *arguments)
+        if answer is None and not self._over.is_set():
+            self._silent_since = asked
+            threading.Thread(target=self._await, name="sign of life", daemon=True).start()
+        return answer
+
+    def _await(self) -> None:
+        while not self._over.wait(ASK_AGAIN_S):
+            if self._ask("ready", ANSWER_S) is not None:
+                self._silent_since = None
+                return
 
 
 @dataclass(frozen=True)
@@ -89,9 +174,43 @@ class Hosts:
             found |= self.agents[index].stacks({worker: pids[worker] for worker in own})
         return {worker: found[worker] for worker in pids if worker in found}
 
+    def asked(self) -> frozenset[int]:
+        """Ask all other hosts for a sign of life, at once, and return those that gave none."""
+        others = range(1, len(self.agents))
+        if not others:
+            return frozenset()
+        with ThreadPoolExecutor(len(others)) as pool:
+            answers = pool.map(lambda host: self.agents[host].answers(), others)
+            return frozenset(host for host, answer in zip(others, answers, strict=True) if not answer)
+
+    def lost(self) -> frozenset[int]:
+        """The hosts that have answered nothing for so long that they are lost."""
+        return frozenset(host for host, agent in enumerate(self.agents) if agent.silent_s() > SILENT_S)
+
+    def silent_s(self, host: int) -> float:
+        return self.agents[host].silent_s()
+
+    def clock(self, worker: str) -> Clock:
+        """Compare the clock of a worker's host with the driver's."""
+        return self.agents[self.of.get(worker, 0)].clock()
+
+    @property
+    def clock_slack_s(self) -> float:
+        """By how much moments of two hosts may be in the wrong order."""
+        first, second, *_ = *sorted((agent.clock().slack_s for agent in self.agents), reverse=True), 0.0, 0.0
+        return first + second
+
+    def name(self, host: int) -> str:
+        """Name a host for an error."""
+        return f"host {host} ({self.addresses[host]})"
+
+    def on(self, host: int) -> tuple[str, ...]:
+        """List the workers of a host."""
+        return tuple(worker for worker, at in self.of.items() if at == host)
+
     def place(self, worker: str) -> str:
         """Name the host of a worker for an error; empty on one host."""
-        return f" on host {self.of[worker]} ({self.addresses[self.of[worker]]})" if self.addresses else ""
+        return f" on {self.name(self.of[worker])}" if self.addresses else ""
 
     def sweep(self) -> None:
         for agent in self.agents:

@@ -233,7 +233,8 @@ class Job:
         self._exports.note(metrics)
         if self._checkpoints is not None:
             self._checkpoints.note(index, metrics)
-        self._monitor.check(index, spans, behind, {slots.end: slots.peak for report in reports for slots in report.slots})
+        peaks = {slots.end: slots.peak for report in reports for slots in report.slots}
+        self._monitor.check(index, spans, behind, peaks, self._session.clock_slack_s)
         self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
 

@@ -58,6 +58,11 @@ class Session:
         """The process id of each worker, by its name in the plan."""
         return dict(self._group.pids)
 
+    @property
+    def clock_slack_s(self) -> float:
+        """By how much the spans of two workers may be in the wrong order, in seconds."""
+        return self._group.clock_slack_s
+
     def under_way(self) -> str:
         """Describe what the nodes do now and how far they are; empty before the workers are ready and after they have ended."""
         return under_way(self._group.states(), self.plan) if self.ready and not self.ended else ""

@@ -9,8 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from typing import TypeVar
+
+import msgspec
 
 from rlgraph.channels.host.connection import Connection
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
@@ -18,6 +21,7 @@ from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeErr
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver.blame import cut
 from rlgraph.runtime.driver.hosts import Hosts
+from rlgraph.runtime.driver.lost_hosts import host_lost, link_lost
 from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog
 from rlgraph.runtime.worker.activity import described
 from rlgraph.runtime.worker.heartbeat import Heartbeat
@@ -27,6 +31,7 @@ CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, Channel
 IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, where a peer may have gone away
 START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
 SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
+ANSWERED_S = 1.0  # what was on its way when a host fell silent may still be read for so long
 HANDSHAKE_S = 10.0  # after this long a process that connects and stays silent is dropped, so that the others can connect
 
 
@@ -52,6 +57,7 @@ class WorkerGroup:
         self._written: dict[str, messages.ShardsWritten] = {}
         self._failures: list[messages.Failure] = []
         self._dead: dict[str, str] = {}  # with the reason, if the connection gave one
+        self._heard_s: dict[str, float] = {}  # when each worker said something last
 
     def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts) -> threading.Thread:
         """Accept the workers' connections on a thread, which ends after the last of them, or when the listener closes."""
@@ -172,6 +178,7 @@ class WorkerGroup:
         heard = self._hear(LOOK_S)
         if not heard:
             self.watchdog.look(missing, since_s, deadline_s)
+            self._look_for_lost_hosts()
         if self._failures or self._dead:
             raise self.explanation() or self._consequence()
         return heard
@@ -183,6 +190,7 @@ class WorkerGroup:
             name = key.data
             try:
                 self._take(name, messages.receive(self.connections[name]))
+                self._heard_s[name] = time.monotonic()
             except (EOFError, OSError) as error:
                 connection = self.connections.pop(name)
                 self._selector.unregister(connection)
@@ -197,10 +205,13 @@ class WorkerGroup:
             case messages.Ready():
                 self._ready.add(name)
             case messages.Report():
+                message = self._on_own_clock(message)
                 self._reports.setdefault(message.step, {})[name] = message
                 self.watchdog.note(message)
-            case messages.Saved() | messages.NotSaved():
+            case messages.Saved():
                 self.saved.append(message)
+            case messages.NotSaved():
+                self.saved.append(msgspec.structs.replace(message, where=self._hosts.place(name) if self._hosts else ""))
             case messages.SampledRows():
                 self.sampled.append(message)
             case messages.ShardsDescribed():
@@ -211,6 +222,19 @@ class WorkerGroup:
                 self._failures.append(message)
             case _:
                 raise OSError(f"a message that no worker sends: {shown(message)}")
+
+    def _on_own_clock(self, report: messages.Report) -> messages.Report:
+        """Translate the spans of another host to the driver's clock."""
+        ahead_s = self._hosts.clock(report.worker).ahead_s if self._hosts else 0.0
+        if not ahead_s:
+            return report
+        spans = [replace(span, start_s=span.start_s + ahead_s, end_s=span.end_s + ahead_s) for span in report.spans]
+        return msgspec.structs.replace(report, spans=spans)
+
+    @property
+    def clock_slack_s(self) -> float:
+        """By how much moments of two workers may be in the wrong order, in seconds: 0 on one host."""
+        return self._hosts.clock_slack_s if self._hosts else 0.0
 
     def did(self) -> Heartbeat | None:
         """Find what the failed or dead worker did at that moment, if that is known."""
@@ -223,11 +247,31 @@ class WorkerGroup:
 
         A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
         """
+        lost = self._hosts.asked() if self._hosts and not self._failed(of_peers=False) else frozenset()
+        if lost and self._hosts:
+            return host_lost(self.plan, self._hosts, lost, self._told())
         stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
         end = time.monotonic() + (0 if stalled else SETTLE_S)
         while not self._cause() and (left := end - time.monotonic()) > 0:
             self._hear(left)
         return self._cause() or next(map(self._node_error, self._failed(of_peers=True)), None)
+
+    def _look_for_lost_hosts(self) -> None:
+        """Raise WorkerDied for hosts that answer nothing, and from which no worker has said anything since."""
+        if self._hosts is None:
+            return
+        now, hosts = time.monotonic(), self._hosts
+        lost = [
+            host
+            for host in hosts.lost()
+            if all(self._heard_s.get(worker, 0.0) < now - hosts.silent_s(host) + ANSWERED_S for worker in hosts.on(host))
+        ]
+        if lost:
+            raise host_lost(self.plan, hosts, lost)
+
+    def _told(self) -> str:
+        """Quote the first worker that reported trouble."""
+        return "".join(f"\n  worker '{failure.worker}': {failure.message}" for failure in self._failures[:1])
 
     def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
         """List the failures that no peer has caused; or those of ranks in a collective, which a peer's death may have caused."""
@@ -272,6 +316,9 @@ class WorkerGroup:
         states = self.states()
         if timeouts and first.worker in states:
             return self.watchdog.timeout(first.worker, states, f"\n  {told}{trace}")
+        between = link_lost(self._hosts, self._failures) if self._hosts else None
+        if between is not None:
+            return between
         lost = cut(self._failures, self.pids)
         if lost is not None:
             whose = " and ".join(f"'{name}' (process {self.pids[name]})" for name in lost.workers)

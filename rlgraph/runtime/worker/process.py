@@ -215,9 +215,9 @@ class Process:
         if not told:
             self.mailbox.fail(reason)
         name, trace = type(error).__name__, traceback.format_exc()
-        channel, peer = (error.channel, error.peer) if isinstance(error, ChannelError) else ("", 0)
+        channel, peer, host = (error.channel, error.peer, error.host) if isinstance(error, ChannelError) else ("", 0, "")
         with contextlib.suppress(OSError):  # the driver is gone: the wait for its next message finds out
-            self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer))
+            self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer, host))
 
     def _sleep(self, step: int) -> None:
         """Wait for the driver's message that the next tick has been sent: polling for the tick itself would cost a core."""

@@ -1,0 +1,53 @@
+"""Leaves out tests that this machine or environment cannot run, which is no fault of theirs, and says at the end which and why.
+
+Packages whose pins exclude ours have environments of their own: `make test-sglang`, `make test-environments`.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = pytest.StashKey[str]()
+
+
+def missing(markers: set[str]) -> dict[str, str]:
+    """Find which of the markers name something that is missing here, and what to do about it."""
+    found = {}
+    if "sglang" in markers and not find_spec("sglang"):
+        found["sglang"] = "SGLang is not installed; `make test-sglang` runs them"
+    if "apart" in markers and not all((ROOT / name).exists() for name in (".venv-openenv", ".venv-verifiers")):
+        found["apart"] = "the environments of other packages are not made; `make test-environments` runs them"
+    if "namespaces" in markers and (reason := namespaces.refused()):
+        found["namespaces"] = f"no host of namespaces can be made: {reason}"
+    return found
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = missing({mark.name for item in items for mark in item.iter_markers()})
+    out = [item for item in items if any(item.get_closest_marker(name) for name in reasons)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+        config.stash[LEFT_OUT] = "; ".join(f"tests marked {name} are left out: {reason}" for name, reason in reasons.items())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that prints, if this one works for it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if said := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = said
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if said := config.stash.get(LEFT_OUT, ""):
+        terminalreporter.write_line(said)

@@ -1,0 +1,275 @@
+"""Runs jobs on three hosts of namespaces, and what happens to the hosts meanwhile: `network_program.py SWITCHES CASE...`.
+It prints the outcome of each case as a line of JSON.
+
+The driver runs on host 1, with the generator; the judge is on host 2 and the policy on host 3, so each host has a link to each other one.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import fakes
+import namespaces
+import placed
+
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.compile import compile_plan
+from rlgraph.errors import RlgraphError
+from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.local import LocalJob
+
+HOSTS = 3
+GIVE_UP_S = 60.0  # without an error; the job is then ended
+
+
+class Control:
+    """Asks the process at the switch to do something: `control("cut", 2)`."""
+
+    def __init__(self, link: Connection, shared: Path) -> None:
+        self._link = link
+        self.shared = shared  # a folder that all hosts see
+
+    def __call__(self, what: str, *arguments: object) -> Any:
+        self._link.send((what, arguments))
+        answer = self._link.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def graph(generate_s: float = 0.02, count: int = 4) -> Graph:
+    judged = Pool("judge")
+    return fakes.vector_loop(1, generate_s=generate_s, count=count, middle=lambda rollout: fakes.scored_on(judged, rollout))
+
+
+def job(made: Graph, recovery: Recovery | None = None, deadline_s: float = 60.0) -> Job:
+    plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=HOSTS))
+    return Job(made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery)
+
+
+def created(running: Job, worker: str) -> tuple[int, int]:
+    dispatch = running._session._dispatch
+    assert isinstance(dispatch, placed.Placed)
+    return dispatch.created[worker]
+
+
+def kill(running: Job, worker: str) -> None:
+    host, pid = created(running, worker)
+    assert placed.call(host, 5.0, "kill", pid)
+
+
+Fault = Callable[[Control, Job], None]
+
+
+def named(control: Control, fault: Fault, heal: Fault | None = None, made: Graph | None = None) -> Mapping[str, object]:
+    """Run a job, let the fault happen after some steps, and tell what it raised and after how many seconds."""
+    began, running = 0.0, job(made or graph())
+    try:
+        with running:
+            steps = running.steps(10**6)
+            for _ in range(5):
+                next(steps)
+            fault(control, running)
+            began = time.monotonic()
+            for step in steps:
+                if time.monotonic() - began > GIVE_UP_S:
+                    return {"error": "", "step": step.index}
+    except RlgraphError as error:
+        took_s = time.monotonic() - began
+        return {"kind": type(error).__name__, "error": str(error), "seconds": round(took_s, 1)}
+    finally:
+        if heal is not None:
+            heal(control, running)
+    return {"error": ""}
+
+
+def on(what: str, *arguments: object) -> Fault:
+    return lambda control, running: control(what, *arguments)
+
+
+def both(first: Fault, second: Fault) -> Fault:
+    def do(control: Control, running: Job) -> None:
+        first(control, running)
+        second(control, running)
+
+    return do
+
+
+def host_is_back(n: int) -> Fault:
+    return both(on("start", n), lambda *_: until_up(n))
+
+
+def until_up(n: int) -> None:
+    while placed.call(n, 1.0, "ready") is None:
+        time.sleep(0.05)
+
+
+def survives(control: Control, during: Fault, after: Fault, steps: int = 40) -> Mapping[str, object]:
+    """Run a job of so many steps through a disturbance that it is to survive; tell whether its numbers are those of one process."""
+    made = graph()
+    with LocalJob(made, compile_plan(made, Cluster(cpus=2))) as here:
+        expected = [step.metrics["loss"] for step in here.steps(steps)]
+    with job(made) as running:
+        given = running.steps(steps)
+        found = [next(given).metrics["loss"] for _ in range(5)]
+        during(control, running)
+        found += [next(given).metrics["loss"] for _ in range(steps - 6)]
+        after(control, running)
+        found += [step.metrics["loss"] for step in given]
+    return {"error": "", "same": found == expected}
+
+
+def goes_on(control: Control, lost: Fault, back: Fault) -> Mapping[str, object]:
+    """Lose host 3 and have it back 9 s later: the job waits, goes on from its checkpoint, and ends with the numbers of one process."""
+    made, count = graph(), 60
+    with LocalJob(made, compile_plan(made, Cluster(cpus=2))) as here:
+        expected = [step.metrics["loss"] for step in here.steps(count)]
+    running, is_back = job(made, Recovery(Path(tempfile.mkdtemp(dir=control.shared)), every=4, keep=2, restarts=2)), []
+
+    def bring_back() -> None:
+        time.sleep(9)
+        back(control, running)
+        is_back.append(time.monotonic())
+
+    with running:
+        steps = running.steps(count)
+        found = [next(steps).metrics["loss"] for _ in range(6)]
+        lost(control, running)
+        thread = threading.Thread(target=bring_back)
+        thread.start()
+        arrived = []
+        for step in steps:
+            found.append(step.metrics["loss"])
+            arrived.append(time.monotonic())
+        thread.join()
+        restarts = running._restarts.used
+    again_s = next((at - is_back[0] for at in arrived if at > is_back[0]), 0.0)
+    return {"error": "", "same": found == expected, "restarts": restarts, "again_s": round(again_s, 1)}
+
+
+def disk_full(control: Control) -> Mapping[str, object]:
+    """Let the disk of the policy's host be full in the middle of a run with checkpoints."""
+    folder = tempfile.mkdtemp(dir=control.shared)
+    running = job(graph(), Recovery(Path(folder), every=10, keep=2, restarts=0))
+    try:
+        with running:
+            steps = running.steps(25)
+            for _ in range(3):
+                next(steps)
+            control("on", 3, "mount", "-t", "tmpfs", "-o", "size=4k,nr_inodes=1", "none", folder)
+            given = 3 + len(list(steps))
+    except RlgraphError as error:
+        return {"kind": type(error).__name__, "error": str(error)}
+    finally:
+        control("on", 3, "sh", "-c", f"umount {folder} || true")
+    return {"error": "", "given": given}
+
+
+def clock_jumps(control: Control) -> Mapping[str, object]:
+    """Set the driver's wall clock a day ahead, then back; the hosts' monotonic clocks are days apart anyway."""
+    real = time.time
+
+    def set_to(ahead_s: float) -> Fault:
+        return lambda *_: setattr(time, "time", lambda: real() + ahead_s)
+
+    return survives(control, set_to(86_400.0), set_to(0.0))
+
+
+CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
+    "worker killed on the driver's host": lambda c: named(c, lambda _, r: kill(r, "generator")),
+    "worker killed on another host": lambda c: named(c, lambda _, r: kill(r, "policy")),
+    "host killed": lambda c: named(c, on("kill", 3), host_is_back(3)),
+    "cable of a host": lambda c: named(c, on("unplug", 3), on("join", 3)),
+    "silent cut of the policy's host": lambda c: named(c, on("cut", 3), on("join", 3)),
+    "silent cut of the judge's host": lambda c: named(c, on("cut", 2), on("join", 2)),
+    "silent cut with megabytes under way": lambda c: named(
+        c, both(on("slow", 3, "20mbit"), on("cut", 3)), on("join", 3), graph(count=20_000)
+    ),
+    "cut of the driver": lambda c: named(c, on("cut", 1), on("join", 1)),
+    "cut between two others": lambda c: named(c, both(on("mute", 2, 3), on("mute", 3, 2)), both(on("join", 2), on("join", 3))),
+    "half open": lambda c: named(c, on("mute", 3, 1), on("join", 3)),
+    "half open between two others": lambda c: named(c, on("mute", 2, 3), on("join", 2)),
+    "half open, the other way": lambda c: named(c, on("mute", 1, 3), on("join", 1)),
+    "host frozen": lambda c: named(c, on("freeze", 2), on("thaw", 2)),
+    "slow link": lambda c: survives(c, on("slow", 3, "2mbit"), on("join", 3)),
+    "clock jump": clock_jumps,
+    "disk full": disk_full,
+    "host killed, and back": lambda c: goes_on(c, on("kill", 3), host_is_back(3)),
+    "silent cut, and back": lambda c: goes_on(c, on("cut", 3), on("join", 3)),
+    "short cut": lambda c: survives(c, both(on("cut", 3), both(lambda *_: time.sleep(1.5), on("join", 3))), lambda *_: None),
+}
+
+
+def drive(link: Connection, shared: Path, names: Sequence[str]) -> None:
+    control = Control(link, shared)
+    for n in range(1, HOSTS + 1):
+        until_up(n)
+    for name in names:
+        began = time.monotonic()
+        outcome = CASES[name](control)
+        control("outcome", {"case": name, "whole_s": round(time.monotonic() - began, 1), **outcome})
+
+
+class Switch:
+    """The hosts with their servers, as the driver asks for them to change."""
+
+    def __init__(self, name: str, cases: Sequence[str]) -> None:
+        self.network = namespaces.Network(HOSTS, name=name)
+        for n in range(1, HOSTS + 1):
+            self._serve(n)
+        self.link, there = multiprocessing.Pipe()
+        self.driver = self.network.fork(1, lambda: (self.link.close(), drive(there, self.network.shared, cases)))
+        there.close()
+
+    def _serve(self, n: int) -> None:
+        self.network.fork(n, lambda: placed.serve(n))
+
+    def obey(self) -> bool:
+        """Do what the driver asks for next; False if it has ended."""
+        try:
+            what, arguments = self.link.recv()
+        except EOFError:
+            return False
+        try:
+            if what == "outcome":
+                print(json.dumps(*arguments), flush=True)
+            else:
+                getattr(self.network, what)(*arguments)
+            if what == "start":
+                self._serve(*arguments)
+            self.link.send(None)
+        except Exception as error:  # noqa: BLE001 (the case that asked gets it)
+            self.link.send(error)
+        return True
+
+
+def main(switches: int, cases: Sequence[str]) -> int:
+    """Run cases on several networks side by side, since a case mostly waits."""
+    made = running = [Switch(f"s{i}", cases[i::switches]) for i in range(switches)]
+    drivers = {switch.driver for switch in running}
+    while running:
+        ready = wait([switch.link for switch in running])
+        running = [switch for switch in running if switch.link not in ready or switch.obey()]
+    worst = 0
+    while drivers:
+        pid, status = os.wait()
+        if pid in drivers:
+            drivers.remove(pid)
+            worst = max(worst, os.waitstatus_to_exitcode(status))
+    for switch in made:
+        switch.network.end()
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:] or list(CASES)))

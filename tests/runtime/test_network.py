@@ -1,0 +1,68 @@
+"""Three hosts with network stacks, clocks and processes of their own: what is lost is named, with host and worker, and a job goes on.
+
+What a case does is in `network_program.py`; all run side by side, since each waits more than it computes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(900)]  # the first test waits for all cases
+PROGRAM = Path(__file__).parents[1] / "network_program.py"
+HOST_0, HOST_1, HOST_2 = (rf"host {n} \(10\.99\.0\.{n + 1}\)" for n in range(3))
+POLICY_LOST = rf"^{HOST_2} was lost, with worker 'policy': no answer for [\d.]+ s; it is down, frozen, or cut off from the network"
+JUDGE_LOST = rf"^{HOST_1} was lost, with worker 'critic': no answer for"
+BETWEEN = (
+    rf"^the network between {HOST_1}, with 'critic', and {HOST_2}, with 'policy', is cut: .*'judge \(tcp\)' ended, and both hosts answer"
+)
+
+NAMED = {
+    "worker killed on the driver's host": ("WorkerDied", rf"^worker 'generator' \(process \d+\) on {HOST_0} died while"),
+    "worker killed on another host": ("WorkerDied", rf"^worker 'policy' \(process \d+\) on {HOST_2} died while"),
+    "host killed": ("WorkerDied", POLICY_LOST),
+    "cable of a host": ("WorkerDied", POLICY_LOST),
+    "silent cut of the policy's host": ("WorkerDied", POLICY_LOST),
+    "silent cut of the judge's host": ("WorkerDied", JUDGE_LOST),
+    "silent cut with megabytes under way": ("WorkerDied", POLICY_LOST),
+    "cut of the driver": ("WorkerDied", rf"^{HOST_1} and {HOST_2} were lost, .*; no other host answers, so look first at .*{HOST_0}"),
+    "cut between two others": ("ChannelBroken", BETWEEN),
+    "half open": ("WorkerDied", POLICY_LOST),
+    "half open, the other way": ("WorkerDied", POLICY_LOST),
+    "half open between two others": ("ChannelBroken", BETWEEN),
+    "host frozen": ("WorkerDied", JUDGE_LOST),
+    "disk full": ("CheckpointError", r"^the checkpoint of step 25 could not be written by worker 'policy' on .*: OSError: .*No space left"),
+}
+SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Mapping[str, Mapping[str, Any]]:
+    """Run all cases and return what came of each."""
+    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *SURVIVED, *NAMED])
+    run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
+    found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
+    if missing := {*NAMED, *SURVIVED} - found.keys():
+        pytest.fail(f"no outcome of {sorted(missing)}\n{run.stderr}")
+    return found
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_is_lost_is_named_with_its_host_and_its_worker(outcomes: Mapping[str, Mapping[str, Any]], case: str) -> None:
+    kind, pattern = NAMED[case]
+    outcome = outcomes[case]
+    assert outcome.get("kind") == kind, outcome
+    assert re.search(pattern, outcome["error"].splitlines()[0]), outcome["error"]
+
+
+@pytest.mark.parametrize("case", SURVIVED)
+def test_a_job_goes_on_with_the_same_bits(outcomes: Mapping[str, Mapping[str, Any]], case: str) -> None:
+    outcome = outcomes[case]
+    assert (outcome["error"], outcome.get("same")) == ("", True)
+    assert outcome.get("restarts", 1) == 1
