@@ -47,10 +47,16 @@ def address(host: int) -> str:
     return f"10.99.0.{host}"
 
 
-def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise OSError(f"`{' '.join(command)}` failed: {done.stdout}{done.stderr}")
+def run(*command: str, patience_s: float = 0.0) -> None:
+    """Run a command; with patience, again until it succeeds."""
+    end = time.monotonic() + patience_s
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if not done.returncode:
+            return
+        if time.monotonic() > end:
+            raise OSError(f"`{' '.join(command)}` failed: {done.stdout}{done.stderr}")
+        time.sleep(0.05)
 
 
 class Network:
@@ -167,7 +173,7 @@ class Network:
     def join(self, n: int) -> None:
         """Undo `cut`, `unplug`, `mute` and `slow` of a host."""
         run("ip", "link", "set", self._port(n), "up")
-        run("bridge", "link", "set", "dev", self._port(n), "state", "3")
+        run("bridge", "link", "set", "dev", self._port(n), "state", "3", patience_s=10)  # the kernel takes a moment to see the cable
         self.on(n, "sh", "-c", "ip neigh flush nud permanent dev eth0; tc qdisc del dev eth0 root 2>/dev/null; true")
         subprocess.run(["tc", "qdisc", "del", "dev", self._port(n), "root"], capture_output=True, check=False)
 
