@@ -52,7 +52,7 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
     """
     with home(accept_missing) as folder:
         child = await asyncio.create_subprocess_exec(
-            *_command(limits, accept_missing),
+            *command_of_run(limits, accept_missing),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -103,26 +103,26 @@ def home(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[s
     return contextlib.nullcontext(tempfile.gettempdir())
 
 
-def _command(limits: Limits, accept_missing: Collection[str], more: Collection[str] | None = None) -> Sequence[str]:
-    """The command of one run; with `more` folders of packages that of a session."""
-    numbers = [str(math.ceil(number)) for number in (limits.seconds + 1, limits.memory_bytes, limits.file_bytes)]
-    if more is not None:
-        numbers = [str(limits.seconds), *numbers[1:], str(limits.output_bytes)]
+def command_of_run(limits: Limits, accept_missing: Collection[str]) -> Sequence[str]:
+    """The command of one run."""
+    return _command("child", [math.ceil(limits.seconds) + 1, limits.memory_bytes, limits.file_bytes], accept_missing)
+
+
+def command_of_session(limits: Limits, accept_missing: Collection[str], more: Collection[str]) -> Sequence[str]:
+    """The command of a sandbox that stays; code may import what is in the folders `more` too."""
+    numbers = [limits.seconds, limits.memory_bytes, limits.file_bytes, limits.output_bytes]
+    return _command("session", numbers, accept_missing, more)
+
+
+def _command(module: str, numbers: Sequence[float], accept_missing: Collection[str], more: Collection[str] = ()) -> Sequence[str]:
     packages, readable = _paths()
-    start = START.format("child" if more is None else "session")
-    python = (sys.executable, "-I", "-S", "-c", start, str(Path(__file__).parent))
-    given = list(more or ())
-    return (*python, *numbers, ",".join(accept_missing), os.pathsep.join([*given, *packages]), *readable, *given)
+    python = (sys.executable, "-I", "-S", "-c", START.format(module), str(Path(__file__).parent))
+    return (*python, *map(str, numbers), ",".join(accept_missing), os.pathsep.join([*more, *packages]), *readable, *more)
 
 
 def environment(folder: str) -> dict[str, str]:
     """The environment of a process in the sandbox."""
     return {"HOME": folder, "PATH": "", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
-def session_command(limits: Limits, accept_missing: Collection[str], packages: Collection[str]) -> Sequence[str]:
-    """The command of a sandbox that stays; code may import what is in the folders `packages` too."""
-    return _command(limits, accept_missing, packages)
 
 
 @cache

@@ -166,7 +166,7 @@ class LocalSandbox:
         if self._process is None:
             folder = self._folder.enter_context(sandbox.home(self.accept_missing))
             self._process = await asyncio.create_subprocess_exec(
-                *sandbox.session_command(self.limits, self.accept_missing, [os.path.abspath(path) for path in self.packages]),
+                *sandbox.command_of_session(self.limits, self.accept_missing, [os.path.abspath(path) for path in self.packages]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=folder,

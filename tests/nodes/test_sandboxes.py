@@ -19,6 +19,7 @@ from rlgraph.nodes.sandbox import Limits
 
 QUICK = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=2000, file_bytes=1 << 20)
 EXAMPLE = Path(__file__).parents[2] / "recipes" / "tasks" / "http_sandbox.py"
+LISTED = "import os; sorted(os.listdir('.'))"
 Make = Callable[[], rg.Sandbox]
 
 
@@ -80,12 +81,25 @@ def test_what_cannot_be_read_or_written_is_said_and_two_sandboxes_share_nothing(
             with pytest.raises(rg.ToolError):
                 await sandbox.read(path)
         other = make()
-        found = (await other.exec("import os; os.listdir('.')")).output  # with a folder for a Python that lies below /tmp
-        assert found.startswith("[")
-        assert "link" not in found
+        assert await other.exec(LISTED) == fresh
         await other.close()
 
+    async def listed(sandbox: rg.Sandbox) -> rg.Executed:
+        return await sandbox.exec(LISTED)
+
+    fresh = using(make, listed)  # empty, but for the folder of a Python that lies below /tmp
+    assert not fresh.failed
     using(make, work)
+
+
+def test_a_run_that_fills_the_memory_says_so_in_a_word() -> None:
+    fill = "x = []\nwhile True: x.append(bytearray(1 << 20))"
+
+    async def work(sandbox: rg.Sandbox) -> None:
+        for code in (fill, "def f():\n    " + fill.replace("\n", "\n    ") + "\nf()"):
+            assert await sandbox.exec(code) == rg.Executed("MemoryError\n")
+
+    using(lambda: rg.LocalSandbox(QUICK), work)
 
 
 STOPPED = {

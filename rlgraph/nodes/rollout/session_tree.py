@@ -19,7 +19,7 @@ from rlgraph.engines.hf_models.chat_template import ChatPrompt
 class ModelCall:
     """A call of the model: `chat` before its answer `said`, the tokens `read` since the call before, and the response.
 
-    `prompt` are the tokens before the first answer of its branch. `asked` is the limit of tokens that the program gave, if it did.
+    `prompt` are the tokens before the first answer of its branch.
     """
 
     parent: "ModelCall | None"

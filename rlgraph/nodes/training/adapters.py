@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from rlgraph.costs.adapters import ALL_LINEAR, PROJECTIONS
 from rlgraph.engines.fsdp.adamw import Muon
 from rlgraph.engines.hf_models.pretrained import ModelSummary
-from rlgraph.engines.lora.settings import ALL_LINEAR, FAMILIES, PROJECTIONS, LoRA
+from rlgraph.engines.lora.settings import FAMILIES, LoRA
 from rlgraph.errors import GraphError
 
 

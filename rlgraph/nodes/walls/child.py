@@ -42,12 +42,17 @@ def main() -> None:
         os.environ["HOME"] = spaces.FOLDER
         die_with_parent()  # again: a change of user clears it
         _fork_into_namespaces(seconds)
-    limit(seconds, memory, folder_bytes, count_threads=enclosed)
+    enter_inner_layers((seconds, memory, folder_bytes), enclosed, accepted, packages, readable)
+    run(code)
+
+
+def enter_inner_layers(limits: tuple[int, int, int], enclosed: bool, accepted: list[str], packages: list[str], readable: list[str]) -> None:
+    """Enter the layers inside the namespaces, in the process that runs code, and give it its packages."""
+    limit(*limits, count_threads=enclosed)
     layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
     layer("seccomp", accepted, calls.leave_calls)
     sys.path += packages
     site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and takes ten milliseconds
-    run(code)
 
 
 def layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
@@ -122,6 +127,9 @@ def run(code: str) -> None:
     except SystemExit:
         pass
     except BaseException as error:  # noqa: BLE001 (whatever a model's code raises is for the model to read)
+        if isinstance(error, MemoryError):  # what filled the memory goes first: the next line needs some
+            names.clear()
+            error.__traceback__ = None
         import traceback
 
         print("".join(traceback.format_exception_only(type(error), error)).rstrip())

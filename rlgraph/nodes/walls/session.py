@@ -8,16 +8,15 @@ import _signal as signal  # type: ignore[import-not-found]  # as in `child`
 import os
 import resource
 import select
-import site
 import struct
 import sys
 import time
 
-from . import calls, child, files, spaces
+from . import child, spaces
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 READY = b"ready\n"
 REQUEST, ANSWER = ">cI", ">iI"
@@ -46,14 +45,18 @@ def main() -> None:
             os._exit(0)
         child.die_with_parent()
     os.write(1, READY)
-    limits = (int(seconds) + 1, int(memory), int(folder_bytes))
+
+    def enter() -> None:
+        child.die_with_parent()
+        child.enter_inner_layers((int(seconds) + 1, int(memory), int(folder_bytes)), enclosed, accepted, packages, readable)
+
     while (head := _exactly(struct.calcsize(REQUEST))) is not None:
         operation, length = struct.unpack(REQUEST, head)
         body = _exactly(length)
         if body is None:
             break
         most = MOST_FILE if operation == READ else int(output_bytes)
-        status, output = _run(operation, body, seconds, most, lambda: _enter(limits, enclosed, accepted, packages, readable))
+        status, output = _run(operation, body, seconds, most, enter)
         _send(struct.pack(ANSWER, status, len(output)) + output)
     os._exit(0)
 
@@ -101,15 +104,6 @@ def _ended(pid: int, end: float) -> "int | None":
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     finally:
         os.close(handle)
-
-
-def _enter(limits: "Sequence[int]", enclosed: bool, accepted: list[str], packages: list[str], readable: list[str]) -> None:
-    child.die_with_parent()
-    child.limit(*limits, count_threads=enclosed)
-    child.layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
-    child.layer("seccomp", accepted, calls.leave_calls)
-    sys.path += packages
-    site.setquit()
 
 
 def _do(operation: bytes, body: bytes) -> None:
