@@ -10,7 +10,7 @@ from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
-from rlgraph.costs.adapters import FLOAT32, adapter_size
+from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths
@@ -156,7 +156,7 @@ def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], 
     itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
     adapter = adapter_size(writer.model, shapes.get(writer.model.path)) if writer.model is not None else None
-    version = parameters * itemsize if adapter is None else adapter.parameters * FLOAT32
+    version = parameters * itemsize if adapter is None else adapter.bytes
     size = staged_versions(feedback, on_gpus=on_gpus) * version
     return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(workers, writer, reading, on_gpus=on_gpus), size)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlgraph.costs.adapters import FLOAT32, adapter_size
+from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.model_shapes import Shapes
 from rlgraph.graph.nodes import Model
 
@@ -22,4 +22,4 @@ class PlannedAdapter:
         if model is None or adapter is None:
             return None
         size = adapter_size(model, shapes.get(model.path))
-        return cls(adapter.rank, adapter.scale, None if size is None else size.parameters * FLOAT32)
+        return cls(adapter.rank, adapter.scale, None if size is None else size.bytes)

@@ -8,6 +8,7 @@ from rlgraph.graph.nodes import Model
 
 FLOAT32 = 4
 ALL_LINEAR = "all-linear"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a dense layer
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class AdapterSize:
     parameters: int
     matrices: int
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the adapter as it is trained and published."""
+        return self.parameters * FLOAT32
+
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Literal["all-linear"] | tuple[str, ...]) -> "AdapterSize":
         """Count the numbers of an adapter of this rank; a projection that is no known one counts nothing."""
@@ -32,15 +38,16 @@ class AdapterSize:
 def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """The projections of a dense layer: numbers that go in and come out."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {
-        "q_proj": (shape.hidden, queries),
-        "k_proj": (shape.hidden, keys),
-        "v_proj": (shape.hidden, keys),
-        "o_proj": (queries, shape.hidden),
-        "gate_proj": (shape.hidden, shape.intermediate),
-        "up_proj": (shape.hidden, shape.intermediate),
-        "down_proj": (shape.intermediate, shape.hidden),
-    }
+    into_and_out = (
+        (shape.hidden, queries),
+        (shape.hidden, keys),
+        (shape.hidden, keys),
+        (queries, shape.hidden),
+        (shape.hidden, shape.intermediate),
+        (shape.hidden, shape.intermediate),
+        (shape.intermediate, shape.hidden),
+    )
+    return dict(zip(PROJECTIONS, into_and_out, strict=True))
 
 
 def adapter_size(model: Model | None, shape: ModelShape | None) -> AdapterSize | None:

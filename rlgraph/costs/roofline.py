@@ -8,7 +8,7 @@ from rlgraph.compiler.events import readers
 from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs import host_times
-from rlgraph.costs.adapters import FLOAT32, adapter_size
+from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.costs import NOMINAL, Costs, epochs_of
 from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
@@ -68,7 +68,7 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
 def _version_bytes(model: Model, shapes: Shapes) -> float:
     """The bytes of a version that a model publishes: of an adapter as it is trained, of whole weights in bfloat16."""
     adapter = adapter_size(model, shapes[model.path])
-    return 2.0 * shapes[model.path].parameters if adapter is None else float(FLOAT32 * adapter.parameters)
+    return 2.0 * shapes[model.path].parameters if adapter is None else float(adapter.bytes)
 
 
 def _written_bytes(model: Model, shapes: Shapes) -> float:

@@ -50,6 +50,9 @@ class CopyPlan:
         self._to = [copy.to for copy in copies]
         self._sources: list[torch.Tensor] = []
         self._seen: dict[str, torch.Tensor] = {}
+        self._by_name: dict[str, list[Copy]] = {}
+        for copy in copies:
+            self._by_name.setdefault(copy.name, []).append(copy)
 
     def replay(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load new weights of the same names, shapes and strides; the views are kept while the tensors are the same."""
@@ -60,7 +63,7 @@ class CopyPlan:
 
     def replay_one(self, name: str, weight: torch.Tensor) -> None:
         """Load a new weight of this name, and leave the others as they are."""
-        own = [copy for copy in self.copies if copy.name == name]
+        own = self._by_name.get(name, [])
         with torch.no_grad():
             torch._foreach_copy_([copy.to for copy in own], [copy.source({name: weight}) for copy in own])
 

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,15 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of one order: torch has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

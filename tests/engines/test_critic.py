@@ -21,12 +21,7 @@ STEP = AdamW(lr=1e-2, eps=1e-3)
 LOSS = ValueLoss()
 
 
-@pytest.fixture(autouse=True)
-def _same_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

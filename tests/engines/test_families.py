@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +22,7 @@ NEAR = 1e-3
 EPS = 100.0  # so large that Adam's first step is the gradient, by a factor
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def own_scores(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -23,12 +23,7 @@ from rlgraph.errors import GraphError
 STEP = AdamW(lr=1e-2, eps=1e-3)
 
 
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -23,13 +23,7 @@ from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adap
 from rlgraph.engines.lora.settings import CONFIG, FAMILIES, TENSORS, LoRA
 from rlgraph.errors import DataError, GraphError
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

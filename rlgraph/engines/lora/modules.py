@@ -1,5 +1,6 @@
 """The projections of a model with adapters beside them, and how they begin."""
 
+import hashlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import linear
 
+from rlgraph.costs.adapters import ALL_LINEAR
 from rlgraph.engines.lora.merging import A, B
-from rlgraph.engines.lora.settings import ALL_LINEAR, TENSORS, LoRA
+from rlgraph.engines.lora.settings import TENSORS, LoRA
 from rlgraph.errors import DataError
 
 PEFT = "base_model.model."  # begins the names in PEFT's folders
@@ -105,6 +107,4 @@ def is_adapter(name: str) -> bool:
 
 
 def _seed(seed: int, name: str) -> int:
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") % (1 << 63)

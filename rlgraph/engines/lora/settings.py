@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlgraph import settings
+from rlgraph.costs.adapters import ALL_LINEAR
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.settings import Count, Name, Natural, Positive
 
-ALL_LINEAR = "all-linear"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the files of PEFT's folder
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite")  # by tests/engines/test_lora.py
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer of these families
 WITHOUT_EFFECT: tuple[
     tuple[str, tuple[Any, ...]], ...
 ] = (  # entries of PEFT's config that change what an adapter computes, and the values that do not
