@@ -9,11 +9,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from conversing import Rolled
+from conversing import Rolled, Scripted
 from templates import model_with
 
 import rlgraph as rg
 from rlgraph.algorithms.return_advantages import ReinforcePlusPlus
+from rlgraph.engines.api import Response
 
 CALL = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}}
@@ -326,3 +327,38 @@ def test_an_answer_that_nobody_waits_for_is_not_trained(folder: Path) -> None:
     rolled = Rolled(folder, slow, [{"prompt": ""}], agent=rg.Program(gives_up, sequences=2))
     assert rolled.columns["rewards"].tolist() == [1.0, 1.0]
     assert (rolled.metrics["agent/sequences"], rolled.metrics["agent/turns_mean"]) == (1, len(asked))
+
+
+def test_an_answer_that_was_complete_before_its_client_left_is_dropped(folder: Path) -> None:
+    """Another node's step may complete a request; the engine holds it, and an abort of it does nothing."""
+    left = threading.Event()
+
+    async def leaves(client: rg.AgentClient) -> float:
+        async with llm(client, max_retries=0) as model:
+            with pytest.raises(openai.APITimeoutError):
+                await model.chat.completions.create(model="policy", messages=[user("a")], timeout=0.5)
+            left.set()
+            await model.chat.completions.create(model="policy", messages=[user("b")])
+        return 1.0
+
+    completed: list[str] = []
+
+    class Shared(Scripted):
+        def step(self, prefix: str = "") -> dict[str, Response]:
+            if self.open and not completed:  # as an evaluation on this engine, during which the client leaves
+                completed.extend(super().step("of another node"))
+                while self.open:
+                    self._finished |= self._tagged(self.decode())
+                completed.append("all")
+                assert left.wait(60)
+                time.sleep(1)  # until the server has heard of it
+                return {}
+            return super().step(prefix)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conversing.Scripted", Shared)
+        rolled = Rolled(folder, counting, [{"prompt": ""}], agent=leaves)
+    assert rolled.columns["rewards"].tolist() == [1.0]
+    assert completed == ["all"]
+    assert (rolled.metrics["agent/abandoned_calls"], rolled.metrics["agent/sequences"]) == (1, 1)
+    assert rolled.written() == ["answer 1<|im_end|>"]
