@@ -74,7 +74,8 @@ def loop(model: Path, notes: Path, kill: bool) -> rg.Graph:
     return rg.Graph("kills", step.metrics, places(prompts), groups(rollout))
 
 
-@pytest.mark.parametrize("dispatch", ["forked"])
+@pytest.mark.usefixtures("ray_unless_forked")
+@pytest.mark.parametrize("dispatch", ["forked", pytest.param("compiled_graph", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_conversations_restart_and_every_prompt_is_trained_on_once(dispatch: str, tmp_path: Path) -> None:
     model = model_with(tmp_path / "qwen2_5", "qwen2_5")
     (notes := tmp_path / "notes").mkdir()
