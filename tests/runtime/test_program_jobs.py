@@ -140,9 +140,7 @@ def test_one_session_at_a_time_gives_the_same_bits_in_one_process_in_workers_and
         pytest.param("function", "compiled_graph", marks=[pytest.mark.ray, pytest.mark.slow]),
     ],
 )
-def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(
-    kind: str, dispatch: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kind: str, dispatch: str, model: Path, tmp_path: Path) -> None:
     (notes := tmp_path / "notes").mkdir()
     (calm := tmp_path / "calm").mkdir()
     (tmp_path / "agent.py").write_text(COMMAND)
@@ -150,7 +148,8 @@ def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(
     def graph(folder: Path, kill: bool) -> rg.Graph:
         if kind == "function":
             return loop(model, talking(folder, kill), concurrency=3)
-        return loop(model, [sys.executable, str(tmp_path / "agent.py"), "{prompt}", str(folder), "kill" if kill else "spare"], concurrency=3)
+        command = [sys.executable, str(tmp_path / "agent.py"), "{prompt}", str(folder), "kill" if kill else "spare"]
+        return loop(model, command, concurrency=3)
 
     with job(graph(notes, True), tmp_path / "checkpoints", dispatch, restarts=2) as killed:
         steps = list(killed.steps(STEPS))
