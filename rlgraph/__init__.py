@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.costs.costs import Costs
     from rlgraph.costs.functions import NodeCost
     from rlgraph.costs.lengths import Lengths
+    from rlgraph.curriculum.run import run
     from rlgraph.doctor.diagnosis import doctor
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.fsdp.adamw import AdamW, Muon
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.rollout.rollout import Generator
     from rlgraph.nodes.sandbox import ToolError
     from rlgraph.nodes.sandboxes import Executed, LocalSandbox, Sandbox
+    from rlgraph.nodes.stepwise import stepwise
     from rlgraph.nodes.training.advantages import advantages
     from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
     from rlgraph.nodes.training.critic import Critic
@@ -217,9 +219,11 @@ __all__ = [
     "report",
     "reward",
     "rollout_correction",
+    "run",
     "scorers",
     "shaped_rewards",
     "sinks",
+    "stepwise",
     "tools",
     "tune",
     "watch",
@@ -336,7 +340,9 @@ _NAMES = {
     "report": "rlgraph.api",
     "reward": "rlgraph.nodes.rewards.reward",
     "rollout_correction": "rlgraph.nodes.training.correction",
+    "run": "rlgraph.curriculum.run",
     "shaped_rewards": "rlgraph.nodes.rewards.shaping",
+    "stepwise": "rlgraph.nodes.stepwise",
     "tune": "rlgraph.api",
     "watch": "rlgraph.api",
 }

@@ -176,7 +176,7 @@ def launch(
     from rlgraph.runtime.driver.sendable import check_sendable
     from rlgraph.runtime.exports.models import chosen, trained_models
 
-    graph = _checked_source(plan)
+    graph = checked_source(plan)
     check_sendable(graph)
     here = local_cluster()
     if plan.cluster.gpus > here.gpus and plan.cluster.hosts == 1:
@@ -225,7 +225,7 @@ def run_here(plan: Plan) -> "LocalJob":
     """Make a job that runs the plan in this process, without Ray: the oracle of tests, and for debuggers."""
     from rlgraph.runtime.local import LocalJob
 
-    return LocalJob(_checked_source(plan), plan)
+    return LocalJob(checked_source(plan), plan)
 
 
 def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
@@ -254,7 +254,7 @@ def draw_ray(compiled: Any, path: str | Path) -> None:
     ray_graph.draw(compiled, Path(path))
 
 
-def _checked_source(plan: Plan) -> Graph:
+def checked_source(plan: Plan) -> Graph:
     """The graph that a plan was compiled from, its operations checked. Raises PlanError if the plan was read from JSON."""
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")

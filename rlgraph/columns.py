@@ -65,6 +65,9 @@ COLUMNS: dict[str, ColumnSpec] = {
     "teacher_top_log_probs": ColumnSpec(torch.float32, ("B", "T", "K"), "teacher.top_log_probs", "and the teacher's log-probs of them"),
     "preferences": ColumnSpec(torch.float32, ("B",), "pairs", "1 for a row that is preferred, or good; -1 for one that is not; else 0"),
     "margins": ColumnSpec(torch.float32, ("B",), "pairs", "by how much the chosen row of a pair is better, on both of its rows"),
+    "step_labels": ColumnSpec(torch.float32, ("B", "T"), "stepwise", "1 at the last token of a good step, -1 of a bad one, else 0"),
+    "step_rewards": ColumnSpec(torch.float32, ("B", "T"), "learned_reward.step_rewards", "reward of each step at its last token, else 0"),
+    "step_mask": ColumnSpec(torch.bool, ("B", "T"), "learned_reward.step_rewards", "true on the last token of each step"),
     "rollout_is_weights": ColumnSpec(torch.float32, ("B", "T"), "rollout_correction", "importance weights of trainer over engine"),
 }
 

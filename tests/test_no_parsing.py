@@ -16,6 +16,8 @@ FOREIGN = {  # the text of others that a module reads with regular expressions
     "engines/hf_export/layout.py": "names of parameters, whose numbers sort as numbers",
     "engines/hf_models/chat_template.py": "a chat template",
     "engines/hf_models/hub.py": "names of models on a hub",
+    "curriculum/stages.py": "names of folders that a user writes",
+    "nodes/training/process_rewards.py": "what a model has written, in steps",
     "nodes/rewards/code.py": "what a model has written",
     "nodes/rewards/judge.py": "what a model has written, and a header of its server",
     "nodes/rewards/scorers.py": "what a model has written",

@@ -23,7 +23,10 @@ MORE = {"ppo": ["critic_warmup=1"]}  # so that the second of two steps trains th
 BEYOND: dict[str, tuple[list[str], set[str]]] = {  # recipes beyond policy gradients: their settings, and metrics that they report
     "distill": (["engine=transformers", "prompts=2", "teacher=tiny", "top_k=4"], {"actor/distillation", "timing_s/gen"}),
     "dpo": (["pairs=2"], {"preference/accuracy", "actor/pg_loss"}),
+    "kto": (["examples=2"], {"preference/chosen", "actor/pg_loss"}),
+    "mixture": (["prompts=2", "group_size=2", "examples=2"], {"examples/nll", "critic/rewards/mean"}),
     "reward_model": (["pairs=2"], {"reward/accuracy", "critic/vf_loss"}),
+    "self_play": (["prompts=2", "group_size=2"], {"first/right", "second update/actor/pg_loss"}),
     "sft": (["engine=transformers", "examples=4", "every=1", "held_out=2"], {"actor/nll", "val/acc/mean@1"}),
 }
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
@@ -37,7 +40,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(recipe), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("tools", "mathematics", *BEYOND)])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("curriculum", "tools", "mathematics", *BEYOND)])
 def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +59,21 @@ def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     arguments, metrics = BEYOND[name]
     run(name, monkeypatch, "model=tiny", "steps=2", "out=run", *arguments)
     assert_recorded(tmp_path, capsys.readouterr().out, metrics)
+
+
+def test_a_curriculum_trains_its_second_graph_from_the_weights_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    few = ["examples=2", "sft_steps=1", "prompts=2", "group_size=2", "rl_steps=1"]
+    run("curriculum", monkeypatch, "model=tiny", "engine=transformers", "out=run", *few)
+    assert "one_step_off: run/one_step_off, weights None" in capsys.readouterr().out
+    plan = rg.Plan.from_json((tmp_path / "run" / "one_step_off" / "plan.json").read_text())
+    settings = json.loads((tmp_path / "run" / "one_step_off" / "run.json").read_text())["settings"]
+    assert plan.certificate.staleness_bound == 1
+    assert settings["policy of update"]["path"].strip("'") == "run/sft/model"
+    assert (tmp_path / "run" / "run.html").exists()
 
 
 def test_dapo_streams_and_validates_on_data_of_verl(

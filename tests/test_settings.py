@@ -127,6 +127,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Teacher.top_log_probs": rg.Teacher.top_log_probs,
     "LearnedReward.rewards": rg.LearnedReward.rewards,
     "LearnedReward.update": rg.LearnedReward.update,
+    "LearnedReward.step_rewards": rg.LearnedReward.step_rewards,
     "Plan.launch": Plan.launch,
     "LocalJob.steps": LocalJob.steps,
 }
@@ -135,12 +136,14 @@ OWN = {  # parameters that the function checks by itself, since their annotation
         ("prompts", "data"),
         ("examples", "data"),
         ("pairs", "data"),
+        ("stepwise", "data"),
         ("evaluate", "data"),
         ("data.rows", "data"),
         ("data.stream", "source"),
         ("advantages", "estimator"),
         ("shaped_rewards", "by"),
         ("record", "job"),
+        ("run", "graphs"),
     ),
     *(("Policy.update", "loss"), ("Critic.update", "loss"), ("Generator.rollout", "refill"), ("rollout_correction", "weights")),
     *(

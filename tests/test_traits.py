@@ -98,6 +98,7 @@ class Everything(Operation):
             looks_ahead=True,
             draws_from=OTHER,
             epochs=2,
+            scored=0.5,
             mini_batches=2,
             compares="Mine",
             given=(),

@@ -11,10 +11,10 @@ def sums(seed: int, count: int = 4096) -> list[dict[str, str]]:
     return [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
-def wrong_and_right(seed: int, count: int = 4096) -> list[dict[str, str]]:
-    """Pair the right answer to each sum, as `chosen`, with a wrong one that is near."""
+def wrong_and_right(seed: int, count: int = 4096, apart: tuple[int, ...] = (-2, -1, 1, 2)) -> list[dict[str, str]]:
+    """Pair the right answer to each sum, as `chosen`, with a wrong one that is so far `apart`."""
     draw = random.Random(seed + 1)
-    near = [(row, int(row["answer"]) + draw.choice((-2, -1, 1, 2))) for row in sums(seed, count)]
+    near = [(row, int(row["answer"]) + draw.choice(apart)) for row in sums(seed, count)]
     return [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": f" {wrong}"} for row, wrong in near]
 
 

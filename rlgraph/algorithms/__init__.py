@@ -14,6 +14,7 @@ from rlgraph.algorithms.names import ESTIMATORS, LOSSES, correction, estimator, 
 from rlgraph.algorithms.policy_loss import PolicyLoss
 from rlgraph.algorithms.preferences import DPO, IPO, KTO, ORPO, SimPO
 from rlgraph.algorithms.presets import RolloutCorrection
+from rlgraph.algorithms.process_rewards import ProcessGRPO, StepwiseLoss
 from rlgraph.algorithms.proximal import ProximalLoss, proximal_log_probs
 from rlgraph.algorithms.rejection import STATISTICS, Rejection
 from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
@@ -62,6 +63,7 @@ __all__ = [
     "OverlongPenalty",
     "PassK",
     "PolicyLoss",
+    "ProcessGRPO",
     "ProximalLoss",
     "ReMax",
     "Reinforce",
@@ -71,6 +73,7 @@ __all__ = [
     "RolloutCorrection",
     "SFTLoss",
     "SimPO",
+    "StepwiseLoss",
     "TeacherKL",
     "Totals",
     "TruncatedIS",

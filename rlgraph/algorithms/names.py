@@ -11,6 +11,7 @@ from rlgraph.algorithms.group_advantages import GDPO, GPG, GRPO, OPO, RLOO, Pass
 from rlgraph.algorithms.losses import CISPO, DRO, ClippedLoss, Reinforce
 from rlgraph.algorithms.preferences import DPO, IPO, KTO, ORPO, SimPO
 from rlgraph.algorithms.presets import BYPASS, DECOUPLED, RolloutCorrection
+from rlgraph.algorithms.process_rewards import ProcessGRPO
 from rlgraph.algorithms.proximal import ProximalLoss
 from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
 from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
@@ -22,6 +23,7 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "gae": GAE,
     "grpo": GRPO,
     "dr_grpo": partial(GRPO, normalize_std=False),
+    "grpo_process": ProcessGRPO,
     "grpo_passk": PassK,
     "gdpo": GDPO,
     "rloo": RLOO,

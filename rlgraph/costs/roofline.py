@@ -9,7 +9,7 @@ from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs import host_times
 from rlgraph.costs.adapters import adapter_size
-from rlgraph.costs.costs import NOMINAL, Costs, epochs_of
+from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
 from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
@@ -33,7 +33,6 @@ LINK = 25e9  # bytes a second at which a version reaches a generator
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
 PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
 CHARACTERS = 3.0  # of a token, cautiously: prose has 4, sums have 1
-FORWARD = 1 / 3  # of a pass forward and backward
 OPTIMIZER_BYTES = 36  # of traffic for each parameter of an update: gradients summed and cleared, weights and moments read and written
 
 
@@ -108,6 +107,8 @@ def _lengths(graph: Graph) -> Lengths:
     most = longest.max_tokens if longest else 1024
     characters = [c for node in graph.nodes if (c := node.operation.prompt_characters) is not None]
     prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
+    if not samplings and characters:  # examples and pairs: all that they are is given, and nothing is sampled
+        return Lengths((0.0, 1.0), (1.0, 1.0), max(prompt - 1, 1.0))
     if longest is not None and longest.ignore_eos and not longest.stop_token_ids:
         return Lengths((0.0, 1.0), (float(most), float(most)), prompt)
     return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), prompt)
@@ -122,7 +123,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         decode_law = (node.model.traits.estimates or GENERATING).decode_law
         return NodeCost(decode=decode_law(shape, device, context), measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
-    walks = epochs_of(node) * (1.0 if trains else FORWARD)
+    walks = walks_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
     adapter = adapter_size(node.model, shape)
     learnt = shape.parameters if adapter is None else adapter.parameters
@@ -130,7 +131,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) if trains else 0.0,
-        token_s=walks * (operations * shape.active_parameters / (device.flops * TRAINING) + logits) + epochs_of(node) * exchange,
+        token_s=walks * (operations * shape.active_parameters / (device.flops * TRAINING) + logits) + walks_of(node) * exchange,
         pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
         sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
     )

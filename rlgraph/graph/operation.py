@@ -53,6 +53,8 @@ class NodeTraits:
 
     `epochs` is the number of passes of an update over its batch, and `mini_batches` the number of optimizer steps in each pass.
 
+    `scored` is the share of an update's rows that it scores without gradients before it trains on them, as a loss that compares rows needs.
+
     `compares` names the estimator that compares the responses to one prompt with each other; empty if none does.
 
     `given` are the functions and objects that the user gave it, which must be picklable; None means the whole operation.
@@ -70,6 +72,7 @@ class NodeTraits:
     draws_from: "Operation | None" = None
     epochs: int = 1
     mini_batches: int = 1
+    scored: float = 0.0
     compares: str = ""
     given: tuple[Any, ...] | None = None
 

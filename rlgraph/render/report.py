@@ -50,6 +50,10 @@ CHARTS: tuple[Chart, ...] = (
     ("Staleness", "versions behind, oldest and mean token", (("oldest", "staleness/max"), ("mean", "staleness/mean"))),
     ("Response length", "tokens", (("mean", "response_length/mean"), ("longest", "response_length/max"))),
     ("Loss", "policy loss", (("policy loss", "actor/pg_loss"),)),
+    ("Held-out accuracy", "of greedy answers", (("accuracy", "val/acc/mean@1"),)),
+    ("Imitation", "negative log-likelihood, nats a token", (("of the examples", "actor/nll"),)),
+    ("Preferences", "share of pairs in the right order", (("policy", "preference/accuracy"), ("reward model", "reward/accuracy"))),
+    ("Distillation", "divergence from the teacher, nats a token", (("divergence", "actor/distillation"),)),
     ("KL", "nats a token", (("policy has moved (ppo_kl)", "actor/ppo_kl"), ("to the reference", "actor/kl_loss"))),
     ("Engine and trainer", "KL of their log-probs, nats a token", (("k3", "rollout_corr/k3_kl"), ("k1", "rollout_corr/kl"))),
     ("Clipped", "share of tokens", (("clipped", "actor/pg_clipfrac"),)),
@@ -85,11 +89,23 @@ def write(path: str | Path, run: Run, folder: str | Path | None = None) -> None:
 def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts: Sequence[str] = SCRIPTS) -> str:
     """Build the report as one HTML document with its style and scripts. `state` says whether the run goes on."""
     title = escape(words.clean(run.plan.graph))
+    drawn = list(sections(run, folder))
+    steps = words.counted(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
+    body = [
+        *heading(title, f"{escape(words.cluster(run.plan.cluster))} · {steps}", [(key, name) for key, name, _ in drawn]),
+        tiles_of(run),
+        *(f'<section id="{key}"><h2>{name}</h2>{content}</section>' for key, name, content in drawn),
+    ]
+    return document(title, body, scripts)
+
+
+def sections(run: Run, folder: str | Path | None = None) -> Iterator[tuple[str, str, str]]:
+    """Yield the sections of a run's report: key, title and content. Samples and profiles are those of the run's folder."""
     place = Path(folder) if folder is not None and sample_files(folder) else None
     recorded = (("samples", "Samples", lambda run: samples_section(place)),) if place is not None else ()
     profiles = profile_files(folder) if folder is not None else []
     profiled = (("profiles", "Profiles", lambda run: _profiles(profiles)),) if profiles else ()
-    sections: Sequence[tuple[str, str, Callable[[Run], Iterator[str]]]] = (
+    drawn: Sequence[tuple[str, str, Callable[[Run], Iterator[str]]]] = (
         ("advice", "What to change", _advice),
         ("graph", "Graph", _graph),
         *recorded,
@@ -101,28 +117,36 @@ def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts
         ("certificate", "Certificate", _certificate),
         ("settings", "Settings", _settings),
     )
+    for key, name, parts in drawn:
+        yield key, name, "".join(parts(run))
+
+
+def tiles_of(run: Run) -> str:
+    """Lay out the tiles of a run: its most important numbers."""
+    return tiled(list(_tiles(run)))
+
+
+def heading(title: str, said: str, linked: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the head of a report, with links to its sections: (key, title) each."""
+    yield f"<header><h1>{title}</h1><p>{said}</p>"
+    yield '<button id="theme" type="button">light / dark</button></header>'
+    links = (f'<a href="#{key}">{name}</a>' for key, name in linked)
+    yield f"<nav>{''.join(links)}</nav>"
+
+
+def document(title: str, body: Sequence[str], scripts: Sequence[str] = SCRIPTS) -> str:
+    """Make one HTML document of a report's parts, with its style and its scripts."""
     style, *parts = (files("rlgraph.render").joinpath(name).read_text(encoding="utf-8") for name in ("report.css", *scripts))
-    script = "".join(parts)
-    steps = words.counted(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
-    body = [
-        f"<header><h1>{title}</h1><p>{escape(words.cluster(run.plan.cluster))} · {steps}</p>",
-        '<button id="theme" type="button">light / dark</button></header>',
-        "<nav>",
-        *(f'<a href="#{key}">{name}</a>' for key, name, _ in sections),
-        "</nav>",
-        _tiled(list(_tiles(run))),
-        *(f'<section id="{key}"><h2>{name}</h2>{"".join(drawn(run))}</section>' for key, name, drawn in sections),
-        "<footer>Drawn by rlgraph. This file holds all that it shows.</footer>",
-    ]
+    end = "<footer>Drawn by rlgraph. This file holds all that it shows.</footer>"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/><link rel="icon" href="data:,"/>'
         f"\n<style>\n{style}</style></head>\n"
-        f"<body><main>\n{chr(10).join(body)}\n</main>\n<script>\n//<![CDATA[\n{script}//]]>\n</script></body></html>\n"
+        f"<body><main>\n{chr(10).join([*body, end])}\n</main>\n<script>\n//<![CDATA[\n{''.join(parts)}//]]>\n</script></body></html>\n"
     )
 
 
-def _tiled(tiles: Sequence[str]) -> str:
+def tiled(tiles: Sequence[str]) -> str:
     """Lay out the tiles; for each page width, choose the columns that fill rows equally.
 
     The first tile is as wide as the gap that the last row would leave.

@@ -264,11 +264,12 @@ def test_a_reward_model_learns_pairs_and_scores_in_the_next_graph(model: str, tm
     assert scores[0].item() == pytest.approx(net(input_ids=whole).logits[0, 0].item(), abs=1e-4)
 
 
-def test_two_policies_that_play_each_other_have_a_loop_each_and_one_certificate(model: str) -> None:
+def two_players(model: str, depths: tuple[int, int]) -> rg.Graph:
+    """Two generators, two updates, and a feedback edge for each, of these depths."""
     updates, rollouts = [], []
     sampling = rg.Sampling(max_tokens=3)
     asked = rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 ="}], count=2)
-    edges = [rg.feedback("first weights", depth=0), rg.feedback("second weights", depth=1, buffers=2)]
+    edges = [rg.feedback(f"{name} weights", depth=d, buffers=1 + (d > 0)) for name, d in zip(("first", "second"), depths, strict=True)]
     for name, weights in zip(("first", "second"), edges, strict=True):
         generator = rg.Generator(
             model,
@@ -287,7 +288,11 @@ def test_two_policies_that_play_each_other_have_a_loop_each_and_one_certificate(
         scored = rg.advantages(own, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
         updates.append(trained.update(own, scored, loss=rg.ClippedLoss(), name=f"{name} update"))
         weights.close(updates[-1].weights)
-    plan = rg.compile(rg.Graph("play", *(step.metrics for step in updates)), rg.Cluster(cpus=4))
+    return rg.Graph("play", *(step.metrics for step in updates))
+
+
+def test_two_policies_that_play_each_other_have_a_loop_each_and_one_certificate(model: str) -> None:
+    plan = rg.compile(two_players(model, (0, 1)), rg.Cluster(cpus=4))
     assert [(loop.name, loop.depth) for loop in plan.loops] == [("first weights", 0), ("second weights", 1)]
     assert (plan.certificate.staleness_bound, plan.certificate.deadlock_free) == (1, True)
     with plan.run_here() as job:
@@ -295,6 +300,28 @@ def test_two_policies_that_play_each_other_have_a_loop_each_and_one_certificate(
     assert [step.staleness for step in steps] == [0, 1, 1], "of both loops the oldest"
     assert steps[2].metrics["first update/staleness/max"] == 0
     assert [steps[0].metrics[f"{name} update/actor/lr"] for name in ("first", "second")] == [1e-3, 2e-3]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_policies_play_each_other_on_ray_with_the_bits_of_one_process(model: str) -> None:
+    plan = rg.compile(two_players(model, (0, 1)), rg.Cluster(cpus=2))
+    assert sorted(node.name for node in plan.nodes if node.work in ("generate", "train")) == sorted(
+        f"{name}{what}" for name in ("first", "second") for what in ("", " update")
+    )
+
+    def numbers(step: Any) -> tuple[int, dict[str, float]]:
+        return step.staleness, {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}
+
+    with plan.run_here() as here:
+        alone = [numbers(step) for step in here.steps(4)]
+    with plan.launch() as job:
+        found = [numbers(step) for step in job.steps(4)]
+    assert found == alone
+    assert [staleness for staleness, _ in found] == [0, 1, 1, 1], "the second loop is one version behind"
+    assert all(metrics["first update/staleness/max"] == 0 for _, metrics in found)
+    assert (job.observed.staleness, plan.certificate.staleness_bound, plan.certificate.deadlock_free) == (1, 1, True)
+    assert 1 <= (job.observed.open_batches or 0) <= plan.certificate.open_batches
 
 
 @rg.node(reads=["own.response_mask", "other.response_mask"], writes="rewards")

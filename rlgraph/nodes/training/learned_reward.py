@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from rlgraph.algorithms.process_rewards import LABELS, StepwiseLoss
 from rlgraph.algorithms.reward_losses import BradleyTerry
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
@@ -16,9 +17,10 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.process_rewards import StepRewards, behind_the_steps
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
-from rlgraph.settings import Count, checked
+from rlgraph.settings import Count, Name, checked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,16 +49,27 @@ class LearnedReward(TrainedModel):
         return Output(declare(name, LearnedRewards(self, writes), inputs, reads=TOKENS, writes=(writes,), model=self))
 
     @checked()
+    def step_rewards(self, *inputs: Output, separator: Name = "\n", writes: str = "step_rewards", name: str = "step_rewards") -> Output:
+        """Declare `step_rewards` [B, T], the probability that a step is good at its last token, and `step_mask`, which flags these tokens.
+
+        A step of a response ends with `separator`, the last one with the response. `rg.algorithms.ProcessGRPO` reads both columns. With
+        `writes="token_rewards"` they are rewards of tokens, for `rg.GAE` and others. Metrics: the mean of all steps, and `…/steps`, the
+        steps of a response.
+        """
+        operation = StepRewards(self, separator, writes)
+        return Output(declare(name, operation, inputs, reads=TOKENS, writes=(writes, "step_mask"), model=self))
+
+    @checked()
     def update(
         self,
         *inputs: Output,
-        loss: WholeLoss = BradleyTerry(),  # noqa: B008 (a frozen value)
+        loss: WholeLoss | StepwiseLoss = BradleyTerry(),  # noqa: B008 (a frozen value)
         epochs: Count = 1,
         mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,
         name: str = "reward_update",
     ) -> Update:
-        """Declare the training on pairs: the outputs of `rg.pairs` or of `rg.preferred`.
+        """Declare the training on pairs, the outputs of `rg.pairs` or of `rg.preferred`, or by `StepwiseLoss` on `rg.stepwise`.
 
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
@@ -91,10 +104,10 @@ class LearnedRewards(Operation):
 
 
 class RewardUpdate(Training):
-    """Take the reward model's optimizer steps on pairs."""
+    """Take the reward model's optimizer steps on pairs, or on solutions with a label for each step."""
 
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        learnt = self.learn(context, guard, behind_the_end(columns))
+        learnt = self.learn(context, guard, behind_the_steps(columns) if LABELS in columns else behind_the_end(columns))
         return {}, {**learnt, **guard.metrics()}
 
 

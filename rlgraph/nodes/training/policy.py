@@ -123,10 +123,12 @@ class Policy(TrainedModel):
         if guards.stop_mismatch is not None:
             reads += ("rollout_log_probs", "old_log_probs")
         parts, more = [], list(inputs)
+        sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):
             check_loss(name, other)
             found, read = columns_read(name, outputs, other)
             checked_schedule(name, outputs, epochs, mini_batches)
+            sizes.append((other, outputs))
             parts.append(Part(f"also{number}.", outputs[0].node.name, other, weight, found))
             more += [output.apart(parts[-1].prefix) for output in outputs]
             reads += tuple(parts[-1].prefix + column for column in read)
@@ -142,6 +144,7 @@ class Policy(TrainedModel):
             temperature=sampling_temperature(more),
             critic_warmup=critic_warmup,
             parts=tuple(parts),
+            scored=scored_share(sizes),
         )
         return training.declare(more, reads)
 
@@ -157,6 +160,13 @@ def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | Whole
         check_untruncated(name, inputs)
     optional = (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons", "weight_version")
     return behaviour, (*TOKENS, *wanted, *(column for column in optional if column in given))
+
+
+def scored_share(batches: Sequence[tuple[object, Sequence[Output]]]) -> float:
+    """Compute the share of an update's rows whose loss compares rows, from (loss, outputs) of each of its batches."""
+    rows = [max((o.node.rows for o in outputs if isinstance(o, Output)), default=0) for _, outputs in batches]
+    whole = sum(count for count, (loss, _) in zip(rows, batches, strict=True) if isinstance(loss, WholeLoss))
+    return whole / max(sum(rows), 1)
 
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:

@@ -1,12 +1,15 @@
 """The reference: a model without an update. A KL term keeps the policy close to it, or it follows the policy on devices of its own."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.lora.settings import LoRA
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Feedback, Output, declare
+from rlgraph.nodes.training.cached_scores import CachedLogProbs
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel
 from rlgraph.settings import checked
@@ -33,9 +36,25 @@ class Reference(TrainedModel):
     load_balance: float = field(default=0.0, init=False)
 
     @checked()
-    def log_probs(self, *inputs: Output, name: str = "ref_log_probs") -> Output:
-        """Declare `ref_log_probs` [B, T]: the log-probs of the responses under the weights of the folder."""
-        operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs))
+    def log_probs(self, *inputs: Output, cache: str | Path | None = None, name: str = "ref_log_probs") -> Output:
+        """Declare `ref_log_probs` [B, T]: the log-probs of the responses under the weights of the folder.
+
+        `cache` is a folder in which they are kept by row, of whatever runs: a row with the same tokens is not computed again. Its key is
+        the hash of weights, `dtype`, temperature and tokens. A row has the bits of the batch in which it was computed, so that runs with
+        the same order of the data have the same bits with and without what was cached. It is for examples and pairs; a rollout hardly
+        ever gives the same row twice. Metric: `ref_log_probs/cached`, the share of rows that were known.
+
+        Raises GraphError for a cache with `dtype="auto"`, which may be another dtype on the next machine.
+        """
+        temperature = sampling_temperature(inputs)
+        operation = LogProbs(self, "ref_log_probs", temperature)
+        if cache is not None:
+            if self.dtype == "auto":
+                raise GraphError(
+                    f"node '{name}' has cache={shown(str(cache))} of a reference with dtype='auto', which may be another one on the next "
+                    "machine; give dtype='bfloat16' or 'float32'"
+                )
+            operation = CachedLogProbs(self, "ref_log_probs", temperature, cache=os.path.abspath(cache))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
 
     @checked()

@@ -67,7 +67,9 @@ class Teacher(Reference):
     role: ClassVar[str] = "teacher"
 
     @checked()
-    def log_probs(self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs") -> Output:
+    def log_probs(  # type: ignore[override]  # those of a student's own responses are not kept
+        self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs"
+    ) -> Output:
         """Declare `teacher_log_probs` [B, T], for `rg.algorithms.TeacherKL`. `only` scores the rows of this `data_source` alone."""
         return self._declared(name, inputs, OWN, top=False, top_k=None, only=only)
 

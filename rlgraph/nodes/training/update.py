@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlgraph import settings
+from rlgraph.algorithms.process_rewards import StepwiseLoss
 from rlgraph.algorithms.whole_loss import GRADIENTS, SlopedLoss, WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns, rows_of, truncated
@@ -113,14 +114,16 @@ class Training(Operation):
     """Train a model on a batch. The updates of policy and critic each prepare the batch and add their own metrics in `fire`."""
 
     model: TrainedModel
-    loss: Loss | WholeLoss
+    loss: Loss | WholeLoss | StepwiseLoss
     schedule: UpdateSchedule
     guards: Guards
     name: str
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(work="train", epochs=self.schedule.epochs, mini_batches=self.schedule.mini_batches, given=(self.loss,))
+        epochs, mini_batches = self.schedule.epochs, self.schedule.mini_batches
+        scored = float(isinstance(self.loss, WholeLoss))
+        return NodeTraits(work="train", epochs=epochs, mini_batches=mini_batches, scored=scored, given=(self.loss,))
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
         """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which prefixes keep apart."""
@@ -160,11 +163,12 @@ class PolicyUpdate(Training):
     behaviour: str
     temperature: float
     critic_warmup: int
+    scored: float  # the share of its rows whose loss compares rows
     parts: tuple[Part, ...] = ()
 
     @property
     def traits(self) -> NodeTraits:
-        return replace(super().traits, given=(self.loss, *(part.loss for part in self.parts)))
+        return replace(super().traits, scored=self.scored, given=(self.loss, *(part.loss for part in self.parts)))
 
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         own = {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
