@@ -1,6 +1,7 @@
 """Programs that raise, hang, flood, exit or leave processes behind end their own session, are counted by name, and cost the job nothing."""
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -200,6 +201,27 @@ def test_a_command_prints_its_reward_and_leaves_nothing_behind(folder: Path, tmp
     eventually(lambda: not commands_with(str(tmp_path)))
 
 
+def test_a_command_sees_of_the_environment_a_short_list_and_what_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("A_SECRET", "A_NAMED_ONE", "AWS_SECRET_ACCESS_KEY", "HTTP_PROXY", "NO_PROXY"):
+        monkeypatch.setenv(name, f"value of {name}")
+    code = "import json, os\nprint(json.dumps(dict(os.environ)))"
+    program = rg.Program([sys.executable, "-I", "-c", code], env=("A_NAMED_ONE", "MODE=a=b", "NO_PROXY"), rewarded=False)
+    seen = json.loads(Rolled(folder, lambda text: "yes", [{"prompt": ""}], agent=program).columns["outputs"][0])
+    assert "value of A_SECRET" not in seen.values()
+    own = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "RLGRAPH_SEED"}
+    allowed = {"PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "no_proxy"}
+    assert own | {"PATH", "A_NAMED_ONE", "MODE", "NO_PROXY"} <= set(seen) <= own | allowed | {"A_NAMED_ONE", "MODE", "NO_PROXY"}
+    assert (seen["A_NAMED_ONE"], seen["MODE"]) == ("value of A_NAMED_ONE", "a=b")
+    assert seen["NO_PROXY"] == "value of NO_PROXY,127.0.0.1,localhost", "calls of the endpoint bypass a proxy"
+    monkeypatch.delenv("A_NAMED_ONE")
+    with pytest.raises(GraphError, match=r"the environment has no variables \['A_NAMED_ONE'\]"):
+        program.check()
+    failed = Rolled(folder, lambda text: "yes", [{"prompt": ""}], agent=program)
+    assert failed.metrics["agent/errors"] == 1
+
+
 def test_a_command_that_hangs_is_ended_at_its_deadline(folder: Path, tmp_path: Path) -> None:
     code = "import os, time\nos.fork(); os.setsid()\nwhile True: time.sleep(300)"
     hangs = rg.Program([sys.executable, "-c", code, str(tmp_path)], conversation_s=1.5)
@@ -248,6 +270,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an open brace": (["echo", "{"], {}, "braces that name no field"),
     "GPUs": (ask, {"pool": rg.Pool("g", gpus=1)}, "programs run on host cores"),
     "no format": (ask, {"calls": "prose"}, "calls is one of"),
+    "variables of a function": (ask, {"env": ("A",)}, "a function sees the environment of its worker"),
+    "a variable without a name": (["echo"], {"env": ("=1",)}, "neither the name of a variable nor NAME=value"),
+    "a variable of rlgraph's": (["echo"], {"env": ("OPENAI_API_KEY=1",)}, "rlgraph sets OPENAI_API_KEY"),
     "no rows": (ask, {"sequences": 0}, "sequences is a whole number of at least 1"),
 }
 

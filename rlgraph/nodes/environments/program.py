@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import shlex
 import shutil
 import string
@@ -15,13 +16,14 @@ from rlgraph import settings
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes.environments.agent import SPECIAL, check_format, given
-from rlgraph.nodes.environments.command import run_command
+from rlgraph.nodes.environments.command import environment_of, run_command
 from rlgraph.nodes.environments.messages import ToolCall
 from rlgraph.nodes.prompt_source import plural
 from rlgraph.settings import Count, Natural, Seconds
 
 CLIENT = "client"  # the parameter of a function that gets the address
 OUTPUT_CHARACTERS = 65536
+OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RLGRAPH_SEED")
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ class Program:
     * `calls`: the format in which the model writes calls of the tools of a request, as for `rg.Agent`.
     * `keep_thinking`: earlier turns stay as the model has written them. False: where the template changes them, a branch begins.
     * `pool`: the host cores that programs take. None: those of the generator's process.
+    * `env`: what a command gets of the worker's environment beside PATH, HOME and a few others: names, as "HF_TOKEN", or variables with
+      their values, as "MODE=fast".
 
-    Raises GraphError for a function that is not async or has no parameter `client`, and for a command whose braces name no field.
+    Raises GraphError for a function that is not async or has no parameter `client`, for a command whose braces name no field, and for
+    an `env` of a function, which sees all that the worker does.
     """
 
     run: Callable[..., Awaitable[object]] | str | Sequence[str]
@@ -88,6 +93,7 @@ class Program:
     calls: str | Callable[..., Sequence[ToolCall]] = "hermes"
     keep_thinking: bool = False
     pool: Pool | None = None
+    env: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -96,7 +102,10 @@ class Program:
             raise GraphError(f"Program(pool=Pool('{self.pool.name}')): programs run on host cores: Pool('{self.pool.name}', cpus=n)")
         if callable(self.run):
             _check_function(self.run)
+            if self.env:
+                raise GraphError(f"Program(env={shown(self.env)}): a function sees the environment of its worker; leave env out")
         else:
+            _check_env(self.env)
             _ = self.fields  # raises for braces that name no field
             if not self.command:
                 raise GraphError(f"Program(run={shown(self.run)}): a command names a program: ['python', 'agent.py']")
@@ -129,6 +138,9 @@ class Program:
             raise GraphError("agent programs call an endpoint that needs aiohttp: pip install 'rlgraph-dataflow[agents]'")
         if self.command and "{" not in self.command[0] and shutil.which(self.command[0]) is None:
             raise GraphError(f"Program(run={shown(self.run)}): there is no program '{self.command[0]}' on this machine's PATH")
+        missing = [name for name in self.env if "=" not in name and name not in os.environ]
+        if missing:
+            raise GraphError(f"Program(env={shown(self.env)}): the environment has no variables {missing}; set them, or give NAME=value")
 
     async def session(self, client: AgentClient, columns: Mapping[str, str], item: Mapping[str, Any]) -> Ended:
         """Run it for the `item` of a prompt, a value for each column. Raises what it raises, or for a reward that is no number."""
@@ -136,8 +148,9 @@ class Program:
         if callable(self.run):
             result = await self.run(**{CLIENT: client, **fields})
             return Ended(_reward(result) if self.rewarded else 0.0, _text(result))
-        places = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.key, "RLGRAPH_SEED": str(client.seed)}
-        printed = await run_command([part.format(**fields) for part in self.command], places, self.conversation_s)
+        places = dict(zip(OWN_VARIABLES, (client.base_url, client.key, str(client.seed)), strict=True))
+        environment = environment_of(self.env) | places
+        printed = await run_command([part.format(**fields) for part in self.command], environment, self.conversation_s)
         lines = printed.strip().splitlines()
         return Ended(_reward(lines[-1].strip() if lines else None) if self.rewarded else 0.0, printed[-OUTPUT_CHARACTERS:])
 
@@ -152,6 +165,15 @@ def _check_function(run: Callable[..., Any]) -> None:
         raise GraphError(f"{where}: its parameters name fields of a prompt, as (client, prompt)")
     if CLIENT not in parameters:
         raise GraphError(f"{where}: it has no parameter 'client', through which it calls the model: `async def solve(client, prompt)`")
+
+
+def _check_env(env: Sequence[str]) -> None:
+    for variable in env:
+        name = variable.partition("=")[0]
+        if not name.isidentifier() or "\0" in variable:
+            raise GraphError(f"Program(env={shown(env)}): {shown(variable)} is neither the name of a variable nor NAME=value")
+        if name in OWN_VARIABLES:
+            raise GraphError(f"Program(env={shown(env)}): rlgraph sets {name}, which is each session's own; leave it out")
 
 
 def _fields(argument: str) -> list[str]:
