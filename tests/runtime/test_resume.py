@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver import session
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
@@ -80,6 +83,31 @@ def test_a_loop_left_at_a_checkpoint_has_it_though_later_steps_are_at_work(tmp_p
         for step in left.steps(1000):
             if step.index == 2:
                 break
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+
+
+class SlowDisk(fakes.Vector):
+    """Writes a checkpoint for as long as an idle worker has to end."""
+
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        write = super().save(folder, deadline_s)
+        return lambda: (time.sleep(0.5), write())[1]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SlowlySaved(fakes.VectorPolicy):
+    def load(self, context: object) -> SlowDisk:
+        return SlowDisk()
+
+
+def test_a_loop_left_while_a_checkpoint_is_written_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "VectorPolicy", SlowlySaved)
+    monkeypatch.setattr(session, "GOODBYE_S", 0.01)
+    with job(fakes.vector_loop(1), tmp_path, dispatch="forked") as left:
+        for step in left.steps(1000):
+            if step.index == 3:
+                break
+        assert not any(tmp_path.glob("step-*"))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
 
 

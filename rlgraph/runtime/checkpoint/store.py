@@ -61,6 +61,7 @@ class Checkpoints:
     recovery: Recovery
     id: str = ""
     newest: int = 0  # step of the newest whole checkpoint, 0 where there is none
+    tried: int = 0  # step of the newest that every worker has written, or could not write
     set_aside: tuple[int, ...] = ()
     troubles: list[str] = field(default_factory=list)  # checkpoints that could not be written, in words, not yet told
     shards: dict[int, dict[str, CheckpointShard]] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Checkpoints:
         self.id = secrets.token_hex(4)
         self.shards.clear()
         self.failed.clear()
+        self.tried = self.newest
         for left in self.recovery.folder.glob(".part-*"):
             shutil.rmtree(left, ignore_errors=True)
         resume = Resume(str(self._path(self.newest)), self.newest) if self.newest else None
@@ -132,6 +134,7 @@ class Checkpoints:
         """Finish the checkpoints whose shards are all written and which hold no step beyond the `handed` that the user has seen."""
         done = []
         for step in self.ready(handed):
+            self.tried = step
             try:
                 if step not in self.failed:
                     self._make_whole(step, self.shards[step])

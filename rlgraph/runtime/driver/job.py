@@ -258,18 +258,20 @@ class Job:
         checkpoints.commit(self._finished)
 
     def _save(self) -> None:
-        """Make a last checkpoint if no worker is beyond the step that was given last."""
+        """Make a last checkpoint if no worker is beyond the step that was given last, else finish the one that is being written."""
         checkpoints, session = self._checkpoints, self._session
-        if checkpoints is None or session.ended or session.ticked != self._finished or session.reported != self._finished:
+        if checkpoints is None or session.ended or not session.ready:
             return
+        every, idle = checkpoints.recovery.every, session.ticked == session.reported == self._finished
+        last = self._finished if idle else self._finished // every * every
         self._settle()
-        if checkpoints.newest < self._finished:
-            session.save(self._finished)
-            while not checkpoints.settled(self._finished):
+        if checkpoints.tried < last:
+            session.save(last)  # a worker that is beyond this step has written it, or is writing it
+            while not checkpoints.settled(last):
                 session.listen()
                 self._hear()
             self._commit(checkpoints)
-        if checkpoints.newest < self._finished:
+        if idle and checkpoints.newest < last:
             raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
 
     def notice(self, text: str) -> None:
