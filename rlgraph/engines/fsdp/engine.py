@@ -27,7 +27,7 @@ from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import join, local, placed, prepare_layers, shard
+from rlgraph.engines.fsdp.sharding import join, local, memory, placed, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import share_matrices
 from rlgraph.engines.hf_models.folder_parts import folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_parallel
@@ -107,7 +107,8 @@ class FsdpEngine:
         self._optimizer = made(optimizer, head, host_moments=host_moments)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._on_progress = on_progress
-        self._placed: dict[str, tuple[tuple[int, ...], int]] = {}  # for each parameter, the offsets and the replica of this rank's shard
+        self._shards: list[WeightShard] = []  # of this rank, and below what they are of: FSDP moves a shard that it pads, in its first pass
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._saver = distributed_checkpoint.Saver(rank, world)
 
     def _check_sharing(self, head: Head) -> None:
@@ -237,15 +238,11 @@ class FsdpEngine:
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield this rank's box of every parameter that is trained, live, in float32, by its name in the folder; see `TrainEngine`."""
-        return folder_shards(self._shards(), self._parts)
-
-    def _shards(self) -> Iterator[WeightShard]:
-        named = self._named()
-        if not self._placed:  # shards never move, and to find out where they lie takes longer than to name them
-            self._placed = {name: placed(parameter) for name, parameter in named.items()}
-        for name, parameter in named.items():
-            offsets, replica = self._placed[name]
-            yield WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
+        if not self._shards or any(memory(parameter) is not held for parameter, held in self._held):
+            named = self._named()  # to find the shards takes longer than to copy those of a small model, so it is done once
+            self._held = [(parameter, memory(parameter)) for parameter in named.values()]
+            self._shards = list(folder_shards(map(_shard, named, named.values()), self._parts))
+        return iter(self._shards)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take other weights: full tensors under the names of `weights()`, of which this rank keeps its own rows.
@@ -299,9 +296,14 @@ class FsdpEngine:
     def close(self) -> None:
         """Free the model, and the process group if the engine made it."""
         self._optimizer.zero_grad()
-        del self._optimizer, self._head, self._units
+        del self._optimizer, self._head, self._units, self._shards, self._held
         if self._made_group:
             dist.destroy_process_group()
+
+
+def _shard(name: str, parameter: torch.Tensor) -> WeightShard:
+    offsets, replica = placed(parameter)
+    return WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
 
 
 def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:

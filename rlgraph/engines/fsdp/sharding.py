@@ -100,6 +100,11 @@ def placed(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), replica
 
 
+def memory(value: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds this rank's shard: the same object until the shard gets other memory."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
 def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, without a copy."""
     return value.to_local() if isinstance(value, DTensor) else value
