@@ -5,27 +5,22 @@
     python benchmarks/parallel.py pair:dp2 pair:tp2 pair:cp2 --smoke                                     # its first seconds, on a CPU
 
 A way says how the ranks share: `tp2` is two ranks that share matrices, `cp2` two that share a row, `tp2dp2` four ranks, `dp2` two with
-passes of their own. All of them recompute activations. FLOP a token are those of `training.py`. "predicted" is what `rg.compile` estimates
-of the model's shape and the GPU's roofline, with nothing measured. Four updates are timed after two of warm-up; each rank is a process with
-a GPU of its own.
+passes of their own. All of them recompute activations. FLOP a token are those of `timed_updates.row`. "predicted" is what `rg.compile`
+estimates of the model's shape and the GPU's roofline, with nothing measured. Four updates are timed after two of warm-up; each rank is a
+process with a GPU of its own.
 """
 
 import argparse
 import json
-import multiprocessing
-import os
 import re
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STEPS, WARM_UP = 6, 2
-PEAK = 989e12  # dense bfloat16 of an H100 or H200 in its SXM form
-SMOKE = 2, 32  # sequences and their length on a CPU
+from timed_updates import PEAK, SMOKE, WARM_UP, begin_rank, end_rank, made_engine, of_ranks, row, timed_updates
+
+STEPS = 4 + WARM_UP
 
 
 def ways(text: str) -> dict[str, int]:
@@ -40,64 +35,11 @@ def ways(text: str) -> dict[str, int]:
     return {kind: int(found.get(kind, 1)) for kind in ("tp", "cp", "dp")}
 
 
-def rank_process(shape: str, way: dict[str, int], rank: int, size: tuple[int, int], rendezvous: str, results: Any) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    import torch
-    import torch.distributed as dist
-    from shapes import VOCAB, config
-    from transformers import Qwen3ForCausalLM
-
-    import rlgraph as rg
-    from rlgraph.engines.forward.heads import PolicyHead
-    from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.engines.fsdp.sharding import backends
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    finished: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    world, (sequences, length) = way["tp"] * way["cp"] * way["dp"], size
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config(shape)).eval()
-    if world > 1:
-        dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
-    engine = FsdpEngine(
-        PolicyHead(model, fused=True),
-        optimizer=rg.AdamW(),
-        rank=rank,
-        world=world,
-        device=device,
-        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-        micro_batch_tokens=length // way["cp"],
-        recompute=True,
-        tensor_parallel=way["tp"],
-        context_parallel=way["cp"],
-    )
-    del model
-    draw = torch.Generator().manual_seed(0)
-    prompt, response = length // 4, length + 1 - length // 4
-    mask = torch.ones(sequences, response, dtype=torch.bool)
-    batch = {
-        "prompts": torch.randint(VOCAB, (sequences, prompt), generator=draw),
-        "prompt_mask": torch.ones(sequences, prompt, dtype=torch.bool),
-        "responses": torch.randint(VOCAB, (sequences, response), generator=draw),
-        "response_mask": mask,
-        "advantages": torch.randn(sequences, 1, generator=draw).expand(-1, response).contiguous(),
-        "old_log_probs": torch.full(mask.shape, -12.0),
-    }
-    seconds = []
-    for _ in range(STEPS):
-        finished()
-        start = time.perf_counter()
-        engine.update(batch, rg.ClippedLoss())
-        finished()
-        seconds.append(time.perf_counter() - start)
-    if rank == 0:
-        results.put((seconds, torch.cuda.max_memory_allocated() if device == "cuda" else 0))
-    if world > 1:
-        dist.barrier()
-    results.close()
-    results.join_thread()  # what is put is on its way only when the queue's thread has sent it
-    os._exit(0)
+def rank_process(shape: str, way: dict[str, int], size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
+    device = begin_rank(rank)
+    sharing = {"tensor_parallel": way["tp"], "context_parallel": way["cp"], "micro_batch_tokens": size[1] // way["cp"]}
+    engine = made_engine(shape, rank, world, rendezvous, device, fused=True, recompute=True, **sharing)
+    end_rank(timed_updates(engine, size, STEPS), rank, world, results)
 
 
 def predicted(shape: str, way: dict[str, int], size: tuple[int, int], gpu: str) -> dict[str, float]:
@@ -136,39 +78,10 @@ def constant(responses: list[str]) -> list[float]:
 
 
 def measure(shape: str, text: str, size: tuple[int, int], peak: float, gpu: str) -> dict[str, Any]:
-    from shapes import SHAPES, VOCAB, parameters
-
     way = ways(text)
     world = way["tp"] * way["cp"] * way["dp"]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        given = (size, f"file://{folder}/group", results)
-        processes = [context.Process(target=rank_process, args=(shape, way, rank, *given)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        try:
-            seconds, memory = results.get(timeout=400)
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
-    hidden, layers, heads, _, _, tied = SHAPES[shape]
-    tokens, length = size[0] * size[1], size[1]
-    multiplied = parameters(shape) - (0 if tied else VOCAB * hidden)
-    flop = tokens * (6 * multiplied + 12 * layers * heads * 128 * length / 2)
-    timed = seconds[WARM_UP:]
-    median = statistics.median(timed)
-    return {
-        "ranks": world,
-        "steps": len(timed),
-        "step_s": median,
-        "spread_s": [min(timed), max(timed)],
-        "tokens_per_s": tokens / median,
-        "mfu": flop / median / peak / world,
-        "peak_bytes": memory,
-        "predicted": predicted(shape, way, size, gpu),
-    }
+    found = row(shape, size, world, peak, of_ranks(world, rank_process, (shape, way, size), 400))
+    return found | {"predicted": predicted(shape, way, size, gpu)}
 
 
 def main() -> None:
@@ -191,14 +104,14 @@ def main() -> None:
     for spec in given.specs:
         try:
             shape, _, way = spec.partition(":")
-            row = found["runs"][spec] = measure(shape, way, size, given.peak, gpu)
+            run = found["runs"][spec] = measure(shape, way, size, given.peak, gpu)
         except Exception as error:  # noqa: BLE001 (one way that does not fit must not lose the others)
             print(f"{spec}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed = True
             continue
         print(
-            f"{spec}: {row['step_s']:.2f} s (predicted {row['predicted']['step_s']:.2f}), {row['tokens_per_s']:.0f} tokens/s, MFU "
-            f"{row['mfu']:.1%}, {row['peak_bytes'] / 2**30:.0f} GiB (predicted {row['predicted']['peak_bytes'] / 2**30:.0f})",
+            f"{spec}: {run['step_s']:.2f} s (predicted {run['predicted']['step_s']:.2f}), {run['tokens_per_s']:.0f} tokens/s, MFU "
+            f"{run['mfu']:.1%}, {run['peak_bytes'] / 2**30:.0f} GiB (predicted {run['predicted']['peak_bytes'] / 2**30:.0f})",
             flush=True,
         )
         if given.json:

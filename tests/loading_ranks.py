@@ -20,7 +20,7 @@ Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by pa
 def held(kind: str, folder: Path, rank: int, world: int) -> Held:
     """Load a model, and copy the boxes that this rank has of it."""
     engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
-    found = {shard.name: (shard.global_shape, shard.offsets, shard.tensor.clone()) for shard in engine._shards()}
+    found = {shard.name: (shard.global_shape, shard.offsets, shard.tensor.clone()) for shard in engine.weight_shards()}
     engine.close()
     return found
 

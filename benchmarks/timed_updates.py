@@ -1,0 +1,129 @@
+"""Timed updates of one model on several ranks, each a process with a GPU of its own; and the share of the peak that they reach."""
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PEAK = 989e12  # dense bfloat16 of an H100 or H200 in its SXM form
+SMOKE = 2, 32  # sequences and their length on a CPU
+WARM_UP = 2  # updates that are not counted
+
+
+def begin_rank(rank: int) -> str:
+    """See one GPU alone; call it before torch is imported. Returns the kind of device."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made_engine(shape: str, rank: int, world: int, rendezvous: str, device: str, *, fused: bool, **settings: Any) -> Any:
+    """A trainer of random weights of this shape on this rank."""
+    import torch
+    import torch.distributed as dist
+    from shapes import config
+    from transformers import Qwen3ForCausalLM
+
+    import rlgraph as rg
+    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.engines.fsdp.sharding import backends
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config(shape)).eval()
+    if world > 1:
+        dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    head = PolicyHead(model, fused=fused)
+    return FsdpEngine(head, optimizer=rg.AdamW(), rank=rank, world=world, device=device, dtype=dtype, **settings)
+
+
+def timed_updates(engine: Any, size: tuple[int, int], steps: int) -> list[float]:
+    """Update by one batch of random tokens, `size` of sequences and their length, so often. Returns seconds of each update."""
+    import torch
+    from shapes import VOCAB
+
+    import rlgraph as rg
+
+    finished: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    (sequences, length), draw = size, torch.Generator().manual_seed(0)
+    prompt, response = length // 4, length + 1 - length // 4
+    mask = torch.ones(sequences, response, dtype=torch.bool)
+    batch = {
+        "prompts": torch.randint(VOCAB, (sequences, prompt), generator=draw),
+        "prompt_mask": torch.ones(sequences, prompt, dtype=torch.bool),
+        "responses": torch.randint(VOCAB, (sequences, response), generator=draw),
+        "response_mask": mask,
+        "advantages": torch.randn(sequences, 1, generator=draw).expand(-1, response).contiguous(),
+        "old_log_probs": torch.full(mask.shape, -12.0),
+    }
+    seconds = []
+    for _ in range(steps):
+        finished()
+        start = time.perf_counter()
+        engine.update(batch, rg.ClippedLoss())
+        finished()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def end_rank(seconds: Sequence[float], rank: int, world: int, results: Any) -> None:
+    """Give the first rank's seconds and bytes, and end this process together with the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        results.put((list(seconds), torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0))
+    if world > 1:
+        dist.barrier()
+    results.close()
+    results.join_thread()  # what is put is on its way only when the queue's thread has sent it
+    os._exit(0)
+
+
+def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], timeout_s: float) -> tuple[list[float], int]:
+    """Run `target(*given, rank, world, rendezvous, results)` on each rank. Returns what the first one gave `end_rank`."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=target, args=(*given, rank, world, f"file://{folder}/group", results)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        try:
+            found: tuple[list[float], int] = results.get(timeout=timeout_s)
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    return found
+
+
+def row(shape: str, size: tuple[int, int], world: int, peak: float, found: tuple[list[float], int]) -> dict[str, Any]:
+    """What a run is reported by: seconds of an update, tokens a second, the share of the peak, bytes on a GPU.
+
+    FLOP a token: 6 for each parameter but the embedding, which is a look-up (a tied one counts once, as the head), and
+    12 · layers · heads · head size · half the length for causal attention (PaLM, appendix B); recomputed activations don't count.
+    """
+    from shapes import SHAPES, VOCAB, parameters
+
+    (seconds, memory), (sequences, length) = found, size
+    hidden, layers, heads, _, _, tied = SHAPES[shape]
+    tokens = sequences * length
+    multiplied = parameters(shape) - (0 if tied else VOCAB * hidden)
+    flop = tokens * (6 * multiplied + 12 * layers * heads * 128 * length / 2)
+    timed = seconds[WARM_UP:]
+    median = statistics.median(timed)
+    return {
+        "ranks": world,
+        "steps": len(timed),
+        "step_s": median,
+        "spread_s": [min(timed), max(timed)],
+        "tokens_per_s": tokens / median,
+        "mfu": flop / median / peak / world,
+        "peak_bytes": memory,
+    }
