@@ -17,11 +17,15 @@ def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
     return {path: shape for path, shape in found.items() if shape is not None}
 
 
-@lru_cache(maxsize=64)
 def _shape(path: str) -> ModelShape | None:
     file = Path(path) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        return ModelShape.from_config(config) if isinstance(config, dict) else None  # what is no config is refused where it loads
+        return _shape_by(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (ValueError, OSError) as broken:
         raise DataError(f"'{file}' is not JSON ({broken!s:.80}); write the model folder again") from None
+
+
+@lru_cache(maxsize=64)  # by what the file holds, not by its path: a folder may be written again
+def _shape_by(text: str) -> ModelShape | None:
+    config = json.loads(text)
+    return ModelShape.from_config(config) if isinstance(config, dict) else None  # what is no config is refused where it loads

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.compiler.loading_memory import loading
@@ -13,26 +14,6 @@ from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import PlanError
 
 GIB = 1 << 30
-QWEN3_8B = {
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-QWEN3_30B_A3B = {
-    **QWEN3_8B,
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
 
 
 def folder(path: Path, config: dict[str, object]) -> str:
@@ -90,6 +71,17 @@ def test_a_config_of_another_kind_gives_no_shape_and_no_estimate(tmp_path: Path)
     plan = rg.compile(loop(folder(tmp_path / "m", {"hidden_size": 8})), rg.Cluster(gpus=2, gpu="H100"))
     assert plan.memory == ()
     assert plan.prediction.cost == "nominal"
+
+
+def test_a_folder_that_is_written_again_is_planned_as_it_is_now(tmp_path: Path) -> None:
+    weights = []
+    for config in (QWEN3_8B, QWEN3_8B | {"num_hidden_layers": 18}):
+        plan = rg.compile(loop(folder(tmp_path / "m", config)), rg.Cluster(gpus=8))
+        weights.append(parts(plan, "a GPU of 'train'")["weights"])
+        shape = ModelShape.from_config(config)
+        assert shape is not None
+        assert weights[-1] == shape.parameters  # 4 bytes each on 4 GPUs
+    assert weights[0] > 1.7 * weights[1]
 
 
 def test_training_states_are_sharded_and_an_engine_holds_its_weights(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.costs.estimates import Workload, fully_sharded
@@ -12,17 +13,6 @@ from rlgraph.costs.functions import NodeCost, Setting
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import GraphError, PlanError
-
-QWEN3_8B = {
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
 
 
 def folder(path: Path) -> str:
