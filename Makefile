@@ -5,7 +5,7 @@ openenv_VERSION := 0.10.0
 verifiers_VERSION := 0.4.0
 READY := .venv/.ready
 # Two tests at a time: they wait for processes to start more than they compute.
-TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
+TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 40 --durations-min 5 $(PYTEST)
 
 .PHONY: demo test test-sglang test-gpu test-environments check docs oracle setup clean
 setup: $(READY)
