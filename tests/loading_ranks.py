@@ -11,6 +11,7 @@ from forked import server
 from rlgraph.engines.forward.heads import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 
 HEADS = {"policy": PolicyHead, "critic": ValueHead}
@@ -20,7 +21,8 @@ Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by pa
 def held(kind: str, folder: Path, rank: int, world: int) -> Held:
     """Load a model, and copy the boxes that this rank has of it."""
     engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
-    found = {shard.name: (shard.global_shape, shard.offsets, shard.tensor.clone()) for shard in engine.weight_shards()}
+    boxes = {name: own_box(name, parameter) for name, parameter in engine._named().items()}
+    found = {name: (box.global_shape, box.offsets, box.tensor.clone()) for name, box in boxes.items()}
     engine.close()
     return found
 

@@ -27,7 +27,7 @@ from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import join, local, memory, placed, prepare_layers, shard
+from rlgraph.engines.fsdp.sharding import join, local, memory, own_box, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import share_matrices
 from rlgraph.engines.hf_models.folder_parts import folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_parallel
@@ -241,7 +241,7 @@ class FsdpEngine:
         if not self._shards or any(memory(parameter) is not held for parameter, held in self._held):
             named = self._named()  # to find the shards takes longer than to copy those of a small model, so it is done once
             self._held = [(parameter, memory(parameter)) for parameter in named.values()]
-            self._shards = list(folder_shards(map(_shard, named, named.values()), self._parts))
+            self._shards = list(folder_shards(map(own_box, named, named.values()), self._parts))
         return iter(self._shards)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -252,8 +252,8 @@ class FsdpEngine:
         named = self._named()
         check_weights(weights, {name: tuple(parameter.shape) for name, parameter in named.items()})
         for name, parameter in named.items():
-            own = local(parameter.detach())
-            own.copy_(WeightShard(name, tuple(parameter.shape), placed(parameter)[0], own).within(weights[name]))
+            box = own_box(name, parameter)
+            box.tensor.copy_(box.within(weights[name]))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
@@ -299,11 +299,6 @@ class FsdpEngine:
         del self._optimizer, self._head, self._units, self._shards, self._held
         if self._made_group:
             dist.destroy_process_group()
-
-
-def _shard(name: str, parameter: torch.Tensor) -> WeightShard:
-    offsets, replica = placed(parameter)
-    return WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
 
 
 def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.errors import GraphError
 
 # The least size of a unit: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less than
@@ -103,6 +104,12 @@ def placed(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
 def memory(value: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's shard: the same object until the shard gets other memory."""
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def own_box(name: str, parameter: torch.Tensor) -> WeightShard:
+    """This rank's box of a parameter, live."""
+    offsets, replica = placed(parameter)
+    return WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
