@@ -12,6 +12,7 @@ import networkx as nx
 
 from rlgraph.channels.factory import transport_of
 from rlgraph.compiler import events
+from rlgraph.compiler.certificate import Certificate, LoopBound
 from rlgraph.compiler.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.device_split import FEW, best_first
@@ -29,7 +30,6 @@ from rlgraph.compiler.placement import (
     splits,
 )
 from rlgraph.compiler.plan import (
-    Certificate,
     Plan,
     PlannedChannel,
     PlannedModel,
@@ -324,12 +324,14 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
         for channel in channels
         if transport_of(channel.transport).writer_keeps
     ]
+    loops = loop_bounds(graph, schedule)
     return Certificate(
-        staleness_bound=staleness_bound(graph, schedule),
+        staleness_bound=max((loop.staleness for loop in loops), default=0),
         deadlock_free=deadlock_free(schedule),
         open_batches=events.open_batches(graph),
         buffered_bytes=None if None in sizes else sum(size or 0 for size in sizes),
         period_s=period_s,
+        loops=loops,
     )
 
 
@@ -344,21 +346,26 @@ def deadlock_free(schedule: Schedule) -> bool:
     return not ahead and bool(nx.is_directed_acyclic_graph(nx.DiGraph(list(schedule.within_rounds()))))
 
 
-def staleness_bound(graph: Graph, schedule: Schedule) -> int:
-    """Bound the versions that a batch can be behind when it is trained: the credits on its loop, less the one in service.
+def loop_bounds(graph: Graph, schedule: Schedule) -> tuple[LoopBound, ...]:
+    """Bound, for each loop, the batches that are open and the versions that one is behind when it is trained.
 
     The credits on a cycle never change. So the credits on the way of a version, from its publish through rollout and update to
-    the next publish, bound the open batches. The order within a pool can keep fewer batches open, but makes no version newer.
+    the next publish, bound the open batches; a batch is behind by all of them but the one in service. The order within a pool can keep
+    fewer batches open, but makes no version newer. Edges that lead to evaluations alone have no bound.
     """
     credits = _credits(d for d in schedule.dependencies if d.reason in ("loop", "data"))
-    worst = 0
+    found = []
     for feedback in graph.feedbacks:
         publish = events.publish_event(feedback.name)
-        for firing in (firing for node in events.readers(graph, feedback) if node.due is None for firing in events.fire_events(node)):
-            there = nx.shortest_path_length(credits, publish, firing, weight="credits")
-            back = nx.shortest_path_length(credits, firing, publish, weight="credits")
-            worst = max(worst, there + back - 1)
-    return worst
+        firings = [firing for node in events.readers(graph, feedback) if node.due is None for firing in events.fire_events(node)]
+        opened = [
+            nx.shortest_path_length(credits, publish, firing, weight="credits")
+            + nx.shortest_path_length(credits, firing, publish, weight="credits")
+            for firing in firings
+        ]
+        if opened:
+            found.append(LoopBound(feedback.name, max(0, *(count - 1 for count in opened)), max(opened)))
+    return tuple(found)
 
 
 def _credits(dependencies: Iterable[Dependency]) -> "nx.DiGraph[str]":

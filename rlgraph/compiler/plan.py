@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.compiler.certificate import Certificate
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.facade import Facade, facade
 from rlgraph.compiler.plan_keys import unknown_keys, with_new_names
@@ -214,17 +215,6 @@ class Prediction:
     warnings: tuple[str, ...] = ()  # unmeasured numbers on which the choice of this plan rests
     left_out: tuple[str, ...] = ()  # work of the run that the seconds do not count
     assumed: tuple[str, ...] = ()  # unmeasured numbers on which the seconds rest, and how far they may be off
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """What the schedule guarantees for any timing, derived from its credits."""
-
-    staleness_bound: int
-    deadlock_free: bool
-    open_batches: int
-    buffered_bytes: int | None
-    period_s: float
 
 
 @dataclass(frozen=True)

@@ -77,3 +77,14 @@ def oldest(metrics: Mapping[str, float]) -> dict[str, float]:
     """Sum up the staleness of a step in which several updates measured theirs, each behind its name: the oldest token, the largest mean."""
     found = {kind: [value for name, value in metrics.items() if name.endswith(kind)] for kind in ("/staleness/max", "/staleness/mean")}
     return {kind.removeprefix("/"): max(values) for kind, values in found.items() if values}
+
+
+def behind_by_loop(plan: Plan, metrics: Mapping[str, float]) -> dict[str, int]:
+    """Read the staleness of each loop from the metrics of the update that closes it; loops that one update closes are not told apart."""
+    trained = [loop for loop in plan.loops if loop.due is None]
+    if len(trained) == 1:
+        measured = {trained[0].name: metrics.get("staleness/max")}
+    else:
+        writers = [loop.writer for loop in trained]
+        measured = {loop.name: metrics.get(f"{loop.writer}/staleness/max") for loop in trained if writers.count(loop.writer) == 1}
+    return {name: int(value) for name, value in measured.items() if value is not None}

@@ -11,6 +11,7 @@ import torch
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError
+from rlgraph.nodes.training.mixture import Part, mixed
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "oracle" / "trl.json").read_text())
 CASES = [pytest.param(case, id="-".join([case["name"], *map(str, case["options"].values())])) for case in FIXTURE["cases"]]
@@ -50,17 +51,52 @@ def reward(case: Case, scores: torch.Tensor, given: dict[str, torch.Tensor]) -> 
     return alg.BradleyTerry(center=case["options"]["center"])(scores[:, None], rows | margins)[0]
 
 
+def divergence_of(beta: float) -> alg.DistillationLoss:
+    """The divergence that TRL's beta names."""
+    if beta in (0, 1):
+        return alg.DistillationLoss(divergence="reverse_kl" if beta else "forward_kl")
+    return alg.DistillationLoss(divergence="jsd", beta=beta)
+
+
 def distilled(case: Case, logits: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    beta, temperature = case["options"]["beta"], case["options"]["temperature"]
-    names = {0.0: {"divergence": "forward_kl"}, 1.0: {"divergence": "reverse_kl"}}
+    temperature = case["options"]["temperature"]
     columns = {
         "response_mask": given["response_mask"],
         "teacher_top_ids": torch.arange(logits.shape[-1]).expand(logits.shape),
         "teacher_top_log_probs": (given["teacher"] / temperature).log_softmax(-1),
         "chosen_log_probs": (logits / temperature).log_softmax(-1),
     }
-    loss = alg.DistillationLoss(**names.get(beta, {"divergence": "jsd", "beta": beta}))
+    loss = divergence_of(case["options"]["beta"])
     return loss(torch.zeros(logits.shape[:2]).double(), columns, alg.Totals.of(given["response_mask"]))[0]
+
+
+def top(case: Case, logits: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    teacher, ids = given["teacher"].log_softmax(-1).topk(case["options"]["k"], -1)
+    columns = {
+        "response_mask": given["response_mask"],
+        "teacher_top_ids": ids,
+        "teacher_top_log_probs": teacher,
+        "chosen_log_probs": logits.log_softmax(-1).gather(-1, ids),
+    }
+    loss = divergence_of(case["options"]["beta"])
+    return loss(torch.zeros(logits.shape[:2]).double(), columns, alg.Totals.of(given["response_mask"]))[0]
+
+
+def shared(case: Case, logits: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The student's responses, and the examples as a further batch of the update with the weight that the page gives for lambda."""
+    share, loss = case["options"]["lambda"], divergence_of(case["options"]["beta"])
+    batches = [
+        {
+            "response_mask": given["response_mask"][rows],
+            "teacher_top_ids": torch.arange(logits.shape[-1]).expand(logits[rows].shape),
+            "teacher_top_log_probs": given["teacher"][rows].log_softmax(-1),
+            "chosen_log_probs": logits[rows].log_softmax(-1),
+        }
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    batch, mixture = mixed([(columns, loss) for columns in batches], [Part("", "examples", loss, (1 - share) / share, "")])
+    totals = alg.Totals.of(torch.as_tensor(batch["response_mask"]))
+    return share * mixture(torch.zeros(logits.shape[:2]).double(), batch, totals)[0]
 
 
 COMPUTE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
@@ -69,7 +105,10 @@ COMPUTE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "SFT": ("log_probs", supervised),
     "BradleyTerry": ("scores", reward),
     "GKD": ("student", distilled),
+    "GKD top": ("student", top),
+    "GKD lambda": ("student", shared),
 }
+SINGLE = {"ORPO", "GKD top"}  # TRL takes these odds, and these logits, in float32
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.values[0]["name"] in COMPUTE])
@@ -78,7 +117,7 @@ def test_loss_and_gradient_are_those_of_trl(case: Case) -> None:
     given = columns(case)
     scores = given[column].requires_grad_()
     loss = compute(case, scores, given)
-    near = 1e-6 if case["name"] == "ORPO" else EXACT  # TRL takes these odds in float32
+    near = 1e-6 if case["name"] in SINGLE else EXACT
     assert loss.item() == pytest.approx(case["loss"], abs=near)
     (gradient,) = torch.autograd.grad(loss, scores)
     torch.testing.assert_close(gradient, torch.tensor(case["gradient"], dtype=torch.float64), atol=near, rtol=near)
@@ -87,11 +126,14 @@ def test_loss_and_gradient_are_those_of_trl(case: Case) -> None:
 def test_the_fixture_has_each_family_with_several_settings() -> None:
     names = [case["name"] for case in FIXTURE["cases"]]
     assert {name: names.count(name) for name in COMPUTE} == {
-        **dict.fromkeys(("DPO", "IPO", "SimPO", "ORPO"), 2),
-        "KTO": 4,
+        **dict.fromkeys(("DPO", "IPO", "SimPO"), 4),
+        "ORPO": 3,
+        "KTO": 12,
         "SFT": 4,
         "BradleyTerry": 4,
         "GKD": 8,
+        "GKD top": 9,
+        "GKD lambda": 6,
     }
     kto_cases = [case for case in FIXTURE["cases"] if case["name"] == "KTO"]
     above = [(columns(c)["other_log_probs"] * columns(c)["other_mask"]).sum() for c in kto_cases]

@@ -9,14 +9,18 @@ model returns log-probs or logits that are given, so that the loss and the gradi
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import trl
 from transformers import modeling_outputs
+from trl.experimental.async_distillation.async_distillation_trainer import _chunked_jsd_loss
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.gkd import gkd_trainer
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -100,7 +104,22 @@ def inputs_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
 def pairs(generator: torch.Generator) -> Iterator[Case]:
     mask, log_probs, reference = batch(generator)
     given = {"response_mask": mask, "log_probs": log_probs, "ref_log_probs": reference}
-    for name, kind, betas in (("DPO", "sigmoid", (0.1, 0.5)), ("IPO", "ipo", (0.1, 0.5))):
+    yield from losses_of_pairs(given, (0.1, 0.5), ((2.0, 0.5), (2.5, 1.0)), (0.1, 0.7))
+
+
+def more_pairs(generator: torch.Generator) -> Iterator[Case]:
+    """Other settings, of the likely and the unlikely: half of the log-probs are within 0.01 of 0, and half are a hundred times as far."""
+    mask, log_probs, reference = batch(generator)
+    far = torch.where(torch.rand(mask.shape, generator=generator) < 0.5, 1e-3, 10.0).to(log_probs)
+    given = {"response_mask": mask, "log_probs": far * log_probs, "ref_log_probs": reference}
+    yield from losses_of_pairs(given, (0.01, 2.0), ((10.0, 0.0), (1.0, 5.0)), (1.0,))
+
+
+def losses_of_pairs(
+    given: dict[str, torch.Tensor], betas: tuple[float, ...], simpo: tuple[tuple[float, float], ...], odds: tuple[float, ...]
+) -> Iterator[Case]:
+    mask, log_probs, reference = given.values()
+    for name, kind in (("DPO", "sigmoid"), ("IPO", "ipo")):
         for beta in betas:
             own = log_probs.clone().requires_grad_()
             stand_in = trainer(
@@ -117,13 +136,13 @@ def pairs(generator: torch.Generator) -> Iterator[Case]:
             stand_in.model.is_gradient_checkpointing = False
             loss = DPOTrainer._compute_loss(stand_in, model_of(halves(own)), inputs_of(halves(mask)), False)
             yield case(name, {"beta": beta}, loss, own, **given)
-    for beta, gamma in ((2.0, 0.5), (2.5, 1.0)):
+    for beta, gamma in simpo:
         own = log_probs.clone().requires_grad_()
         sums = (own * mask).sum(-1) / mask.sum(-1)
         stand_in = trainer(alpha=0.0, loss_type="simpo", simpo_gamma=gamma, beta=beta, label_smoothing=0.0)
         losses, *_ = CPOTrainer.cpo_loss(stand_in, sums[0::2], sums[1::2])
         yield case("SimPO", {"beta": beta, "gamma": gamma}, losses.mean(), own, **given)
-    for beta in (0.1, 0.7):
+    for beta in odds:
         yield orpo(beta, given)
 
 
@@ -155,9 +174,18 @@ def orpo(beta: float, given: dict[str, torch.Tensor]) -> Case:
 
 
 def kto(generator: torch.Generator) -> Iterator[Case]:
+    yield from losses_of_kto(generator, torch.tensor([True, False, True, True, False, True]))
+
+
+def one_kind(generator: torch.Generator) -> Iterator[Case]:
+    """Batches of good responses alone, and of bad ones alone."""
+    for good in (True, False):
+        yield from losses_of_kto(generator, torch.tensor([good] * ROWS))
+
+
+def losses_of_kto(generator: torch.Generator, labels: torch.Tensor) -> Iterator[Case]:
     mask, log_probs, reference = batch(generator)
     other_mask, others, other_reference = batch(generator)
-    labels = torch.tensor([True, False, True, True, False, True])
     for shift in (0.0, 4.0):  # z is 0 at first, and then above
         for beta, good, bad in ((0.1, 1.0, 1.0), (0.5, 1.0, 1.5)):
             own = log_probs.clone().requires_grad_()
@@ -229,8 +257,67 @@ def distillation(generator: torch.Generator) -> Iterator[Case]:
             yield case("GKD", options, loss, own, response_mask=mask, student=student, teacher=teacher)
 
 
+def top_tokens(generator: torch.Generator) -> Iterator[Case]:
+    """Distributions over the teacher's top k tokens and one for all others. The hidden states are the logits: the head is the identity."""
+    student, teacher = (2 * torch.randn(3, 4, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False], [True, True, True, True]])
+    top, ids = teacher.log_softmax(-1).topk(VOCAB - 1, -1)
+    for beta in (0.0, 0.3, 1.0):
+        for k in (1, 3, VOCAB - 1):
+            own = student.clone().requires_grad_()
+            valid = torch.ones(int(mask.sum()), k, dtype=torch.bool)
+            head = torch.eye(VOCAB, dtype=torch.float64)
+            taught = (ids[mask][:, :k], top[mask][:, :k], valid)
+            loss = _chunked_jsd_loss(own[mask], head, None, 1.0, None, *taught, beta, 1.0, True, None, 0, 2)[0] / mask.sum()
+            yield case("GKD top", {"beta": beta, "k": k}, loss, own, response_mask=mask, student=student, teacher=teacher)
+
+
+def on_policy_share(generator: torch.Generator) -> Iterator[Case]:
+    """GKD's training step, averaged over what it draws: with the probability lambda it replaces the examples by the student's responses."""
+    student, teacher = (2 * torch.randn(4, 4, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
+    ends = torch.tensor([[4], [2], [1], [3]])  # of two responses of the student, and of two examples
+    mask = torch.arange(4) < ends
+    labels = torch.zeros(mask.shape, dtype=torch.long).masked_fill(~mask, -100)
+    responses, examples = slice(0, 2), slice(2, 4)
+    for share in (0.25, 0.5, 0.75):
+        for beta in (0.0, 0.5):
+            own = student.clone().requires_grad_()
+            stand_in = GKDTrainer.__new__(GKDTrainer)
+            stand_in.lmbda, stand_in.seq_kd, stand_in.generation_kwargs = share, False, {}
+            stand_in.accelerator, stand_in.args, stand_in.generation_config = (
+                None,
+                SimpleNamespace(gradient_checkpointing_kwargs=None),
+                None,
+            )
+            stand_in.generate_on_policy_outputs = lambda *given: (responses, None, None)
+
+            def jsd(self: Any, model: Any, inputs: Any, count: Any, own: torch.Tensor = own, beta: float = beta) -> torch.Tensor:
+                rows = inputs["input_ids"]
+                return GKDTrainer.generalized_jsd_loss(own[rows], teacher[rows], labels[rows], beta=beta)
+
+            losses = []
+            for drawn in (0.1, 0.35, 0.6, 0.85):  # the middle of each quarter: the share lambda of them is at most lambda
+                with (
+                    mock.patch.object(gkd_trainer.random, "random", return_value=drawn),
+                    mock.patch.object(gkd_trainer, "unwrap_model_for_generation", return_value=nullcontext()),
+                    mock.patch.object(SFTTrainer, "training_step", jsd),
+                ):
+                    losses.append(GKDTrainer.training_step(stand_in, None, {"input_ids": examples}))
+            loss = torch.stack(losses).mean()
+            options = {"lambda": share, "beta": beta}
+            yield case("GKD lambda", options, loss, own, response_mask=mask, student=student, teacher=teacher)
+
+
+FAMILIES = (pairs, kto, supervised, rewards, distillation)
+ADDED = (more_pairs, one_kind, top_tokens, on_policy_share)  # with a seed of their own, so that the cases above stay as they are
+
 if __name__ == "__main__":
-    seeded = torch.Generator().manual_seed(11)
-    cases = [made for family in (pairs, kto, supervised, rewards, distillation) for made in family(seeded)]
+    cases = [
+        made
+        for seed, each in ((11, FAMILIES), (12, ADDED))
+        for seeded in [torch.Generator().manual_seed(seed)]
+        for f in each
+        for made in f(seeded)
+    ]
     FILE.write_text(json.dumps({"trl": trl.__version__, "torch": torch.__version__, "cases": cases}) + "\n")
     print(f"{FILE}: {len(cases)} cases")

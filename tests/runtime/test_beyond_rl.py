@@ -1,5 +1,6 @@
 """Graphs without a generator, and updates on several batches: they run, go on from checkpoints, and take the gradient that they should."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,18 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import rlgraph as rg
+from rlgraph.analysis.invariant_monitor import InvariantMonitor
+from rlgraph.compiler.compile import loop_bounds
+from rlgraph.compiler.events import publish_event
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.errors import GraphError
+from rlgraph.errors import CertificateError, GraphError
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.preferred import Preferred
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import behind_by_loop
+from rlgraph.simulate.play import simulate
 
 SUMS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(4) for b in range(4)]
 PAIRS = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " no" + "!" * n} for n, r in enumerate(SUMS[:6])]
@@ -295,11 +301,50 @@ def test_two_policies_that_play_each_other_have_a_loop_each_and_one_certificate(
     plan = rg.compile(two_players(model, (0, 1)), rg.Cluster(cpus=4))
     assert [(loop.name, loop.depth) for loop in plan.loops] == [("first weights", 0), ("second weights", 1)]
     assert (plan.certificate.staleness_bound, plan.certificate.deadlock_free) == (1, True)
+    assert [(loop.name, loop.staleness, loop.open_batches) for loop in plan.certificate.loops] == [
+        ("first weights", 0, 1),
+        ("second weights", 1, 2),
+    ]
     with plan.run_here() as job:
         steps = list(job.steps(3))
     assert [step.staleness for step in steps] == [0, 1, 1], "of both loops the oldest"
     assert steps[2].metrics["first update/staleness/max"] == 0
     assert [steps[0].metrics[f"{name} update/actor/lr"] for name in ("first", "second")] == [1e-3, 2e-3]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_the_bound_of_each_loop_is_checked_although_the_others_keep_theirs(model: str, broken: int) -> None:
+    names = ("first", "second")
+    plan = rg.compile(two_players(model, (1, 2) if broken == 0 else (2, 1)), rg.Cluster(cpus=4))
+    assert plan.certificate.staleness_bound == 2
+    metrics = {f"{name} update/staleness/max": float(loop.staleness) for name, loop in zip(names, plan.certificate.loops, strict=True)}
+    InvariantMonitor(plan).check(5, [], 2, {}, behind=behind_by_loop(plan, metrics))
+    metrics[f"{names[broken]} update/staleness/max"] += 1
+    with pytest.raises(CertificateError, match=rf"staleness at most 1 in '{names[broken]} weights'\): its oldest token there is 2"):
+        InvariantMonitor(plan).check(5, [], 2, {}, behind=behind_by_loop(plan, metrics))
+
+
+@pytest.mark.parametrize("broken", ["first", "second"])
+def test_a_credit_too_many_in_one_loop_changes_the_certificate_of_that_loop_alone(model: str, broken: str) -> None:
+    graph = two_players(model, (0, 0))
+    plan = rg.compile(graph, rg.Cluster(cpus=4))
+    monitor = InvariantMonitor(replace(plan, certificate=replace(plan.certificate, open_batches=2)))
+    one_more = tuple(
+        replace(d, credits=d.credits + (d.reason == "loop" and d.before == publish_event(f"{broken} weights")))
+        for d in plan.schedule.dependencies
+    )
+    schedule = replace(plan.schedule, dependencies=one_more)
+    assert {loop.name: loop.staleness for loop in loop_bounds(graph, schedule)} == {
+        name: int(name == f"{broken} weights") for name in ("first weights", "second weights")
+    }
+    spans = simulate(schedule, 6)
+
+    def checked() -> None:
+        for step in range(6):
+            monitor.check(step, [span for span in spans if span.step == step], 0, {})
+
+    with pytest.raises(CertificateError, match=rf"at most 1 open in '{broken} weights'\): 2 batches"):
+        checked()
 
 
 @pytest.mark.ray

@@ -32,7 +32,7 @@ from rlgraph.runtime.driver.recorder_port import RecorderPort
 from rlgraph.runtime.driver.restarts import Restarts
 from rlgraph.runtime.driver.session import Session
 from rlgraph.runtime.driver.signals import Signals, held
-from rlgraph.runtime.measure import Step, averaged, bits, oldest, timings
+from rlgraph.runtime.measure import Step, averaged, behind_by_loop, bits, oldest, timings
 from rlgraph.runtime.messages import Message, Report
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
@@ -234,7 +234,7 @@ class Job:
         if self._checkpoints is not None:
             self._checkpoints.note(index, metrics)
         peaks = {slots.end: slots.peak for report in reports for slots in report.slots}
-        self._monitor.check(index, spans, behind, peaks, self._session.clock_slack_s)
+        self._monitor.check(index, spans, behind, peaks, self._session.clock_slack_s, behind_by_loop(self.plan, metrics))
         self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
 
