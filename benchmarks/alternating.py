@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 import rlgraph as rg
-from rlgraph.runtime.driver.ray_dispatch import start_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray
 
 STEPS, WARM_UP, ROUNDS = 10, 3, 2
 

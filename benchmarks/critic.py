@@ -22,7 +22,7 @@ import fakes
 import ray
 
 import rlgraph as rg
-from rlgraph.runtime.driver.ray_dispatch import start_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray
 
 WARM_UP = 4
 

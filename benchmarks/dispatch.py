@@ -25,7 +25,7 @@ import torch
 import rlgraph as rg
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import Operation
-from rlgraph.runtime.driver.ray_dispatch import start_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray
 
 STEPS, WARM_UP = 300, 50
 

@@ -37,7 +37,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import RlgraphError
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.ray_dispatch import start_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray
 
 DEADLINE_S = 3.0
 STEPS = 8

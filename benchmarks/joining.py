@@ -32,7 +32,7 @@ from rlgraph.costs import outliers
 from rlgraph.costs.functions import Decode
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.graph.nodes import Output, declare
-from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 
 WARM_UP, STEPS, PROFILED = 4, 24, 16
 Interrupt = Literal["keep", "recompute"] | None

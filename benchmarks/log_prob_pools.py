@@ -29,7 +29,7 @@ from rlgraph.columns import Columns
 from rlgraph.graph.nodes import Output, Pool, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.runtime.driver.ray_dispatch import start_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray
 
 STEPS, WARM_UP = 24, 4
 REAL_STEPS, REAL_WARM_UP = 10, 2

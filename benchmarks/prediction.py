@@ -43,7 +43,7 @@ from tiny import WeightedLikelihood
 import rlgraph as rg
 from rlgraph.costs import outliers
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 
 SLOW_REWARD = Times(reward_s=0.06)
 REAL = "real engines"

@@ -47,7 +47,7 @@ from rlgraph.costs.calibrate import costs_of
 from rlgraph.costs.costs_file import written
 from rlgraph.costs.lengths import PROBABILITIES, Lengths
 from rlgraph.costs.trace import Trace
-from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 from rlgraph.runtime.measure import Step
 
 WARM_UP = 2  # steps that fill the pipeline, and the first passes of the engines

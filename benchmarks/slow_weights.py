@@ -26,7 +26,7 @@ import rlgraph as rg
 from rlgraph.channels.host.channel import HostReader
 from rlgraph.channels.weights.endpoints import Staging
 from rlgraph.columns import Column
-from rlgraph.runtime.driver.ray_dispatch import start_ray
+from rlgraph.runtime.driver.ray_cluster import start_ray
 
 STAGE_S, TRANSFER_S = 0.3, 0.27
 WARM_UP, STEPS, RUNS = 6, 12, 3  # 12 steps are whole rounds of 2 and of 3 open batches

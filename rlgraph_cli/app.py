@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlgraph_cli import cluster
+
 if TYPE_CHECKING:
     import rlgraph as rg
     from rlgraph_cli.recipe import Recipe
@@ -20,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cluster.app, name="cluster")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.py", help="A Python file with a dataclass Config and a function graph(cfg).")]
 Settings = Annotated[

@@ -32,7 +32,7 @@ PRIVATE = {
     "nodes/walls/session.py": {"_exit"},
     "runtime/worker/process.py": {"_exit"},
     "runtime/worker/step_profiler.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names
-    "runtime/driver/ray_dispatch.py": {"_private", "_global_node"},  # where Ray keeps its session
+    "runtime/driver/ray_cluster.py": {"_private", "_global_node"},  # where Ray keeps its session
     "simulate/play.py": {"_replace"},  # public, of a NamedTuple
 }
 # One line at the end of a file that breaks each of the contracts in pyproject.toml.

@@ -24,7 +24,7 @@ FOREIGN = {  # the text of others that a module reads with regular expressions
     "render/model_card.py": "names of models on a hub",
     "recording/sinks/base.py": "names of metrics, by the letters that a sink refuses",
     "nodes/environments/call_formats.py": "what a model has written",
-    "runtime/driver/ray_dispatch.py": "names of semaphores that Ray leaves",
+    "runtime/driver/ray_cluster.py": "names of semaphores that Ray leaves",
     "runtime/driver/orphan_cleanup.py": "names of folders that Ray leaves",
 }
 

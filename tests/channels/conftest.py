@@ -43,7 +43,7 @@ def ray_driver() -> Iterator[dict[str, object]]:
     """Start Ray for ends in this process, and give what they share: an actor that stands for the driver."""
     import ray
 
-    from rlgraph.runtime.driver.ray_dispatch import start_ray, stop_ray
+    from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 
     ours = start_ray()
     yield {"an actor": ray.remote(Site).options(num_cpus=0).remote("", 1, 1, "")}

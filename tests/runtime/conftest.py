@@ -9,7 +9,7 @@ import pytest
 def ray_here() -> Iterator[None]:
     import ray
 
-    from rlgraph.runtime.driver.ray_dispatch import start_ray
+    from rlgraph.runtime.driver.ray_cluster import start_ray
 
     ours = start_ray()
     yield

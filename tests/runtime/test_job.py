@@ -190,11 +190,12 @@ sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.runtime.driver import bounded, ray_cluster, worker_group
 from rlgraph.runtime.driver import ray_dispatch as dispatch
-from rlgraph.runtime.driver import worker_group
 
-dispatch.RAY_S, worker_group.START_LEAST_S = 4, 0.0
-dispatch.start_ray()
+bounded.RAY_S = dispatch.RAY_S = ray_cluster.RAY_S = 4
+worker_group.START_LEAST_S = 0.0
+ray_cluster.start_ray()
 [raylet] = [p for p in dispatch.ray._private.worker._global_node.all_processes["raylet"]]
 os.kill(raylet.process.pid, signal.SIGSTOP)
 since = time.monotonic()

@@ -24,7 +24,7 @@ from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.ray_dispatch import returned_hosts
+from rlgraph.runtime.driver.ray_cluster import returned_hosts
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 

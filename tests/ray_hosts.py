@@ -1,0 +1,129 @@
+"""Hosts of namespaces with Ray on them: `ray_hosts.py CASE` prints what each command of a case did, one line of JSON each.
+
+What a case is stands in `CASES`; the tests look at the lines.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import namespaces
+
+GIVE_UP_S = 240
+TESTS = Path(__file__).parent
+RLGRAPH = f"{sys.executable} -m rlgraph"
+SMALL = "-- --num-cpus=1 --object-store-memory=80000000"
+JOB, FIRST = f"{sys.executable} {TESTS / 'cluster_job.py'}", "10.99.0.1"
+SLURM_CONF = """
+ClusterName=hosts
+SlurmctldHost=host1(10.99.0.1)
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/linear
+ReturnToService=2
+SlurmctldPidFile=/dev/shm/slurmctld.pid
+SlurmdPidFile=/dev/shm/slurmd.pid
+SlurmctldLogFile=/dev/shm/slurmctld.log
+SlurmdLogFile=/dev/shm/slurmd.log
+SlurmdSpoolDir=/dev/shm/slurmd
+StateSaveLocation=/dev/shm/ctld
+NodeName=host1 NodeAddr=10.99.0.1 CPUs=1
+NodeName=host2 NodeAddr=10.99.0.2 CPUs=1
+NodeName=host3 NodeAddr=10.99.0.3 CPUs=1
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+LEFT = "ps axo cmd= | grep -c '[r]ay::\\|[g]cs_server\\|[r]aylet'"
+
+
+class Hosts(namespaces.Network):
+    """A network whose hosts have homes, apart from one another."""
+
+    def __init__(self, hosts: int) -> None:
+        super().__init__(hosts)
+        for n in range(1, hosts + 1):
+            self.home(n).mkdir()
+
+    def home(self, n: int) -> Path:
+        return self.shared / f"home{n}"
+
+    def do(self, name: str, n: int, command: str, home: int = 0, **variables: str) -> None:
+        """Run a shell command on a host, and print how it ended."""
+        paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        given = {"HOME": str(self.home(home or n)), "PYTHONPATH": paths, "PATH": bin_first, **variables}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONPATH"))}
+        wrapped = ["timeout", "--signal=INT", "--kill-after=10", str(GIVE_UP_S), "sh", "-c", command]
+        ended = subprocess.run(self.command(n, *wrapped), env=kept | given, capture_output=True, text=True, check=False)
+        print(json.dumps({"did": name, "code": ended.returncode, "out": ended.stdout, "err": ended.stderr[-4000:]}), flush=True)
+
+    def token(self, n: int) -> Path:
+        return self.home(n) / ".ray" / "auth_token"
+
+
+def tokens(hosts: Hosts) -> None:
+    """One command on the head, one on each other host, a job over all; then wrong tokens, and the end."""
+    hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}")
+    hosts.do("start again", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}")
+    hosts.do("join without a token", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}")
+    hosts.do("join by a pipe", 2, f"cat {hosts.token(1)} | {RLGRAPH} cluster join {FIRST} --token - {SMALL}")
+    hosts.do("join with another token", 3, f"echo wrong | {RLGRAPH} cluster join {FIRST} --token - {SMALL}")
+    hosts.do("join with a shared home", 3, f"{RLGRAPH} cluster join {FIRST}:6379 {SMALL}", home=1)
+    hosts.do("job", 1, f"{JOB} 3")
+    hosts.do("job with another token", 1, f"{JOB} 3", home=3)
+    hosts.do("job without a token", 1, f"{JOB} 3", home=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/nowhere")
+    for n in (1, 2, 3):
+        hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}")
+    hosts.do("job without Ray", 1, f"{JOB} 3")
+
+
+def symmetric_run(hosts: Hosts) -> None:
+    """`ray symmetric-run` on each host, as a launcher that runs one command everywhere would."""
+    hosts.do("token", 1, f"ray get-auth-token --generate >/dev/null; ls -l {hosts.token(1)}")
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(hosts.token(1)), "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "150"}
+    line = f"ray symmetric-run --address 10.99.0.1:6379 --min-nodes 3 {SMALL[3:]} --disable-usage-stats -- {JOB} 3"
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda n: hosts.do(f"run {n}", n, line, **variables), (1, 2, 3)))
+
+
+def submit(hosts: Hosts) -> None:
+    """`ray job submit` to a cluster that takes jobs."""
+    hosts.do("start", 1, f"{RLGRAPH} cluster start --jobs --address {FIRST} {SMALL}")
+    hosts.do("join", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}", home=1)
+    submitted = "ray job submit --address http://127.0.0.1:8265 --entrypoint-num-cpus 0"
+    hosts.do("submit", 1, f"{submitted} -- {JOB} 2")
+    hosts.do("submit without a token", 1, f"{submitted} -- {JOB} 2", home=2)
+
+
+def slurm(hosts: Hosts) -> None:
+    """SLURM's own daemons on each host, and `sbatch deploy/slurm.sh`."""
+    conf = hosts.shared / "slurm.conf"
+    conf.write_text(SLURM_CONF)
+    at = {"SLURM_CONF": str(conf), "SLURM_EXPORT_ENV": "ALL", "RLGRAPH_RAY_OPTIONS": SMALL[3:], "RLGRAPH_TOKENS": str(hosts.shared)}
+    hosts.do("controller", 1, "mkdir -p /dev/shm/ctld /dev/shm/slurmd; slurmctld", **at)
+    for n in (1, 2, 3):
+        hosts.do(f"daemon {n}", n, "mkdir -p /dev/shm/slurmd; slurmd", **at)
+    hosts.do(
+        "hosts", 1, "for i in $(seq 60); do sinfo -h -o '%t %D' | grep -q 'idle 3' && break; sleep 0.5; done; sinfo -h -o '%t %D'", **at
+    )
+    batch = f"sbatch --wait --parsable --nodes=3 --output={hosts.shared}/out {TESTS.parent / 'deploy' / 'slurm.sh'}"
+    hosts.do("job", 1, f"{batch} {TESTS / 'cluster_job.py'} 3; code=$?; cat {hosts.shared}/out; exit $code", **at)
+    hosts.do("tokens", 1, f"ls {hosts.shared} | grep -c slurm-", **at)
+    hosts.do("failing job", 1, f"{batch} -c 'raise SystemExit(7)'; code=$?; cat {hosts.shared}/out; exit $code", **at)
+
+
+CASES: dict[str, Callable[[Hosts], None]] = {"tokens": tokens, "symmetric run": symmetric_run, "submit": submit, "slurm": slurm}
+
+
+if __name__ == "__main__":
+    made = Hosts(3)
+    try:
+        CASES[sys.argv[1]](made)
+    finally:
+        made.end()

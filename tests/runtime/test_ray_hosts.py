@@ -1,0 +1,56 @@
+"""Ray on three hosts with networks, processes and homes of their own, started by `rlgraph cluster`, with tokens."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.namespaces, pytest.mark.timeout(900)]  # a Ray host takes up to 20 s
+PROGRAM = Path(__file__).parents[1] / "ray_hosts.py"
+Outcomes = Mapping[str, Mapping[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[str], Outcomes]:
+    """Run a case once, and give what each of its commands did."""
+    ran: dict[str, Outcomes] = {}
+
+    def run(case: str) -> Outcomes:
+        if case not in ran:
+            command = namespaces.inside([sys.executable, str(PROGRAM), case])
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
+            ran[case] = {line["did"]: line for line in map(json.loads, ended.stdout.splitlines())}
+            assert ended.returncode == 0, ended.stderr
+        return ran[case]
+
+    return run
+
+
+TOKENS = {
+    "start": (0, "rlgraph cluster join 10.99.0.1:6379\n"),
+    "start again": (1, "a Ray of `rlgraph cluster` runs on this host already"),
+    "join without a token": (2, "home2/.ray/auth_token does not exist here; copy the head's"),
+    "join by a pipe": (0, "Ray runs here as a host of 10.99.0.1:6379"),
+    "join with another token": (2, "asks for another token (RAY_AUTH_MODE is token) than that of"),
+    "join with a shared home": (0, "Ray runs here as a host of 10.99.0.1:6379"),
+    "job": (0, "hosts [0, 1, 2] same True"),
+    "job with another token": (1, "home3/.ray/auth_token, which is not the head's; copy the head's token there"),
+    "job without a token": (1, "RAY_AUTH_MODE is token here, and the token's file is /nowhere, which does not exist"),
+    "stop 1": (1, "ended"),  # grep, which counts what is left, found nothing
+    "stop 2": (1, "\n0\n"),
+    "stop 3": (1, "\n0\n"),
+    "job without Ray": (1, "the plan takes 3 hosts and no Ray runs here; run `rlgraph cluster start` on this host"),
+}
+
+
+@pytest.mark.parametrize("command", TOKENS)
+def test_a_cluster_with_tokens_is_one_line_a_host_and_says_what_a_wrong_token_is(outcomes: Callable[[str], Outcomes], command: str) -> None:
+    code, said = TOKENS[command]
+    did = outcomes("tokens")[command]
+    assert did["code"] == code, did
+    assert said in did["out"] + did["err"], did
