@@ -2,12 +2,13 @@
 
     python recipes/environment.py [key=value ...] [config=FILE.yaml]
 
-The model has to find a number between 1 and 9. After each guess it reads "higher" or "lower", and the fewer guesses it takes, the more
-it is rewarded. `--help` lists the settings.
+The model has to find a number between 1 and 9 in four guesses. After each it reads "higher" or "lower"; the reward, at the end, is 1 if it
+has found the number. Two games that were played before are shown. `--help` lists the settings.
 """
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import rlgraph as rg
 
@@ -18,34 +19,50 @@ class Config:
     engine: str = "vllm"
     prompts: int = 4  # numbers a step
     group_size: int = 8  # games for each number
-    max_tokens: int = 128  # tokens of a game, what the environment says included
-    max_turns: int = 4
+    max_tokens: int = 48  # tokens of a game, what the environment says included
+    max_turns: int = 4  # guesses of a game
     concurrency: int = 1000  # games that are open at once
-    lr: float = 1e-5
+    lr: float = 2e-5
     depth: int = 1  # staleness bound in weight versions
-    steps: int = 25
+    steps: int = 60
     seed: int = 0
     out: str = "runs/environment"
 
 
+RULES = "Find my number between 1 and 9. I say higher or lower."
+SHOWN = {6: ("5", "7", "6"), 3: ("5", "2", "3")}  # games that were played before: the number, and its guesses
+
+
+def said_of(guess: int, number: int) -> str:
+    return "Higher." if number > guess else "Lower."
+
+
+def shown() -> list[rg.Message]:
+    """Give the games that were played before, in earlier turns."""
+    messages = [rg.Message("system", RULES)]
+    for number, guesses in SHOWN.items():
+        messages += [rg.Message("user", "Guess."), rg.Message("assistant", guesses[0])]
+        for before, guess in pairwise(guesses):
+            messages += [rg.Message("user", said_of(int(before), number)), rg.Message("assistant", guess)]
+    return messages
+
+
 class Guess:
-    """Holds a number, and says whether it is higher or lower than a guess."""
+    """Holds a number, and says whether it is higher or lower than a guess. What is no guess ends the game."""
 
     def __init__(self, answer: int) -> None:
-        self.number, self.guesses = answer, 0
+        self.number = answer
 
     async def reset(self) -> list[rg.Message]:
-        return [rg.Message("user", "Find my number between 1 and 9. Reply with one digit. I say higher or lower.")]
+        return [*shown(), rg.Message("user", "Guess.")]
 
     async def step(self, said: rg.Message) -> rg.Turn:
-        self.guesses += 1
-        found = re.fullmatch(r"\s*([1-9])\.?\s*", said.content)
-        guess = int(found[1]) if found else 0
+        if not re.fullmatch("[1-9]", said.content.strip()):
+            return rg.Turn(done=True, info={"no_guess": 1.0})
+        guess = int(said.content)
         if guess == self.number:
-            return rg.Turn(reward=1 / self.guesses, done=True, info={"found": 1.0})
-        if not found:
-            return rg.Turn([rg.Message("user", "Reply with one digit.")], reward=-0.1)
-        return rg.Turn([rg.Message("user", "Higher." if self.number > guess else "Lower.")])
+            return rg.Turn(reward=1.0, done=True)
+        return rg.Turn([rg.Message("user", said_of(guess, self.number))])
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -58,7 +75,7 @@ def graph(cfg: Config) -> rg.Graph:
         pool=rg.Pool("rollout"),
         sampling=rg.Sampling(max_tokens=cfg.max_tokens),
         engine=cfg.engine,
-        max_context=512,
+        max_context=256,
         seed=cfg.seed,
     )
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr), micro_batch_tokens=2048)  # small: faster on a CPU

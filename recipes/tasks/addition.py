@@ -11,6 +11,11 @@ def sums(seed: int, count: int = 4096) -> list[dict[str, str]]:
     return [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
+def questions(seed: int, count: int = 4096) -> list[dict[str, str]]:
+    """Draw the same sums as bare questions, "7 + 5"."""
+    return [{**row, "prompt": row["prompt"].splitlines()[-1].removesuffix(" =")} for row in sums(seed, count)]
+
+
 def wrong_and_right(seed: int, count: int = 4096, apart: tuple[int, ...] = (-2, -1, 1, 2)) -> list[dict[str, str]]:
     """Pair the right answer to each sum, as `chosen`, with a wrong one that is so far `apart`."""
     draw = random.Random(seed + 1)
