@@ -8,6 +8,7 @@ import time
 from mcp.server import MCPServer
 
 server = MCPServer("tests")
+notes: list[str] = []
 
 
 @server.tool()
@@ -20,6 +21,13 @@ def add(a: int, b: int) -> int:
 def process() -> int:
     """Tell the process of this server."""
     return os.getpid()
+
+
+@server.tool()
+def note(text: str) -> str:
+    """Note a text, and tell all notes so far."""
+    notes.append(text)
+    return " ".join(notes)
 
 
 @server.tool()

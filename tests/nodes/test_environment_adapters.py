@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from adapting import talk, talked
+from conversing import Rolled, eventually
 from forked import alive
+from templates import model_with
 
 import rlgraph as rg
 from rlgraph.nodes.environments.adapters.mcp import close_servers
@@ -60,14 +63,19 @@ def test_a_task_of_reasoning_gym_may_be_tried_again() -> None:
     assert [turn.done for turn in wrong] == [False, False, True]
 
 
-def server(*options: str) -> list[rg.tools.Tool]:
+def server(*options: str, own: bool = False) -> list[rg.tools.Tool]:
     pytest.importorskip("mcp")
-    return rg.environments.mcp(sys.executable, str(HERE / "mcp_server.py"), *options)
+    return rg.environments.mcp(sys.executable, str(HERE / "mcp_server.py"), *options, own=own)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with(tmp_path_factory.mktemp("models") / "qwen2_5", "qwen2_5")
 
 
 def test_tools_of_a_server_of_mcp_are_described_and_called() -> None:
     tools = {tool.name: tool for tool in server()}
-    assert sorted(tools) == ["add", "die", "fail", "process"]
+    assert sorted(tools) == ["add", "die", "fail", "note", "process"]
     described = tools["add"].schema["function"]
     assert described["description"] == "Add two whole numbers."
     assert described["parameters"]["properties"]["a"]["type"] == "integer"
@@ -92,6 +100,50 @@ def test_tools_of_a_server_of_mcp_are_described_and_called() -> None:
     assert dead.messages[0].content.startswith("error: die: ")
     assert dead.messages[1].content == "2"
     assert not any(alive(pid) for pid in pids)
+
+
+def test_a_conversation_with_a_server_of_mcp_of_its_own_keeps_its_state_to_itself() -> None:
+    tools = rg.Tools(server(own=True))
+
+    async def said(made: ToolCalls, *calls: tuple[str, dict[str, object]]) -> list[str]:
+        asked = tuple(rg.ToolCall(*call) for call in calls)
+        return [message.content for message in (await made.step(rg.Message("assistant", "", tool_calls=asked))).messages]
+
+    async def conversations() -> tuple[list[str], list[str], list[str], list[int]]:
+        one, two = ToolCalls(tools), ToolCalls(tools)
+        first, other = await asyncio.gather(
+            said(one, ("note", {"text": "a"}), ("process", {}), ("note", {"text": "b"})),
+            said(two, ("note", {"text": "c"}), ("process", {})),
+        )
+        died = await said(one, ("die", {}), ("note", {"text": "d"}), ("process", {}))
+        pids = [int(first[1]), int(other[1]), int(died[2])]
+        await one.close()
+        assert not alive(pids[2])
+        assert alive(pids[1]), "the other conversation goes on"
+        await two.close()
+        return first, other, died, pids
+
+    first, other, died, pids = asyncio.run(conversations())
+    assert (first[0], first[2], other[0]) == ("a", "a b", "c")
+    assert died[0].startswith("error: die: ")
+    assert died[1] == "d", "a server that has died is followed by one without its state"
+    assert len(set(pids)) == 3
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rollout_ends_the_servers_of_its_conversations(folder: Path) -> None:
+    def script(text: str) -> str:
+        turn = text.count("<|im_start|>assistant") - 1
+        call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+        return (call % ("note", '{"text": "x"}'), call % ("note", '{"text": "y"}'), call % ("process", "{}"), "Done.")[turn]
+
+    rolled = Rolled(folder, script, [{"prompt": "a"}, {"prompt": "b"}], tools=rg.Tools(server(own=True)), max_turns=4)
+    read = [rolled.read(row) for row in (0, 1)]
+    assert all("\nx\n" in answers[0] and "\nx y\n" in answers[1] for answers in read)
+    found = [re.search(r"\n(\d+)\n", answers[2]) for answers in read]
+    pids = [int(one[1]) for one in found if one]
+    assert len(set(pids)) == 2
+    eventually(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_server_that_is_none_is_refused_where_it_is_named() -> None:
@@ -137,6 +189,7 @@ def test_conversations_share_processes_and_one_that_dies_takes_only_its_own() ->
         (lambda: rg.environments.openenv("127.0.0.1:8000"), "give the server's address"),
         (lambda: rg.environments.nemo_gym("ws://x"), "give the resource server's address"),
         (lambda: rg.environments.mcp(), "give the command"),
+        (lambda: rg.environments.mcp("echo", own=True, processes=2), "has no effect"),
         (lambda: rg.environments.gymnasium("x", instruction="y", actions=["a"], act=str), "give one of the two"),
     ],
 )

@@ -28,7 +28,8 @@ if server:
     import rlgraph as rg
     tools = {tool.name: tool for tool in rg.environments.mcp(sys.executable, server, "--stay")}
     async def talk():
-        print(*pids, await tools["process"].function(), flush=True)
+        own = {tool.name: tool for tool in rg.environments.mcp(sys.executable, server, "--stay", own=True)}["process"]
+        print(*pids, await tools["process"].function(), await own.function(own.keeps()), flush=True)
         await asyncio.sleep(600)
     asyncio.run(talk())
 print(*pids, flush=True)
@@ -53,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_killed_process_held_is_freed_at_once_and_once(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     process, pids = holder(tmp_path / "mark", str(Path(__file__).parents[1] / "mcp_server.py"))
-    assert len(pids) == 3  # a child, its own child, and a server of MCP that stays when its client has gone
+    assert len(pids) == 4  # a child, its own child, and servers of MCP, shared and own, that stay when their client has gone
     assert all(alive(pid) for pid in pids)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()

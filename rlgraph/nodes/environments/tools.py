@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
@@ -26,17 +26,25 @@ NO_DEADLINE_S = 1e9  # each call of a tool has a deadline of its own
 _SLOTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]" = WeakKeyDictionary()
 
 
+class Kept(Protocol):
+    """What a conversation keeps for its tools between calls."""
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Tool:
     """A tool that a model calls by name: an async function of keyword arguments. The model reads the `str` of its result.
 
     `described` is the JSON schema `{"type": "function", "function": {…}}` that its chat template shows to the model; None: the schema is
-    made from the function's signature and docstring.
+    made from the function's signature and docstring. `keeps` makes what a conversation keeps for the tool: the function gets it before
+    its arguments, and it is closed when the conversation ends. Tools with an equal `keeps` share one.
     """
 
     name: Name
     function: Callable[..., Awaitable[object]]
     described: Mapping[str, Any] | None = None
+    keeps: Callable[[], Kept] | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -182,6 +190,7 @@ class ToolCalls:
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self._sandbox: LocalSandbox | None = None
+        self._kept: dict[Callable[[], Kept], Kept] = {}
 
     async def reset(self) -> None:
         return None
@@ -200,6 +209,10 @@ class ToolCalls:
     async def close(self) -> None:
         if self._sandbox is not None:
             await self._sandbox.close()
+        closing = [self._kept.pop(make).close() for make in list(self._kept)]
+        for failed in await asyncio.gather(*closing, return_exceptions=True):
+            if failed is not None:
+                raise failed
 
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool. Returns what the model reads, and whether the call failed."""
@@ -220,11 +233,17 @@ class ToolCalls:
 
     async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
         if not isinstance(tool, Python):
-            return await within(tool.function(**arguments), self.tools.deadline_s)
+            kept = [] if tool.keeps is None else [self._kept_for(tool.keeps)]
+            return await within(tool.function(*kept, **arguments), self.tools.deadline_s)
         async with slots(self.tools.pool):
             if tool.keep_files:
                 return await self._ran(tool, **arguments)
             return await within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
+
+    def _kept_for(self, make: Callable[[], Kept]) -> Kept:
+        if make not in self._kept:
+            self._kept[make] = make()
+        return self._kept[make]
 
     async def _ran(self, tool: Python, code: str) -> str:
         """Run code in the sandbox of this conversation."""

@@ -30,6 +30,16 @@ class McpServer:
     processes: int = 1
 
 
+@dataclass(frozen=True)
+class OwnServer:
+    """Makes the server of one conversation; tools of one server share it."""
+
+    server: McpServer
+
+    def __call__(self) -> "OwnSession":
+        return OwnSession(self.server)
+
+
 @dataclass(eq=False)
 class _Session:
     """A process of a server in this event loop. One task opens and closes it, as the SDK wants; `calls` counts those under way."""
@@ -56,23 +66,27 @@ class _Session:
         finally:
             lease.end()
 
-    def lives(self) -> bool:
-        return self.task is not None and not self.task.done()
+    def usable(self) -> bool:
+        """Whether it lives, and no call has found it dead."""
+        return self.task is not None and not self.task.done() and not self.ended.is_set()
 
 
 def mcp(
     *command: str,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
-    processes: int = 1,
+    processes: int | None = None,
+    own: bool = False,
     only: Sequence[str] | None = None,
 ) -> list[Tool]:
     """List the tools of an MCP server that `command` starts, for `rg.Tools([*rg.environments.mcp("python", "server.py")])`.
 
-    The server is started here once, to list its tools with their schemas. Each worker starts `processes` of its own when the first tool
-    is called, and all conversations share them, so that the server should keep no state of a conversation. A server that dies is started
-    again at the next call. It ends with the worker, by SIGKILL too.
+    The server is started here once, to list its tools with their schemas. A server that dies is started again at the next call. It ends
+    with the worker, by SIGKILL too.
 
+    * `processes`: servers of a worker (1), which all its conversations share: for a server that keeps no state of a conversation.
+    * `own`: each conversation has a server of its own, from its first call to its end: for one that keeps state. `concurrency` of the
+      rollout bounds how many there are. If it dies, the model reads so, and its next call begins a new one without that state.
     * `env`: beside PATH, HOME and a few others, all that the server sees of the environment.
     * `only`: the names of the tools to take. None: all.
 
@@ -81,13 +95,15 @@ def mcp(
     where = f"mcp({', '.join(map(shown, command))})"
     if not command:
         raise GraphError("mcp(): give the command of the server, as mcp('python', 'server.py')")
-    if processes < 1:
+    if processes is not None and processes < 1:
         raise GraphError(f"{where}: processes={processes}; it is a whole number, at least 1")
+    if own and processes is not None:
+        raise GraphError(f"{where}: own=True gives each conversation one process, so processes={processes} has no effect; leave it out")
     try:
         importlib.import_module("mcp")
     except ModuleNotFoundError as error:
         raise GraphError("mcp: the package mcp is not installed: pip install 'rlgraph-dataflow[environments]'") from error
-    server = McpServer(tuple(command), tuple(sorted((env or {}).items())), None if cwd is None else str(cwd), processes)
+    server = McpServer(tuple(command), tuple(sorted((env or {}).items())), None if cwd is None else str(cwd), processes or 1)
     try:
         found = _run_apart(_listed(server))
     except (ToolError, TimeoutError) as error:
@@ -95,7 +111,10 @@ def mcp(
     missing = sorted(set(only or ()) - {tool.name for tool in found})
     if missing:
         raise GraphError(f"{where} has no tools {missing}; it has {sorted(tool.name for tool in found)}")
-    return [Tool(tool.name, partial(_called, server, tool.name), _described(tool)) for tool in found if only is None or tool.name in only]
+    taken = [tool for tool in found if only is None or tool.name in only]
+    if own:
+        return [Tool(tool.name, partial(_called_own, tool.name), _described(tool), OwnServer(server)) for tool in taken]
+    return [Tool(tool.name, partial(_called, server, tool.name), _described(tool)) for tool in taken]
 
 
 async def close_servers() -> None:
@@ -105,12 +124,38 @@ async def close_servers() -> None:
             await _end(session)
 
 
+class OwnSession:
+    """The server of one conversation. It starts at the first call, and again at the call after one that found it dead."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self._sessions: list[_Session] = []
+
+    async def called(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool."""
+        if not self._sessions or not self._sessions[-1].usable():
+            self._sessions.append(_started(self.server))
+        return await _answer(self._sessions[-1], name, arguments)
+
+    async def close(self) -> None:
+        """End the server."""
+        for session in self._sessions:
+            await _end(session)
+
+
+async def _called_own(name: str, session: OwnSession, /, **arguments: Any) -> str:
+    return await session.called(name, arguments)
+
+
 async def _called(server: McpServer, name: str, /, **arguments: Any) -> str:
-    session = _session(server)
+    return await _answer(_session(server), name, arguments)
+
+
+async def _answer(session: _Session, name: str, arguments: Mapping[str, Any]) -> str:
     session.calls += 1
     try:
         client = await asyncio.wait_for(asyncio.shield(session.ready), START_S)
-        result = await client.call_tool(name, arguments)
+        result = await client.call_tool(name, dict(arguments))
     except ToolError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever the SDK raises for a server that has died)
@@ -127,13 +172,18 @@ async def _called(server: McpServer, name: str, /, **arguments: Any) -> str:
 def _session(server: McpServer) -> _Session:
     """Choose the process of the server with the fewest calls under way; start one where there is room for more."""
     mine = _RUNNING.setdefault(asyncio.get_running_loop(), {})
-    sessions = mine[server] = [one for one in mine.get(server, ()) if one.lives() and not one.ended.is_set()]
+    sessions = mine[server] = [one for one in mine.get(server, ()) if one.usable()]
     idle = min(sessions, key=lambda one: one.calls, default=None)
     if idle is None or (idle.calls and len(sessions) < server.processes):
-        idle = _Session(server)
-        idle.task = asyncio.ensure_future(idle.run())
+        idle = _started(server)
         sessions.append(idle)
     return idle
+
+
+def _started(server: McpServer) -> _Session:
+    session = _Session(server)
+    session.task = asyncio.ensure_future(session.run())
+    return session
 
 
 async def _listed(server: McpServer) -> list[Any]:
