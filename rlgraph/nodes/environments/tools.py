@@ -26,7 +26,7 @@ NO_DEADLINE_S = 1e9  # each call of a tool has a deadline of its own
 _SLOTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]" = WeakKeyDictionary()
 
 
-class Kept(Protocol):
+class KeptByTools(Protocol):
     """What a conversation keeps for its tools between calls."""
 
     async def close(self) -> None: ...
@@ -44,7 +44,7 @@ class Tool:
     name: Name
     function: Callable[..., Awaitable[object]]
     described: Mapping[str, Any] | None = None
-    keeps: Callable[[], Kept] | None = None
+    keeps: Callable[[], KeptByTools] | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -190,7 +190,7 @@ class ToolCalls:
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self._sandbox: LocalSandbox | None = None
-        self._kept: dict[Callable[[], Kept], Kept] = {}
+        self._kept: dict[Callable[[], KeptByTools], KeptByTools] = {}
 
     async def reset(self) -> None:
         return None
@@ -240,7 +240,7 @@ class ToolCalls:
                 return await self._ran(tool, **arguments)
             return await within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
 
-    def _kept_for(self, make: Callable[[], Kept]) -> Kept:
+    def _kept_for(self, make: Callable[[], KeptByTools]) -> KeptByTools:
         if make not in self._kept:
             self._kept[make] = make()
         return self._kept[make]
