@@ -134,11 +134,18 @@ class _Gsm8k:
         self.instruction = instruction
 
     def __call__(self, row: Row) -> Row:
-        solution = str(at(row, "answer"))
+        require(row, "GSM8K", "question", "answer")
+        solution = str(row["answer"])
         if "####" not in solution:
             raise DataError(f"has answer={shown(solution)}; an answer of GSM8K ends with '#### ' and a number")
         answer = solution.rpartition("####")[2].strip().replace(",", "")
-        return {"prompt": asked(at(row, "question"), self.instruction), "answer": answer, "data_source": "openai/gsm8k"}
+        return {"prompt": asked(row["question"], self.instruction), "answer": answer, "data_source": "openai/gsm8k"}
+
+
+def require(row: Row, schema: str, *fields: str) -> None:
+    """Raise DataError unless a row has the fields of a published schema."""
+    if not all(field in row for field in fields):
+        raise DataError(f"has the fields {shown(list(row))}; a row of {schema} has {' and '.join(map(repr, fields))}, or verl's schema")
 
 
 def asked(question: str, instruction: str) -> list[dict[str, str]]:
@@ -188,10 +195,11 @@ class _Aime:
 
     def __call__(self, row: Row) -> Row:
         lower = {name.lower(): value for name, value in row.items()}
-        answer = str(at(lower, "answer")).strip()
+        require(lower, "AIME", "problem", "answer")
+        answer = str(lower["answer"]).strip()
         if not answer.isdigit():
             raise DataError(f"has answer={shown(answer)}; an answer of AIME is a whole number of 0 to 999")
-        return {"prompt": asked(at(lower, "problem"), self.instruction), "answer": str(int(answer)), "data_source": "aime"}
+        return {"prompt": asked(lower["problem"], self.instruction), "answer": str(int(answer)), "data_source": "aime"}
 
 
 def _problems(

