@@ -5,7 +5,7 @@
     python benchmarks/learning.py --plot               # table, and curves as SVG beside the JSON
     python benchmarks/learning.py --smoke              # one run of two steps of a tiny model on the CPU
 
-On a CPU a step is as cheap as it can be: float32, 8 prompts of 8 responses of at most 12 tokens. The folder that `job.export` writes is
+On a CPU the settings are the recipe's own, on a GPU those of `learning_runs.ON_GPU`. The folder that `job.export` writes is
 then loaded by vLLM in a process of its own (`plain_vllm.py`): the same questions, chat template and sampling, without rlgraph's engines.
 Its accuracy stands beside that of the last evaluations and of the model before training, each with its standard error over the questions.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from learning_plots import draw_learning, shown
 from learning_runs import (
+    ON_GPU,
     Flat,
     Key,
     Results,
@@ -58,18 +59,33 @@ def by_vllm_alone(cfg: Settings, folder: Path, work: Path) -> dict[str, float]:
     return found
 
 
+def evaluate_alone(cfg: Settings, results: Results, work: Path) -> None:
+    """Evaluate by vLLM alone each export of the file that was not yet, and the model before training."""
+    for name, run in list(results.runs.items()):
+        own, folder = replace(cfg, seed=int(run["key"]["seed"])), work / name
+        if "base_by_vllm" not in run and (folder / "model").exists():
+            run["exported_by_vllm"] = by_vllm_alone(own, folder / "model", folder)
+            run["base_by_vllm"] = by_vllm_alone(own, Path(rg.model_folder(own.model)), folder)
+            print(f"{name}: export by vLLM alone {run['exported_by_vllm']}, before training {run['base_by_vllm']}", flush=True)
+            results.keep(name, run)
+
+
 def table(runs: Mapping[str, Run]) -> str:
     """Write a row for each seed, and one for their mean, as Markdown."""
     lines = ["| seed | steps | accuracy before | after | export, vLLM alone | before, vLLM alone | a step |", "|---" * 7 + "|"]
     for run in runs.values():
         before = next(iter(run["accuracy"]))
-        vllm, base = (f"{shown(run[name]['accuracy'])} ± {shown(run[name]['stderr'])}" for name in ("exported_by_vllm", "base_by_vllm"))
+        vllm, base = (
+            f"{shown(run[name]['accuracy'])} ± {shown(run[name]['stderr'])}" if name in run else "–"
+            for name in ("exported_by_vllm", "base_by_vllm")
+        )
         lines.append(
             f"| {run['key']['seed']} | {run['steps']} | {shown(before[2])} ± {shown(before[3])} | {shown(run['final_accuracy'])} ± "
             f"{shown(run['final_stderr'])} | {vllm} | {base} | {shown(run['step_s'], '{:.2f} s')} |"
         )
     mean, half = interval([run["final_accuracy"] for run in runs.values()])
-    plain = statistics.fmean(run["exported_by_vllm"]["accuracy"] for run in runs.values())
+    exported = [run["exported_by_vllm"]["accuracy"] for run in runs.values() if "exported_by_vllm" in run]
+    plain = statistics.fmean(exported) if exported else math.nan
     where = sorted({", ".join(run["machine"]["gpus"]) or "CPU" for run in runs.values()})
     least = f" (95 % over seeds: ± {shown(half)})" if math.isfinite(half) else ""
     return "\n".join([*lines, "", f"Mean after training {shown(mean)}{least}; by vLLM alone {shown(plain)}. On {'; '.join(where)}."])
@@ -80,8 +96,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=3)
     given = arguments.parse_intermixed_args()
     gpus = rg.local_cluster().gpus
-    usual = {"prompts": 16, "questions": 128, "steps": 300} if gpus else {"prompts": 8, "max_tokens": 12, "questions": 64, "steps": 120}
-    cfg = given_settings(given, every=10, shared=gpus == 1, **usual)
+    cfg = given_settings(given, shared=gpus == 1, **(ON_GPU if gpus else {}))
     keys: list[Key] = [{"seed": seed} for seed in range(1 if given.smoke else given.seeds)]
     flat = Flat(1, 1, -1.0) if given.smoke else Flat(least=60)
     results = Results(given.json, recorded_settings(cfg, flat))
@@ -92,11 +107,9 @@ def main() -> None:
             if run is None:
                 print("  the time is over: saved, call again", flush=True)
                 break
-            run["exported_by_vllm"] = by_vllm_alone(own, folder / "model", folder)
-            run["base_by_vllm"] = by_vllm_alone(own, Path(rg.model_folder(own.model)), folder)
-            print(f"  export by vLLM alone: {run['exported_by_vllm']}; before training: {run['base_by_vllm']}", flush=True)
             results.keep(named(key), run | {"key": key, "machine": machine()})
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        evaluate_alone(cfg, results, given.work)
     if results.runs:
         print(table(results.runs))
         given.json.with_suffix(".svg").write_text(draw_learning(results.runs), encoding="utf-8")

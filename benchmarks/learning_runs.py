@@ -28,6 +28,16 @@ SAVED_AT_ITS_END = 1_000_000  # steps between two checkpoints: a run is saved wh
 START_S = 90.0  # a run is not begun with less time than a start takes
 MISMATCH = ("guards/mismatch", "rollout_corr/k3_kl", "actor/ppo_kl")
 STUDENT_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # by the number of values
+ON_GPU: dict[str, Any] = {
+    "prompts": 16,
+    "max_tokens": 16,
+    "lr": 5e-6,
+    "terms": 3,
+    "digits": 2,
+    "questions": 128,
+    "steps": 300,
+    "micro_batch_tokens": 16384,
+}
 Settings: TypeAlias = mathematics.Config
 Run = dict[str, Any]
 Key = Mapping[str, int | str]

@@ -7,10 +7,11 @@ The model's own chat template renders each question, so the same file trains a f
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.school import questions, with_examples
+from tasks.school import by_task, questions, with_examples
 
 import rlgraph as rg
 
@@ -21,21 +22,24 @@ class Config:
     engine: str = "vllm"
     train: str = ""  # a parquet file of verl's schema; without it, grade-school arithmetic
     held_out: str = ""
+    terms: int = 2  # numbers in a sum of grade school, at most
+    digits: int = 1  # of each number, at most
     shots: int = 0  # solved questions before each one of grade school, as earlier turns
     system: str = "Answer with the number alone."  # the first message of each conversation; "" for none
     thinking: bool | None = None  # for templates that read it, as Qwen 3's
-    prompts: int = 16  # prompts a step
+    prompts: int = 6  # prompts a step
     group_size: int = 8  # responses a prompt
-    max_tokens: int = 16  # tokens a response
+    max_tokens: int = 12  # tokens a response
     max_context: int = 192  # tokens of a prompt and its response
+    micro_batch_tokens: int = 1024  # in memory at once in an update; it changes no result
     correction: str = ""  # of rollout and trainer, by verl's name as decoupled_token_is; "" for none
     loss: str = "clipped"  # or another that clips ratios, by its name as proximal or bypass_ppo_clip
     clip_low: float = 0.2
     clip_high: float = 0.28
-    lr: float = 5e-6
+    lr: float = 2e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     shared: bool = False  # generator and trainer take turns on the same devices, as on one GPU
-    steps: int = 60
+    steps: int = 20
     every: int = 10  # steps between two evaluations
     samples: int = 4  # answers to each held-out question
     questions: int = 64  # held out
@@ -48,10 +52,12 @@ def data(cfg: Config) -> tuple[Any, Any]:
     """Return the questions to train on, and those held out; no question is in both, nor among the examples."""
     if cfg.train:
         return rg.data.verl(cfg.train, overlong="drop"), rg.data.verl(cfg.held_out or cfg.train, overlong="drop")
-    examples = questions(cfg.shots, seed=2_000_003) if cfg.shots else []
-    held_out = questions(cfg.questions, seed=1_000_003, leave_out=frozenset(row["prompt"] for row in examples))
-    train = questions(2048, cfg.seed, frozenset(row["prompt"] for row in (*examples, *held_out)))
-    return with_examples(train, examples), with_examples(held_out, examples)
+    drawn = partial(questions, terms=cfg.terms, digits=cfg.digits)
+    examples = drawn(cfg.shots, seed=2_000_003) if cfg.shots else []
+    held_out = drawn(cfg.questions, seed=1_000_003, leave_out=frozenset(row["prompt"] for row in examples))
+    train = drawn(2048, cfg.seed, frozenset(row["prompt"] for row in (*examples, *held_out)))
+    tasks = by_task(with_examples(train, examples))
+    return rg.data.mix(tasks, weights=dict.fromkeys(tasks, 1.0)), with_examples(held_out, examples)
 
 
 def graph(cfg: Config) -> rg.Graph:
@@ -62,7 +68,8 @@ def graph(cfg: Config) -> rg.Graph:
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
     pool = rg.Pool("rollout")
     generator = rg.Generator(model, pool=pool, sampling=sampling, engine=cfg.engine, max_context=cfg.max_context, seed=cfg.seed)
-    policy = rg.Policy(model, pool=pool if cfg.shared else rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    optimizer = rg.AdamW(lr=cfg.lr)
+    policy = rg.Policy(model, pool=pool if cfg.shared else rg.Pool("train"), optimizer=optimizer, micro_batch_tokens=cfg.micro_batch_tokens)
     weights = rg.feedback("weights", depth=cfg.depth)
 
     prompts = rg.prompts(train, count=cfg.prompts, chat=chat, seed=cfg.seed)

@@ -61,20 +61,31 @@ def test_no_held_out_question_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
     from tasks.school import questions
 
-    held_out = questions(64, seed=1_000_003)
+    held_out = questions(64, seed=1_000_003, terms=3, digits=2)
     asked = {row["prompt"] for row in held_out}
-    train = questions(512, 0, frozenset(asked))
+    train = questions(512, 0, frozenset(asked), terms=3, digits=2)
     assert len(asked) == 64
     assert len({row["prompt"] for row in train}) == 512
     assert not asked & {row["prompt"] for row in train}
     assert {row["data_source"] for row in train} == {row["data_source"] for row in held_out} == {"chain_sum", "products"}
 
 
+def test_each_task_is_drawn_as_often_although_one_has_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
+    import mathematics
+
+    train, _ = mathematics.data(mathematics.Config())
+    sizes = {name: len(rows) for name, rows in train.sources.items()}
+    assert sizes["products"] < 100 < sizes["chain_sum"]
+    assert train.at(0, 0) == [0.5, 0.5]
+
+
 def test_examples_are_earlier_turns_of_every_question_and_are_asked_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
     import mathematics
 
-    train, held_out = mathematics.data(mathematics.Config(questions=16, shots=2))
+    drawn, held_out = mathematics.data(mathematics.Config(questions=16, shots=2))
+    train = list(drawn)
     first = train[0]["prompt"][:4]
     assert [message["role"] for message in first] == ["user", "assistant"] * 2
     assert all(row["prompt"][:4] == first and len(row["prompt"]) == 5 for row in (*train, *held_out))
