@@ -92,13 +92,14 @@ def table(runs: Mapping[str, Run]) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__ or "", "learning.json")
+    gpus = rg.local_cluster().gpus
+    arguments = parser(__doc__ or "", "mathematics_gpu.json" if gpus else "mathematics_cpu.json")
     arguments.add_argument("--seeds", type=int, default=3)
     given = arguments.parse_intermixed_args()
-    gpus = rg.local_cluster().gpus
     cfg = given_settings(given, shared=gpus == 1, **(ON_GPU if gpus else {}))
     keys: list[Key] = [{"seed": seed} for seed in range(1 if given.smoke else given.seeds)]
-    flat = Flat(1, 1, -1.0) if given.smoke else Flat(least=60)
+    flat = Flat(least=60) if gpus else Flat(least=cfg.steps + 1, window=1)  # on a CPU all steps are done, and the last evaluation counts
+    flat = Flat(1, 1, -1.0) if given.smoke else flat
     results = Results(given.json, recorded_settings(cfg, flat))
     if not given.plot:
         for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):

@@ -140,6 +140,8 @@ def entry(lines: Sequence[Mapping[str, float]], stopped: str, flat: Flat) -> Run
         "accuracy": accuracy,
         "final_accuracy": statistics.fmean(each[2] for each in last),
         "final_stderr": statistics.fmean(each[3] for each in last),
+        "first_reward": statistics.fmean(line["critic/rewards/mean"] for line in lines[:4]),
+        "last_reward": statistics.fmean(line["critic/rewards/mean"] for line in lines[-4:]),
         "reward": [round(line["critic/rewards/mean"], 5) for line in lines],
         "ended_s": ended_s(lines),
         "staleness_mean": statistics.fmean(line["staleness/mean"] for line in lines),
