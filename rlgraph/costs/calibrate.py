@@ -128,9 +128,17 @@ def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[
 
 
 def _spans(traces: Sequence[Trace]) -> list[Span]:
-    """Collect the spans of all runs after their warm-up, with step numbers of their own for each run."""
+    """Collect the spans of all runs after their warm-up, with step numbers of their own for each run.
+
+    Events that are due at some steps only, as evaluations, count from their first firing, if there is no later one.
+    """
+    later = {span.name for trace in traces for span in trace.spans if span.step >= _first(trace)}
+    rare = {name for trace in traces for name in trace.plan.due_events()} - later
     return [
-        replace(span, step=_apart(run, span.step)) for run, trace in enumerate(traces) for span in trace.spans if span.step >= _first(trace)
+        replace(span, step=_apart(run, span.step))
+        for run, trace in enumerate(traces)
+        for span in trace.spans
+        if span.step >= _first(trace) or span.name in rare
     ]
 
 

@@ -314,8 +314,10 @@ def decoded(lengths: Array, join: PlannedJoin) -> Array:
 
 
 def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
-    """Say what the prediction leaves out of the work of decoding nodes, and why."""
+    """Say what the prediction leaves out, of the work of decoding nodes and of those that are due at some steps only, and why."""
     for node in graph.nodes:
+        if node.due is not None and costs.source == "measured" and not costs.cost_of(node.name).measured:
+            yield f"'{node.name}' is due every {node.due.every} steps and did not fire in the run that was measured: it counts as no time"
         rule = rule_of(node)
         if rule is None:
             continue

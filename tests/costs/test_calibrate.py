@@ -8,10 +8,11 @@ from recorded import STEPS, cost_of, run_of
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
-from rlgraph.compiler.schedule import Span
+from rlgraph.compiler.schedule import Event, Span
 from rlgraph.costs.calibrate import costs_of, measured_costs
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.trace import Trace
+from rlgraph.simulate.play import simulate
 
 
 def by_length(event: str, lengths: list[int]) -> float:
@@ -205,3 +206,46 @@ def test_the_lengths_of_a_run_are_in_its_costs() -> None:
     assert costs.lengths is not None
     assert 60 <= costs.lengths.tokens[0] <= costs.lengths.mean <= costs.lengths.longest <= 120
     assert costs.lengths.prompt_tokens == PROMPT_TOKENS
+
+
+def right(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+def evaluated(*, at_start: bool) -> rg.Graph:
+    """Fine-tuning that is evaluated every 8 steps, beside it."""
+    policy, generator = rg.Policy("tiny", pool=rg.Pool("train")), rg.Generator("tiny", pool=rg.Pool("evaluation"))
+    step = policy.update(rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 2, policy), loss=rg.SFTLoss())
+    weights = rg.feedback("weights", depth=0)
+    score = rg.evaluate(generator, [{"prompt": "2 =", "answer": "2"}], weights, reward=right, every=8, at_start=at_start)
+    weights.close(step.weights)
+    return rg.Graph("evaluated", step.metrics, score)
+
+
+def profiled(graph: rg.Graph, steps: int) -> rg.Plan:
+    """Plan the graph with the costs of a run of so many steps, in which an update takes 2 s and an evaluation 24 s."""
+    plan = rg.compile(graph, rg.Cluster(cpus=2))
+    due = plan.due_events()
+
+    def happens(name: str, step: int) -> bool:
+        return name not in due or due[name](step)
+
+    def seconds(event: Event, step: int) -> float:
+        return {"update": 2.0, "evaluate": 24.0}.get(event.name, 0.0) if happens(event.name, step) else 0.0
+
+    spans = [span for span in simulate(plan.schedule, steps, seconds) if happens(span.name, span.step)]
+    return rg.compile(graph, rg.Cluster(cpus=2), measured_costs(plan, spans, []))
+
+
+@pytest.mark.parametrize("steps", [4, 17])
+def test_an_evaluation_counts_although_it_fired_while_the_run_warmed_up_alone(steps: int) -> None:
+    plan = profiled(evaluated(at_start=True), steps)
+    assert plan.prediction.step_s == pytest.approx(24.0 / 8, rel=0.01)
+    assert not plan.prediction.left_out
+
+
+def test_a_plan_says_that_an_evaluation_did_not_fire_in_the_run_that_was_measured() -> None:
+    plan = profiled(evaluated(at_start=False), 4)
+    assert plan.prediction.step_s == pytest.approx(2.0, rel=0.01)
+    (said, *_) = plan.prediction.left_out
+    assert said.startswith("'evaluate' is due every 8 steps and did not fire in the run that was measured")
