@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -17,6 +18,7 @@ from templates import model_with
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
 from rlgraph.errors import GraphError
+from rlgraph.nodes.environments.calls import BLOCKED_S, Call, EnvironmentCalls
 
 ABORT = FINISH_REASONS.index("abort")
 
@@ -294,6 +296,23 @@ def test_a_program_that_is_not_there_is_refused_at_the_launch(folder: Path) -> N
         generator.rollout(prompts, agent=["echo", "{colour}"])
     with pytest.raises(GraphError, match="a group of one is never constant"):
         generator.rollout(prompts, agent=rg.Program(ask, sequences=2), refill=rg.Refill(reward=lambda reward: reward, writes="kept"))
+
+
+def test_calls_that_begin_together_do_not_look_like_one_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine many clients take longer to be made than a call may block; each that begins shows that the loop goes on."""
+    clock = [0.0]
+    monkeypatch.setattr("rlgraph.nodes.environments.calls.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert BLOCKED_S > 20
+
+    async def slow() -> None:
+        clock[0] += 20
+        time.sleep(0.02)
+
+    calls, ended = EnvironmentCalls(), []
+    for _ in range(10):
+        calls.begin(Call(None, "session"), slow, 1e9)
+    eventually(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
+    assert [call.failed for call in ended] == [None] * 10
 
 
 def test_time_is_not_asserted_but_a_program_waits_for_nobody(folder: Path) -> None:

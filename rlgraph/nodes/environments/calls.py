@@ -49,6 +49,7 @@ class EnvironmentCalls:
         """Start a call. It ends with what the function returns or raises, or at its deadline."""
         if not self._running:
             self._asked = self._beat = time.monotonic()
+        self._running[call] = Future()  # before it may begin
         self._running[call] = asyncio.run_coroutine_threadsafe(self._run(call, function, deadline_s), self._loop)
 
     def cancel(self, kinds: Collection[str]) -> None:
@@ -72,7 +73,7 @@ class EnvironmentCalls:
     async def _run(self, call: Call, function: Callable[[], Awaitable[Any]], deadline_s: float) -> None:
         start = time.monotonic()
         try:
-            call.value = await within(_guarded(function), deadline_s)
+            call.value = await within(self._begun(call, function), deadline_s)
         except _PastDeadline:
             call.failed, call.reason = "timeouts", f"{call.kind} took longer than {deadline_s:g} s"
         except Exception as error:  # noqa: BLE001 (a user's environment: whatever it raises ends its conversation alone)
@@ -80,6 +81,11 @@ class EnvironmentCalls:
         call.seconds = time.monotonic() - start
         self._ended.put(call)
         self._wake()
+
+    async def _begun(self, call: Call, function: Callable[[], Awaitable[Any]]) -> Any:
+        if call in self._running:  # else this loop was given up
+            self._beat = time.monotonic()  # of calls that begin together each takes its time before the loop hears of a heartbeat
+        return await _guarded(function)
 
     def _blocked(self) -> list[Call]:
         """Ask the event loop for a heartbeat. If it has given none for long, give it up, and end all its calls."""
