@@ -23,7 +23,7 @@ from learning_runs import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES: dict[str, tuple[str, ...]] = {  # and what each tells of its conversations
-    "agent": ("agent/turns_mean", "agent/errors"),
+    "agent": ("agent/turns_mean", "agent/errors", "agent/blocked"),
     "environment": ("agent/turns_mean", "agent/info/no_guess"),
     "tools": ("tools/turns_mean", "tools/failures"),
 }

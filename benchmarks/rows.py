@@ -18,6 +18,18 @@ def learned(what: str, file: str, script: str) -> list[Row]:
     ]  # fmt: skip
 
 
+def conversed(what: str, run: str) -> list[Row]:
+    """The rows of a recipe with agents: its reward, its seconds."""
+    at = ("agents_learning_cpu.json", "runs", run)
+    steps = {"steps": count(*at, "steps")}
+    return [
+        Row(f"{what}: mean reward of the last 4 of {{steps}} steps", share(*at, "last"), "benchmarks/agents_learning.py",
+            "the first 4", share(*at, "first"), steps),
+        Row(f"{what}: all {{steps}} steps", seconds(*at, "steps_s", form="{:.0f} s"), "benchmarks/agents_learning.py",
+            "a step (median)", seconds(*at, "step_s"), steps),
+    ]  # fmt: skip
+
+
 def until_learned(instructions: str) -> Row:
     """The row of the demo's seconds until it has learned, with some of the processor's instructions."""
     file, at = "demo_cpu.json", ("runs", instructions)
@@ -78,6 +90,7 @@ LEARNING = [
     *learned("calls of a calculator, beside other work", "tools_cpu.jsonl", "recipes/tools.py"),
     Row("calls of 32 that fail, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
         "recipes/tools.py", "first 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="first 4")),
+    *conversed("a program of the `openai` client, beside other work", "agent, seed 0"),
     *learned("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *stale("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *learned("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),

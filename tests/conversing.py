@@ -27,9 +27,9 @@ def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 class Scripted(GenerateEngine):
     """Writes, one token a step, what the script says to the text that it is given, and then `close`, the end of a turn."""
 
-    def __init__(self, tokenizer: Any, script: Script, close: str) -> None:
+    def __init__(self, tokenizer: Any, script: Script, close: str, context: int = 4000) -> None:
         super().__init__()
-        self.tokenizer, self.script, self.close_text = tokenizer, script, close
+        self.tokenizer, self.script, self.close_text, self.context = tokenizer, script, close, context
         self.asked: list[Request] = []
         self.open: dict[str, tuple[list[int], int]] = {}
         self.most: dict[str, int] = {}
@@ -66,7 +66,7 @@ class Scripted(GenerateEngine):
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None: ...
 
     def context_length(self) -> int:
-        return 4000
+        return self.context
 
     def close(self) -> None: ...
 
@@ -81,6 +81,7 @@ class Rolled:
         prompts: list[dict[str, Any]],
         *,
         max_tokens: int = 600,
+        max_context: int = 3000,
         close: str = "<|im_end|>",
         chat: rg.Chat | None = None,
         **options: Any,
@@ -88,10 +89,10 @@ class Rolled:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=max_tokens), max_context=3000)
+        generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=max_tokens), max_context=max_context)
         source = rg.prompts(prompts, count=len(prompts), chat=chat)
         node = generator.rollout(source, **options).node
-        self.engine = Scripted(self.tokenizer, script, close)
+        self.engine = Scripted(self.tokenizer, script, close, max_context + 1000)
         self.stage = node.operation.start(Context(engine=self.engine, cache={str(folder): self.tokenizer}))
         batch = source.node.operation.batch(0)  # type: ignore[attr-defined]
         fired = self.stage(0, batch)

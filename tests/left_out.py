@@ -21,6 +21,8 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["sglang"] = "SGLang is not installed; `make test-sglang` runs them"
     if "apart" in markers and not all((ROOT / name).exists() for name in (".venv-openenv", ".venv-verifiers")):
         found["apart"] = "the environments of other packages are not made; `make test-environments` runs them"
+    if "smolagents" in markers and not (ROOT / ".venv-smolagents").exists():
+        found["smolagents"] = "the environment of smolagents is not made; `make test-environments` runs them"
     if "namespaces" in markers and (reason := namespaces.refused()):
         found["namespaces"] = f"no host of namespaces can be made: {reason}"
     return found

@@ -22,11 +22,11 @@ SPECIAL: dict[str, tuple[str, ...]] = {  # of each template; the tokenizers of t
 FRONT = ("llama3", "gemma", "mistral")
 
 
-def model_with(folder: Path, name: str) -> Path:
+def model_with(folder: Path, name: str, context: int = 4096) -> Path:
     """Make a tiny model whose tokenizer has the template and the special tokens of a published one."""
     tiny_model(folder, vocab=320)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     bos, eos, *rest = SPECIAL[name]
     tokenizer.add_special_tokens({"bos_token": bos, "eos_token": eos, "additional_special_tokens": rest})

@@ -1,0 +1,31 @@
+"""Agents of published frameworks, unchanged, in environments of their own: `make test-environments` makes them."""
+
+from pathlib import Path
+
+import pytest
+from conversing import Rolled
+from templates import model_with
+
+import rlgraph as rg
+
+ROOT = Path(__file__).parents[2]
+CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
+
+
+@pytest.mark.smolagents
+def test_an_agent_of_smolagents_calls_its_tool_and_every_turn_is_trained(tmp_path: Path) -> None:
+    def script(text: str) -> str:
+        said = text.rpartition("<|im_start|>user")[2]
+        return CALL % ("final_answer", '"answer": "42"') if "42" in said else CALL % ("add", '"a": 40, "b": 2')
+
+    folder = model_with(tmp_path / "qwen2_5", "qwen2_5", context=32768)
+    command = [str(ROOT / ".venv-smolagents" / "bin" / "python"), str(ROOT / "tests" / "smolagents_program.py"), "{prompt}", "{answer}"]
+    data = [{"prompt": "40 + 2 = ?", "answer": "42"}]
+    rolled = Rolled(folder, script, data, agent=rg.Program(command, sequences=3), max_context=30000)
+    assert rolled.columns["rewards"].tolist() == [1.0] * 3
+    assert sorted(rolled.written(row) for row in range(3)) == [
+        [],
+        [CALL % ("add", '"a": 40, "b": 2') + "<|im_end|>"],
+        [CALL % ("final_answer", '"answer": "42"') + "<|im_end|>"],
+    ]
+    assert rolled.metrics["agent/refused_calls"] == rolled.metrics["agent/errors"] == 0
