@@ -3,6 +3,7 @@
 Packages whose pins exclude ours have environments of their own: `make test-sglang`, `make test-environments`.
 """
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["apart"] = "the environments of other packages are not made; `make test-environments` runs them"
     if "smolagents" in markers and not (ROOT / ".venv-smolagents").exists():
         found["smolagents"] = "the environment of smolagents is not made; `make test-environments` runs them"
+    if "slurm" in markers and not shutil.which("slurmd"):
+        found["slurm"] = "SLURM is not installed: apt-get install slurmd slurmctld slurm-client"
     if "namespaces" in markers and (reason := namespaces.refused()):
         found["namespaces"] = f"no host of namespaces can be made: {reason}"
     return found

@@ -48,9 +48,42 @@ TOKENS = {
 }
 
 
-@pytest.mark.parametrize("command", TOKENS)
-def test_a_cluster_with_tokens_is_one_line_a_host_and_says_what_a_wrong_token_is(outcomes: Callable[[str], Outcomes], command: str) -> None:
-    code, said = TOKENS[command]
-    did = outcomes("tokens")[command]
+def check(did: Mapping[str, Any], code: int, said: str) -> None:
     assert did["code"] == code, did
     assert said in did["out"] + did["err"], did
+
+
+@pytest.mark.parametrize("command", TOKENS)
+def test_a_cluster_with_tokens_is_one_line_a_host_and_says_what_a_wrong_token_is(outcomes: Callable[[str], Outcomes], command: str) -> None:
+    check(outcomes("tokens")[command], *TOKENS[command])
+
+
+SUBMIT = {
+    "submit": (0, "hosts [0, 1] same True"),
+    "submit without a token": (1, ""),
+}
+
+
+@pytest.mark.parametrize("command", SUBMIT)
+def test_a_cluster_takes_jobs_of_those_who_know_its_token(outcomes: Callable[[str], Outcomes], command: str) -> None:
+    check(outcomes("submit")[command], *SUBMIT[command])
+
+
+def test_one_line_on_every_host_runs_a_program_on_the_first(outcomes: Callable[[str], Outcomes]) -> None:
+    did = outcomes("symmetric run")
+    check(did["run 1"], 0, "hosts [0, 1, 2] same True")
+    assert all("hosts [" not in did[f"run {n}"]["out"] for n in (2, 3)), "the program ran there too"
+
+
+SLURM = {
+    "hosts": (0, "idle 3"),
+    "job": (0, "hosts [0, 1, 2] same True"),
+    "tokens": (1, "0\n"),  # none is left
+    "failing job": (7, ""),
+}
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("command", SLURM)
+def test_a_batch_job_of_slurm_runs_over_its_hosts_with_a_token_of_its_own(outcomes: Callable[[str], Outcomes], command: str) -> None:
+    check(outcomes("slurm")[command], *SLURM[command])
