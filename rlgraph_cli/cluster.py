@@ -80,6 +80,13 @@ def join(
 @app.command()
 def stop() -> None:
     """End what `start` or `join` started on this host, workers included; any other Ray goes on."""
+    count = _end()
+    _forget_address()
+    typer.echo(f"ended {count} processes" if count else "nothing of a cluster runs here")
+
+
+def _end() -> int:
+    """End all that is marked, and count it."""
     living = _handles(_with_children(marked()))
     count = len(living)
     for number, patience_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
@@ -90,8 +97,7 @@ def stop() -> None:
         while living and (left := end - time.monotonic()) > 0:
             ended, _, _ = select.select(living, [], [], left)
             living = [handle for handle in living if handle not in ended]
-    _forget_address()
-    typer.echo(f"ended {count} processes" if count else "nothing of a cluster runs here")
+    return count
 
 
 def write_token(file: Path, token: str) -> None:
@@ -216,6 +222,7 @@ def _ray_start(arguments: list[str], file: Path) -> None:
     ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if ended.returncode == 0:
         return
+    _end()  # of a head that failed late, some processes live
     said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
     if any("AuthenticationError" in line for line in said):
         raise _refused(

@@ -24,27 +24,26 @@ from rlgraph.runtime.worker.spec import WorkerSpec
 
 server = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # to preload
-server.set_forkserver_preload(
-    [
-        "rlgraph.runtime.worker.process",
-        "rlgraph.api",
-        "rlgraph.nodes.rollout.rollout",
-        "rlgraph.nodes.training.advantages",
-        "rlgraph.nodes.training.critic",
-        "rlgraph.nodes.training.policy",
-        "rlgraph.engines.forward.self_test",
-        "rlgraph.engines.fsdp.engine",
-        "rlgraph.engines.fsdp.rendezvous",
-        "rlgraph.engines.fsdp.spec",
-        "rlgraph.engines.hf_models.tokenizer",
-        "rlgraph.engines.transformers.engine",
-        "rlgraph.engines.transformers.spec",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.llama.modeling_llama",
-        "fakes",
-        "forked",
-    ]
-)
+PRELOADED = [
+    "rlgraph.runtime.worker.process",
+    "rlgraph.api",
+    "rlgraph.nodes.rollout.rollout",
+    "rlgraph.nodes.training.advantages",
+    "rlgraph.nodes.training.critic",
+    "rlgraph.nodes.training.policy",
+    "rlgraph.engines.forward.self_test",
+    "rlgraph.engines.fsdp.engine",
+    "rlgraph.engines.fsdp.rendezvous",
+    "rlgraph.engines.fsdp.spec",
+    "rlgraph.engines.hf_models.tokenizer",
+    "rlgraph.engines.transformers.engine",
+    "rlgraph.engines.transformers.spec",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "fakes",
+    "forked",
+]
+server.set_forkserver_preload(PRELOADED)
 
 
 def serve(pickled: bytes, driver: str) -> None:

@@ -8,6 +8,8 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from pathlib import Path
 LIBC = ctypes.CDLL(None, use_errno=True)
 SWITCH = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 HOST = [*SWITCH, "--uts", "--ipc"]
+LISTEN = "0A"  # in /proc/net/tcp
 CLOCKS = os.path.exists("/proc/self/ns/time")
 # The first process of a host: it mounts what is the host's own, and then buries whom others leave behind.
 FIRST = """set -e; hostname "host$2"; mount --bind "$1/names" /etc/hosts; mount -t tmpfs -o size=400m none /dev/shm
@@ -60,9 +63,12 @@ def run(*command: str, patience_s: float = 0.0) -> None:
 
 
 class Network:
-    """A switch and the hosts that are up. `own_mib` bounds the /tmp of each. Hosts of two networks do not see each other."""
+    """A switch and the hosts that are up. `own_mib` bounds the /tmp of each. Hosts of two networks do not see each other.
 
-    def __init__(self, hosts: int, own_mib: int = 400, name: str = "s") -> None:
+    Unless they are `named`, no host's name leads to an address, its own neither.
+    """
+
+    def __init__(self, hosts: int, own_mib: int = 400, name: str = "s", *, named: bool = True) -> None:
         if os.getpid() != 1:
             raise OSError("not started by `inside`: this would change the machine's own network")
         self._name = name
@@ -72,7 +78,7 @@ class Network:
         self._first: dict[int, subprocess.Popen[str]] = {}
         for part in ("shared", "own"):
             (self.folder / part).mkdir()
-        names = ["127.0.0.1 localhost", *(f"{address(n)} host{n}" for n in range(1, hosts + 1))]
+        names = ["127.0.0.1 localhost", *(f"{address(n)} host{n}" for n in range(1, hosts + 1) if named)]
         (self.folder / "names").write_text("\n".join(names) + "\n")
         run("ip", "link", "set", "lo", "up")
         run("ip", "link", "add", name, "type", "bridge")
@@ -134,6 +140,18 @@ class Network:
             sys.stderr.flush()
             os._exit(code & 0xFF)
         return 0
+
+    def listening(self, n: int) -> dict[str, list[int]]:
+        """List the TCP ports at which processes of a host listen, by address: what a scan of all ports from anywhere could find."""
+        found: dict[str, list[int]] = {}
+        for family, file in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+            lines = Path(f"/proc/{self._first[n].pid}/net/{file}").read_text().splitlines()[1:]
+            for own, _, state in (line.split()[1:4] for line in lines):
+                if state == LISTEN:
+                    address, port = own.split(":")
+                    words = b"".join(struct.pack("=I", int(address[i : i + 8], 16)) for i in range(0, len(address), 8))
+                    found.setdefault(socket.inet_ntop(family, words), []).append(int(port, 16))
+        return found
 
     def kill(self, n: int) -> None:
         """End a host with all its processes, at once."""

@@ -20,8 +20,10 @@ import fakes
 import namespaces
 import placed
 
+import rlgraph as rg
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.runtime.checkpoint.store import Recovery
@@ -185,6 +187,32 @@ def clock_jumps(control: Control) -> Mapping[str, object]:
     return survives(control, set_to(86_400.0), set_to(0.0))
 
 
+@rg.node(reads="response_mask", writes="rewards")
+def lengths(batch: rg.Columns) -> rg.Columns:
+    return {"rewards": batch["response_mask"].sum(-1).float()}  # type: ignore[union-attr]
+
+
+def listens(control: Control) -> Mapping[str, object]:
+    """Train a tiny model whose two ranks are on two hosts, and look at each host's ports meanwhile."""
+    writing = os.fork()  # a process that has computed with torch cannot be forked
+    if writing == 0:
+        tiny_model(control.shared / "model")
+        os._exit(0)
+    os.waitpid(writing, 0)
+    model = str(control.shared / "model")
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", dtype="float32", sampling=rg.Sampling(max_tokens=4))
+    policy = rg.Policy(model, pool=rg.Pool("train", share=2.0), data_parallel=2, dtype="float32")
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=2), weights, group_size=2)
+    step = policy.update(rollout, rg.advantages(rollout, lengths(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    with job(rg.Graph("ranks", step.metrics), deadline_s=200.0) as running:
+        ranks = {worker.host for worker in running.plan.workers if worker.world > 1}
+        given = len(list(running.steps(2)))
+        ports = {n: control("listening", n) for n in range(1, HOSTS + 1)}
+    return {"error": "", "given": given, "ranks": sorted(ranks), "ports": ports}
+
+
 CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "worker killed on the driver's host": lambda c: named(c, lambda _, r: kill(r, "generator")),
     "worker killed on another host": lambda c: named(c, lambda _, r: kill(r, "policy")),
@@ -204,6 +232,7 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "slow link": lambda c: survives(c, on("slow", 3, "2mbit"), on("join", 3)),
     "clock jump": clock_jumps,
     "disk full": disk_full,
+    "ports": listens,
     "host killed, and back": lambda c: goes_on(c, on("kill", 3), host_is_back(3)),
     "silent cut, and back": lambda c: goes_on(c, on("cut", 3), on("join", 3)),
     "short cut": lambda c: survives(c, both(on("cut", 3), both(lambda *_: time.sleep(1.5), on("join", 3))), lambda *_: None),
@@ -223,8 +252,9 @@ def drive(link: Connection, shared: Path, names: Sequence[str]) -> None:
 class Switch:
     """The hosts with their servers, as the driver asks for them to change."""
 
-    def __init__(self, name: str, cases: Sequence[str]) -> None:
-        self.network = namespaces.Network(HOSTS, name=name)
+    def __init__(self, name: str, cases: Sequence[str], tell: Callable[[Mapping[str, object]], None]) -> None:
+        self._tell = tell
+        self.network = namespaces.Network(HOSTS, name=name, named=False)
         for n in range(1, HOSTS + 1):
             self._serve(n)
         self.link, there = multiprocessing.Pipe()
@@ -240,22 +270,27 @@ class Switch:
             what, arguments = self.link.recv()
         except EOFError:
             return False
+        answer = None
         try:
             if what == "outcome":
-                print(json.dumps(*arguments), flush=True)
+                self._tell(*arguments)
             else:
-                getattr(self.network, what)(*arguments)
+                answer = getattr(self.network, what)(*arguments)
             if what == "start":
                 self._serve(*arguments)
-            self.link.send(None)
+            self.link.send(answer)
         except Exception as error:  # noqa: BLE001 (the case that asked gets it)
             self.link.send(error)
         return True
 
 
-def main(switches: int, cases: Sequence[str]) -> int:
+def tell(outcome: Mapping[str, object]) -> None:
+    print(json.dumps(outcome), flush=True)
+
+
+def main(switches: int, cases: Sequence[str], tell: Callable[[Mapping[str, object]], None] = tell) -> int:
     """Run cases on several networks side by side, since a case mostly waits."""
-    made = running = [Switch(f"s{i}", cases[i::switches]) for i in range(switches)]
+    made = running = [Switch(f"s{i}", cases[i::switches], tell) for i in range(switches)]
     drivers = {switch.driver for switch in running}
     while running:
         ready = wait([switch.link for switch in running])

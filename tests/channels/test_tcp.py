@@ -11,6 +11,7 @@ import torch
 from host_peer import START_S, peer
 
 from rlgraph.channels import HostReader, HostWriter
+from rlgraph.channels.host import protocol
 from rlgraph.errors import ChannelBroken, ChannelError
 
 LONG = 20.0
@@ -74,3 +75,15 @@ def test_no_thread_and_no_handle_is_left_when_both_ends_have_closed():
         thread.join(LONG)
     assert set(threading.enumerate()) <= threads
     assert set(os.listdir("/proc/self/fd")) == handles
+
+
+def test_a_writer_that_goes_away_while_a_reader_joins_is_a_broken_channel_with_its_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: listener.accept()[0].close())
+        thread.start()
+        with pytest.raises(ChannelBroken, match=r"the writer at .* is gone") as caught:
+            protocol.connect("rollout", f"127.0.0.1:{listener.getsockname()[1]}", b"k" * 32, 10)
+        thread.join()
+    assert (caught.value.channel, caught.value.host) == ("rollout", "127.0.0.1")
+    with pytest.raises(ChannelBroken, match="is gone"):
+        protocol.connect("rollout", "127.0.0.1:1", b"k" * 32, 10)

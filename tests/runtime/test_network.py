@@ -41,14 +41,16 @@ NAMED = {
 }
 SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
 
+PORTS = "ports"
+
 
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *SURVIVED, *NAMED])
+    command = namespaces.inside([sys.executable, str(PROGRAM), "5", PORTS, *SURVIVED, *NAMED])
     run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
-    if missing := {*NAMED, *SURVIVED} - found.keys():
+    if missing := {PORTS, *NAMED, *SURVIVED} - found.keys():
         pytest.fail(f"no outcome of {sorted(missing)}\n{run.stderr}")
     return found
 
@@ -66,3 +68,14 @@ def test_a_job_goes_on_with_the_same_bits(outcomes: Mapping[str, Mapping[str, An
     outcome = outcomes[case]
     assert (outcome["error"], outcome.get("same")) == ("", True)
     assert outcome.get("restarts", 1) == 1
+
+
+def test_ranks_of_several_hosts_find_each_other_without_names_and_nothing_listens_beyond_the_plans_addresses(
+    outcomes: Mapping[str, Mapping[str, Any]],
+) -> None:
+    outcome = outcomes[PORTS]
+    assert (outcome["ranks"], outcome["given"]) == ([1, 2], 2), outcome
+    for host, listening in outcome["ports"].items():
+        assert set(listening) == {namespaces.address(int(host))}, outcome
+        ranks = int(host) - 1 in outcome["ranks"]
+        assert len(listening[namespaces.address(int(host))]) > ranks, "beside the test's own server, no rank listens"

@@ -58,17 +58,6 @@ def test_a_cluster_with_tokens_is_one_line_a_host_and_says_what_a_wrong_token_is
     check(outcomes("tokens")[command], *TOKENS[command])
 
 
-SUBMIT = {
-    "submit": (0, "hosts [0, 1] same True"),
-    "submit without a token": (1, ""),
-}
-
-
-@pytest.mark.parametrize("command", SUBMIT)
-def test_a_cluster_takes_jobs_of_those_who_know_its_token(outcomes: Callable[[str], Outcomes], command: str) -> None:
-    check(outcomes("submit")[command], *SUBMIT[command])
-
-
 def test_one_line_on_every_host_runs_a_program_on_the_first(outcomes: Callable[[str], Outcomes]) -> None:
     did = outcomes("symmetric run")
     check(did["run 1"], 0, "hosts [0, 1, 2] same True")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from rlgraph.channels.host.link_watch import LOST_S, watch
-from rlgraph.errors import ChannelError, ChannelTimeout
+from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
 MAX_PATH_BYTES = 107 - len(".new")  # sun_path of sockaddr_un, and what `listen` appends
 _IN_MOVED_TO = 0x80
@@ -93,7 +93,7 @@ def close_listener(listener: socket.socket, address: str) -> None:
 def dial(where: str, address: str, timeout_s: float) -> socket.socket:
     """Connect to the listener at `address`; waits for a path to appear. `where` begins every error.
 
-    Raises ChannelTimeout if none listens in time, ChannelError if it is gone.
+    Raises ChannelTimeout if none listens in time, ChannelBroken if it is gone.
     """
     deadline = time.monotonic() + timeout_s
     if is_path(address) and not _wait_for_path(address, deadline):
@@ -113,7 +113,14 @@ def dial(where: str, address: str, timeout_s: float) -> socket.socket:
     except (BlockingIOError, TimeoutError) as error:
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except OSError as error:
-        raise ChannelError(f"{where}: the writer at '{address}' is gone ({error})") from error
+        raise gone(where, address, error) from error
+
+
+def gone(where: str, address: str, error: Exception, channel: str = "") -> ChannelBroken:
+    """Make the error for a writer that is gone before its reader has joined it."""
+    broken = ChannelBroken(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})")
+    broken.channel, broken.host = channel, "" if is_path(address) else _host_and_port(address)[0]
+    return broken
 
 
 def tune(sock: socket.socket) -> None:

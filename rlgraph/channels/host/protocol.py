@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from rlgraph.channels.api import MAX_SLOTS, Stop
-from rlgraph.channels.host.address import dial
+from rlgraph.channels.host.address import dial, gone
 from rlgraph.channels.host.connection import UNREADABLE, Connection
 from rlgraph.errors import ChannelError, ChannelTimeout, shown
 
@@ -130,7 +130,7 @@ def disconnected(error: Exception) -> Disconnected:
 def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tuple[Connection, Welcome]:
     """Connect to the writer that listens at `address`, and receive its welcome; waits for the writer to start.
 
-    Raises ChannelTimeout if there is none after `timeout_s`, ChannelError if it refuses the key.
+    Raises ChannelTimeout if there is none after `timeout_s`, ChannelBroken if it is gone, ChannelError if it refuses the key.
     """
     where = f"channel '{channel}', a reader"
     sock = dial(where, address, timeout_s)
@@ -149,8 +149,10 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except AuthenticationError as error:
         raise ChannelError(f"{where}: the writer at '{address}' refused the authkey; all ends of a job use one key") from error
-    except (OSError, EOFError, *UNREADABLE) as error:
-        raise ChannelError(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})") from error
+    except (OSError, EOFError) as error:  # as at any later time: its death, or what happened to its host, is the cause
+        raise gone(where, address, error, channel) from error
+    except UNREADABLE as error:
+        raise ChannelError(f"{where}: the writer at '{address}' sent no welcome ({error})") from error
 
 
 def stop(message: ControlMessage | Disconnected, who: str, connection: Connection) -> Stop:

@@ -14,6 +14,7 @@ from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import open_reader, open_writer
 from rlgraph.channels.host.address import bound, dial, listen
 from rlgraph.channels.host.connection import Connection
+from rlgraph.channels.host.interface import talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Span
@@ -47,6 +48,8 @@ class Process:
 
     def __init__(self, spec: WorkerSpec, driver: str) -> None:
         notices.here.carried = True
+        if spec.listen_at:
+            talk_at(spec.listen_at)
         self.spec = spec
         self.name = spec.worker.name
         offer_stacks(spec.folder, self.name)
