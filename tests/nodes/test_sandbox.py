@@ -184,3 +184,8 @@ def test_a_layer_that_there_is_not_cannot_be_accepted_to_be_missing() -> None:
     with pytest.raises(GraphError, match="accept_missing"):
         rg.tools.python(accept_missing=("namespace",))
     assert rg.tools.python(accept_missing=("namespaces",)).accept_missing == ("namespaces",)
+
+
+def test_the_tool_keeps_files_and_nothing_else_for_a_conversation() -> None:
+    with pytest.raises(GraphError, match="keep_files=True"):
+        rg.tools.Python(keeps=dict)  # type: ignore[arg-type]

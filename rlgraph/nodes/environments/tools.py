@@ -82,6 +82,8 @@ class Python(Tool):
     def __post_init__(self) -> None:
         super().__post_init__()
         sandbox.check_layers(self.accept_missing)
+        if self.keeps is not None:
+            raise GraphError("Python(keeps=…) has no effect: keep_files=True keeps the files of a conversation")
 
     def __call__(
         self, *, limits: Limits | None = None, accept_missing: tuple[str, ...] | None = None, keep_files: bool | None = None
