@@ -79,7 +79,8 @@ class TrainerSpec(Estimates):
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
     fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`, `fused_head`, `offload`,
-    `load_balance`, `tensor_parallel`, `context_parallel`, `adapter`.
+    `load_balance`, `tensor_parallel`, `context_parallel`, `adapter`. An engine that `only_scores` is for a teacher or a reference, and is
+    one process.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
     memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.
@@ -94,6 +95,7 @@ class TrainerSpec(Estimates):
     name: Name
     load: Callable[[Any, Place], TrainEngine]
     settings: tuple[TrainerSetting, ...] = ()
+    only_scores: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights
@@ -133,7 +135,7 @@ class SpecTable(Generic[S]):
 
 
 ENGINES: SpecTable[EngineSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec" for name in ("vllm", "transformers", "sglang")})
-TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp.spec"})
+TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp.spec", "vllm": "rlgraph.engines.vllm.scorer_spec"})
 
 
 def engine_of(generator: Any) -> EngineSpec:

@@ -6,7 +6,7 @@ vLLM patches torch for its whole process (thread count, random seed, garbage col
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,24 @@ class VllmEngine(GenerateEngine):
         while core.batch_queue:
             self._finished |= self._tagged(self.decode())
         core.resume_scheduler()
+
+    def prompt_log_probs(self, texts: Mapping[int, Sequence[int]], top_k: int) -> Iterator[tuple[int, Sequence[Mapping[int, float]]]]:
+        """Yield for each text, as it is read, the log-probs at each of its places: of its own token and of the `top_k` most probable ones.
+
+        A text is token ids; nothing is known of its first one. Nothing else may be running.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        asked = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=top_k, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        for row, tokens in texts.items():
+            self._engine.add_request(str(row), {"prompt_token_ids": list(tokens)}, asked)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                places = output.prompt_logprobs or []
+                yield int(output.request_id), [{token: own.logprob for token, own in (place or {}).items()} for place in places]
 
     def sleep(self) -> int | None:
         """Free the memory of keys, values and weights; the weights go to host memory; see `GenerateEngine`."""

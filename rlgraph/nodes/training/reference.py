@@ -11,7 +11,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Feedback, Output, declare
 from rlgraph.nodes.training.cached_scores import CachedLogProbs
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored
 from rlgraph.settings import checked
 
 
@@ -28,6 +28,7 @@ class Reference(TrainedModel):
     """
 
     role: ClassVar[str] = "reference"
+    frozen: ClassVar[bool] = True
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
     recompute: bool = field(default=False, init=False)
     adapter: LoRA | None = field(default=None, init=False)
@@ -47,6 +48,7 @@ class Reference(TrainedModel):
         Raises GraphError for a cache with `dtype="auto"`, which may be another dtype on the next machine.
         """
         temperature = sampling_temperature(inputs)
+        check_scored(name, self, temperature)
         operation = LogProbs(self, "ref_log_probs", temperature)
         if cache is not None:
             if self.dtype == "auto":
@@ -68,6 +70,10 @@ class Reference(TrainedModel):
         Raises GraphError for anything but a feedback edge, for an edge with `latest=True`, and for the edge of a rollout whose
         responses mix versions (`interrupt` or `continuous`).
         """
+        if self.spec.only_scores:
+            raise GraphError(
+                f"node '{name}' is of a model with trainer='{self.spec.name}', which keeps the weights of its folder; leave out trainer"
+            )
         if weights.latest:
             raise GraphError(
                 f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "

@@ -13,7 +13,7 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored, check_trained, check_whole_vocabulary
 from rlgraph.settings import Count, Name, checked
 
 OWN = ("teacher_log_probs",)
@@ -61,7 +61,8 @@ class Teacher(Reference):
     >>> teacher.log_probs(rollout).columns, teacher.top_log_probs(rollout, top_k=64).columns
     (('teacher_log_probs',), ('teacher_log_probs', 'teacher_top_ids', 'teacher_top_log_probs'))
 
-    On a pool of its own it overlaps with rollout and update; on the policy's pool they time-share.
+    On a pool of its own it overlaps with rollout and update; on the policy's pool they time-share. With `trainer="vllm"` it reads the
+    responses as prompts of vLLM, at temperature 1, and its `top_k` is a number.
     """
 
     role: ClassVar[str] = "teacher"
@@ -87,7 +88,9 @@ class Teacher(Reference):
     def _declared(self, name: str, inputs: Any, writes: tuple[str, ...], *, top: bool, top_k: int | None, only: str | None) -> Output:
         if top:
             check_whole_vocabulary(name, self)
-        operation = Teaching(self, sampling_temperature(inputs), top, top_k, only)
+        temperature = sampling_temperature(inputs)
+        check_scored(name, self, temperature, top_k if top else 1)
+        operation = Teaching(self, temperature, top, top_k, only)
         reads = TOKENS if only is None else (*TOKENS, "data_sources")
         return Output(declare(name, operation, inputs, reads=reads, writes=writes, model=self))
 

@@ -41,7 +41,8 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 class TrainedModel(Model):
     """The base of policy, critic and reference: a Hugging Face folder, float32 master weights, `dtype` compute.
 
-    * `trainer`: "fsdp" (FSDP2), or a `TrainerSpec` of your own. `scores`: its output for each token, "log_probs" or "values".
+    * `trainer`: "fsdp" (FSDP2), for a teacher or a reference "vllm", or a `TrainerSpec` of your own. `scores`: its output for
+      each token, "log_probs" or "values".
     * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
       AMX), else float32.
     * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
@@ -76,6 +77,7 @@ class TrainedModel(Model):
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
+    frozen: ClassVar[bool] = False  # whether it may be without an update
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +98,18 @@ class TrainedModel(Model):
                 "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         object.__setattr__(self, "_spec", trainer_of(self))
+        if self.spec.only_scores:
+            self._check_scorer()
+
+    def _check_scorer(self) -> None:
+        """Raise GraphError for what an engine that only scores cannot do."""
+        name = self.spec.name
+        if not self.frozen:
+            raise GraphError(f"{type(self).__name__}(trainer='{name}'): it only scores, for rg.Teacher and rg.Reference; leave out trainer")
+        if self.data_parallel not in (None, 1):
+            raise GraphError(
+                f"{type(self).__name__}(trainer='{name}', data_parallel={self.data_parallel}): it is one process; leave it out"
+            )
 
     @property
     def spec(self) -> TrainerSpec:
@@ -104,6 +118,8 @@ class TrainedModel(Model):
 
     @property
     def ranks(self) -> int | None:
+        if self.spec.only_scores:
+            return 1
         return None if self.data_parallel is None else self.data_parallel * self.tensor_parallel * self.context_parallel
 
     @property
@@ -168,4 +184,19 @@ def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
         raise GraphError(
             f"node '{name}' needs log-probs of several tokens at each position, which ranks that share a pass do not give: leave out "
             f"tensor_parallel={model.tensor_parallel} and context_parallel={model.context_parallel}, or distil by the sampled token"
+        )
+
+
+def check_scored(name: str, model: TrainedModel, temperature: float, top_k: int | None = 1) -> None:
+    """Raise GraphError for scores that an engine that only scores does not give."""
+    if not model.spec.only_scores:
+        return
+    if temperature != 1.0:
+        raise GraphError(
+            f"node '{name}' scores responses that are sampled at temperature {temperature}, but trainer='{model.spec.name}' gives those of "
+            "temperature 1; sample at 1, or leave out trainer"
+        )
+    if top_k is None:
+        raise GraphError(
+            f"node '{name}' has top_k=None, but trainer='{model.spec.name}' gives some tokens of the vocabulary; give top_k, as top_k=64"
         )

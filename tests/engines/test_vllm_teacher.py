@@ -1,0 +1,78 @@
+"""A teacher on vLLM gives the log-probs of one in the trainer, and what it does not give is refused where it is declared."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.errors import GraphError
+
+NEAR = 1e-4  # in float32; 1.5e-6 was seen
+
+
+@pytest.mark.vllm
+def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "tiny", vocab=288)
+    draw = torch.Generator().manual_seed(0)
+    batch = {
+        "prompts": torch.randint(3, 280, (3, 4), generator=draw),
+        "prompt_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]).bool(),
+        "responses": torch.randint(3, 280, (3, 5), generator=draw),
+        "response_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool(),
+    }
+    torch.save(batch, tmp_path / "batch.pt")
+    script = Path(__file__).with_name("scoring_process.py")
+    command = [sys.executable, str(script), str(folder), str(tmp_path / "batch.pt"), str(tmp_path / "out.pt")]
+    subprocess.run(command, check=True, timeout=300)
+    found = torch.load(tmp_path / "out.pt")
+
+    trainer = FsdpEngine(PolicyHead(folder), optimizer=rg.AdamW(), dtype=torch.float32, micro_batch_tokens=4096)
+    scores, ids, top = trainer.top_scores(batch, 4)
+    trainer.close()
+    assert torch.equal(found["top"][1], ids)
+    for one, other in ((found["top"][0], scores), (found["own"], scores), (found["top"][2], top)):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, atol=NEAR, rtol=0)
+    assert bool((scores[~batch["response_mask"]] == 0).all())
+    assert bool((scores[batch["response_mask"]] < 0).all())
+
+
+def rollout(**sampling: Any) -> rg.Output:
+    generator = rg.Generator("tiny", pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=4, **sampling))
+    return generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=2))
+
+
+def test_a_teacher_on_vllm_is_one_process_of_its_pool() -> None:
+    teacher = rg.Teacher("tiny", pool=rg.Pool("teacher"), trainer="vllm")
+    plan = rg.compile(rg.Graph("scored", teacher.top_log_probs(rollout(), top_k=4)), rg.Cluster(cpus=4))
+    assert len(plan.node("teacher_top_log_probs").workers) == 1
+
+
+def refused(model: Any, **settings: Any) -> Any:
+    return model("tiny", pool=rg.Pool("train"), trainer="vllm", **settings)
+
+
+@pytest.mark.parametrize(
+    ("declare", "said"),
+    [
+        (lambda: refused(rg.Policy), r"Policy\(trainer='vllm'\): it only scores"),
+        (lambda: refused(rg.Critic), r"Critic\(trainer='vllm'\): it only scores"),
+        (lambda: refused(rg.Teacher, data_parallel=2), r"data_parallel=2\): it is one process"),
+        (lambda: refused(rg.Teacher).log_probs(rollout(temperature=0.5)), "sampled at temperature 0.5"),
+        (lambda: refused(rg.Teacher).top_log_probs(rollout(), top_k=None), "has top_k=None"),
+        (
+            lambda: refused(rg.Reference).old_log_probs(rollout(), weights=rg.feedback("weights", depth=1)),
+            "keeps the weights of its folder",
+        ),
+    ],
+)
+def test_what_vllm_does_not_score_is_refused_where_it_is_declared(declare: Any, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        declare()
