@@ -37,6 +37,7 @@ ON_GPU: dict[str, Any] = {
     "questions": 128,
     "steps": 300,
     "micro_batch_tokens": 16384,
+    "export_float32": False,  # the engine computes in bfloat16
 }
 Settings: TypeAlias = mathematics.Config
 Run = dict[str, Any]
@@ -176,7 +177,7 @@ def run_until_flat(cfg: Settings, folder: Path, flat: Flat, until_s: float, expo
                     signal.raise_signal(signal.SIGINT)  # finishes the steps in flight, saves the run and raises KeyboardInterrupt
             if export is not None:
                 shutil.rmtree(export, ignore_errors=True)
-                job.export(export)
+                job.export(export, dtype="float32" if cfg.export_float32 else "bfloat16")
     except KeyboardInterrupt:
         if not over:
             raise

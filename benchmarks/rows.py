@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from figures import Each, Figure, count, gigabytes, ms, percent, seconds, share, times
+from mathematics_rows import MATHEMATICS
 from table import Row, table
 
 
@@ -97,6 +98,7 @@ LEARNING = [
     *stale("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),
     *learned("continuous batching over steps, depth 2", "continuous_cpu.jsonl", "recipes/continuous.py"),
     *stale("continuous batching over steps, depth 2", "continuous_cpu.jsonl", "recipes/continuous.py"),
+    *MATHEMATICS,
 ]  # fmt: skip
 
 

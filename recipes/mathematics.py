@@ -46,6 +46,7 @@ class Config:
     seed: int = 0
     out: str = "runs/mathematics"
     export: bool = True  # write the trained model to OUT/model
+    export_float32: bool = True  # or bfloat16, which is what was evaluated where the engine computes in bfloat16
 
 
 def data(cfg: Config) -> tuple[Any, Any]:
@@ -96,4 +97,4 @@ if __name__ == "__main__":
     with plan.launch() as job:
         list(rg.record(job, cfg.steps, cfg.out))
         if cfg.export:
-            job.export(Path(cfg.out) / "model")
+            job.export(Path(cfg.out) / "model", dtype="float32" if cfg.export_float32 else "bfloat16")

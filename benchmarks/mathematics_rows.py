@@ -1,0 +1,24 @@
+"""The rows of `recipes/mathematics.py`: what its seeds learn on two cores, and what the exported model answers."""
+
+from typing import Any
+
+from figures import Each, Figure, count, share
+from table import Row
+
+MATHS, SEEDS, SEED_1, BY_SEED = "mathematics_cpu.json", ("runs", Each()), ("runs", "seed=1"), "benchmarks/learning.py"
+
+
+def of_seeds(field: str, *path: Any) -> Figure:
+    """The mean over the seeds of the mathematics recipe."""
+    return share(MATHS, *SEEDS, field, *path, reduce="mean")
+
+
+MATHEMATICS = [
+    Row("SmolLM2 learns arithmetic with digits, asked by its chat template: accuracy held out after {steps} steps, {seeds} seeds",
+        of_seeds("final_accuracy"), BY_SEED, "before", of_seeds("accuracy", 0, 2),
+        {"steps": count(MATHS, "settings", "steps"), "seeds": count(MATHS, *SEEDS, "steps", reduce="count")}),
+    Row("the same: of the worst seed", share(MATHS, *SEEDS, "final_accuracy", reduce="min"), BY_SEED),
+    Row("the same: mean reward of the last 4 steps", of_seeds("last_reward"), BY_SEED, "the first 4", of_seeds("first_reward")),
+    Row("the same: the exported model of seed 1 (float32) by vLLM alone", share(MATHS, *SEED_1, "exported_by_vllm", "accuracy"), BY_SEED,
+        "by rlgraph at the end", share(MATHS, *SEED_1, "final_accuracy")),
+]  # fmt: skip
