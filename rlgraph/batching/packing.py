@@ -36,8 +36,8 @@ class PackedSequence:
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
-    Packed flat they are [1, L]: sequence i begins at `starts[i]`, and none is longer than `longest`. With a `group`, its ranks have
-    consecutive parts of the row, and this is the part of one.
+    Packed flat they are [1, L]: sequence i begins at `starts[i]` with a prompt of `prompts[i]` tokens, and none is longer than
+    `longest`. With a `group`, its ranks have consecutive parts of the row, and this is the part of one.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `real` is false on padding of the flattened input.
@@ -52,6 +52,7 @@ class MicroBatch:
     row: torch.Tensor
     column: torch.Tensor
     starts: torch.Tensor | None = None
+    prompts: torch.Tensor | None = None
     longest: int = 0
     group: Any = None
     real: torch.Tensor | None = None
@@ -237,6 +238,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         row=torch.cat([none, *rows]),
         column=torch.cat([none, *columns]),
         starts=torch.tensor(starts, dtype=torch.int32),
+        prompts=torch.tensor([*(s.prompt for s in sequences), *([spare] if spare else [])], dtype=torch.int32),
         longest=max([spare, *(s.tokens for s in sequences)]),
         real=torch.arange(starts[-1]) < sum(s.tokens for s in sequences),
     )

@@ -14,7 +14,11 @@ class LoopBound:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the schedule guarantees for any timing, derived from its credits. Edges to evaluations alone have no bound in `loops`."""
+    """What the schedule guarantees for any timing, derived from its credits. Edges to evaluations alone have no bound in `loops`.
+
+    `exact` says that trainers compute the engines' log-probs to the bit. It rests on the engine's own kernels in the trainer, in float32
+    on one core, and on a check of some tokens of each step.
+    """
 
     staleness_bound: int
     deadlock_free: bool
@@ -22,3 +26,4 @@ class Certificate:
     buffered_bytes: int | None
     period_s: float
     loops: tuple[LoopBound, ...] = ()
+    exact: bool = False

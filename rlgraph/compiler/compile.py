@@ -52,6 +52,7 @@ from rlgraph.costs.plain_costs import warnings_of
 from rlgraph.costs.roofline import device_of, roofline, with_sleep
 from rlgraph.costs.sharing import assumed_sharing, check_shared, with_sharing
 from rlgraph.errors import PlanError
+from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.simulate import continuous
 from rlgraph.simulate.advice import advise
@@ -332,6 +333,7 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
         buffered_bytes=None if None in sizes else sum(size or 0 for size in sizes),
         period_s=period_s,
         loops=loops,
+        exact=bool(exact_models(graph)),
     )
 
 

@@ -9,6 +9,7 @@ import networkx as nx
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.errors import PlanError
+from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Graph, Model, Node
 from rlgraph.graph.operation import ModelTraits
 
@@ -154,14 +155,26 @@ def place_workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping
     gpus = devices(graph, cluster, counts)
     cores = _first_cores(graph, cluster, counts)
     found: list[PlannedWorker] = []
+    exact = exact_models(graph)
     for name, model in model_names(graph).items():
         names = tuple(sorted((n.name for n in graph.nodes if n.model is model), key=order.__getitem__))
         found += _ranks(model, name, names, gpus[model.pool.name], counts[model.pool.name], cluster, cores[model.pool.name])
+        if model in exact:
+            _check_exact(name, model, found[-1])
     for chain in _host_chains(graph):
         names = tuple(sorted((n.name for n in chain), key=order.__getitem__))
         found.append(PlannedWorker(chain[0].name, None, None, 0, 1, (), 1, names))
     first = {w.name: min(order[n] for n in w.nodes) for w in found}
     return tuple(sorted(found, key=lambda w: (first[w.name], w.rank)))
+
+
+def _check_exact(name: str, model: Model, worker: PlannedWorker) -> None:
+    if worker.gpus or worker.threads > 1:
+        on = "a GPU" if worker.gpus else f"{worker.threads} cores"
+        raise PlanError(
+            f"{name} would run on {on}, and exact=True is proven on one core each: give its pool as many cores as it has processes, "
+            f"rg.Pool('{model.pool.name}', cpus=1)"
+        )
 
 
 def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, int]:

@@ -31,6 +31,7 @@ TrainerSetting: TypeAlias = Literal[
     "tensor_parallel",
     "context_parallel",
     "adapter",
+    "exact",
 ]
 
 
@@ -43,7 +44,8 @@ class EngineSpec(Estimates):
     `engine_args`, which `check_arguments(given)` checks where the generator is declared; it returns those that need a GPU, with the
     reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It `shares_steps` if responses that
     join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a policy with `adapter=`: each new
-    version is then made of the base and the adapter. See `Estimates` for the other fields.
+    version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
+    computes its log-probs to the bit. See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -58,6 +60,7 @@ class EngineSpec(Estimates):
     spans_devices: bool = False
     shares_steps: bool = True
     merges_adapters: bool = False
+    samples_exactly: bool = False
     check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
 
     def takes(self, setting: str) -> bool:

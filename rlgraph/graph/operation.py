@@ -186,6 +186,8 @@ class ModelTraits:
 
     `merges_adapters` says that it may follow a model with an `adapter`.
 
+    `exact` says that its log-probs are to the bit those of the engine that samples, and `samples_exactly` that it has such an engine.
+
     `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
     `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
@@ -208,6 +210,8 @@ class ModelTraits:
     one_moment: bool = False
     adapter: "LoRA | None" = None
     merges_adapters: bool = False
+    exact: bool = False
+    samples_exactly: bool = False
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None

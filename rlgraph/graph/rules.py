@@ -9,6 +9,7 @@ import networkx as nx
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.adapter_rules import check_adapters
+from rlgraph.graph.exact_rules import check_exact
 from rlgraph.graph.rounds import lags
 
 if TYPE_CHECKING:
@@ -313,6 +314,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     chunks_fit_a_channel,
     evaluations_delay_nobody,
     check_adapters,
+    check_exact,
 )
 
 

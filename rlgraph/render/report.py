@@ -335,11 +335,18 @@ def _certificate(run: Run) -> Iterator[str]:
         ("bytes buffered in channels", size, "", "by construction"),
         ("steps in flight", f"at most {plan.window}", "", "by construction"),
         ("period, from the costs it was compiled with", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), ""),
+        *_exact(run),
     )
     yield "<table><thead><tr><th>what</th><th>certified</th><th>seen</th><th></th></tr></thead><tbody>"
     for row in rows:
         yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
     yield "</tbody></table>"
+
+
+def _exact(run: Run) -> Iterator[tuple[str, str, str, str]]:
+    if run.plan.certificate.exact:
+        tokens = sum(step.get("exact/tokens_checked", 0.0) for step in run.steps)
+        yield "log-probs of rollout and trainer", "equal to the bit", f"equal in {tokens:.0f} tokens", "held"
 
 
 def _bounded(limit: int, seen: int | None) -> tuple[str, str, str]:

@@ -180,5 +180,6 @@ def _certificate(plan: Plan) -> list[str]:
         f"at most {words.size(proof.buffered_bytes)} buffered" if proof.buffered_bytes is not None else "buffered bytes not known",
         f"at most {words.counted(plan.window, 'step')} in flight",
         f"a step of {words.seconds(proof.period_s, plan.prediction.cost)}",
+        *(["rollout and trainer agree to the bit (one kernel on both sides, some tokens checked in each step)"] if proof.exact else []),
     ]
     return [*wrapped(f"certificate: {'; '.join(claims)}", indent=2)]

@@ -22,6 +22,7 @@ WITHOUT_EFFECT = frozenset(  # what models hand on to attention and its result d
     (
         *("dropout", "is_causal", "position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions", "layer_idx"),
         *("output_hidden_states", "output_router_logits", "return_dict", "cu_seq_lens_k", "max_length_k", "logits_to_keep"),
+        *("prompt_lengths",),
     )
 )
 

@@ -10,6 +10,7 @@ On a GPU one kernel computes log-probs and entropies, and one their gradient: `t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,17 +49,18 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
     """Score `tokens [N]` by the linear map `head` of `states [N, H]`.
 
     Without gradients it takes a few rows at a time. With them it does so only if `fused`, since the backward pass then computes the logits
-    again. A head that is no plain linear map is computed whole.
+    again. With gradients, a head that is no plain linear map is computed whole.
     """
-    if type(head) is not torch.nn.Linear:
+    if not isinstance(head, torch.nn.Linear):
         return scored(head(states), tokens)
     learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
     weight, bias = own_part(head.weight), None if head.bias is None else own_part(head.bias)
-    at_once = rows_at_once(weight)
-    if len(states) <= at_once or (learns and not fused):
-        return scored(linear(states, weight, bias), tokens)
+    at_once, plain = rows_at_once(weight), type(head) is torch.nn.Linear
+    product: Callable[[torch.Tensor], torch.Tensor] = partial(linear, weight=weight, bias=bias) if plain else head
+    if len(states) <= at_once or (learns and not (fused and plain)):
+        return scored(product(states), tokens)
     if not learns:
-        parts = [scored(linear(states[rows], weight, bias), tokens[rows]) for rows in _chunks(len(states), at_once)]
+        parts = [scored(product(states[rows]), tokens[rows]) for rows in _chunks(len(states), at_once)]
         return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
     found: tuple[torch.Tensor, ...] = _FusedScores.apply(states, weight, bias, tokens, scored, at_once)
     return found
@@ -164,11 +166,11 @@ class _TokenScores(torch.autograd.Function):
         normalisers, entropies = torch.empty_like(log_probs), torch.zeros_like(log_probs)
         for rows in _rows_of(logits):
             scaled = logits[rows].float() / temperature
-            normalisers[rows] = scaled.logsumexp(-1)
-            log_probs[rows] = scaled.gather(-1, own[rows, None])[:, 0] - normalisers[rows]
+            table = scaled.log_softmax(-1)  # as engines do, to the bit
+            log_probs[rows] = table.gather(-1, own[rows, None])[:, 0]
+            normalisers[rows] = scaled.gather(-1, own[rows, None])[:, 0] - log_probs[rows]
             if entropy:
-                scaled -= normalisers[rows, None]
-                entropies[rows] = -(scaled.exp() * scaled).sum(-1)
+                entropies[rows] = -(table.exp() * table).sum(-1)
         if words is not None:
             normalisers, log_shares, (found, inner, is_here) = words.joined(normalisers, log_probs, entropies, here.float())
             log_probs = (is_here * (found + log_shares)).sum(0)

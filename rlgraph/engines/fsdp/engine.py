@@ -14,6 +14,7 @@ from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_bat
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
+from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import fused_norms, packed_attention
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.collectives import filled
@@ -49,7 +50,7 @@ class FsdpEngine:
     memory, and brings those of one parameter at a time to the device in an optimizer step. `tensor_parallel` neighbours share the matrices
     of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `load_balance` is the
     weight of the loss that balances the experts of a mixture. With an `adapter` the model itself is frozen, in `dtype`; weights,
-    shards and state are then those of the adapter alone.
+    shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see `exact.model`.
     `on_progress(done, total)` is called after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
@@ -74,6 +75,7 @@ class FsdpEngine:
         context_parallel: int = 1,
         load_balance: float = 0.0,
         adapter: LoRA | None = None,
+        exact: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
@@ -89,11 +91,12 @@ class FsdpEngine:
         self._micro_batch_tokens = micro_batch_tokens
         self._settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
-        self._flat = self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat
+        self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
         self._shared = shared
         if self._ranks.sharing > 1:
             self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
+        self._exchanged = exchange(head.model) if exact else []
         if self._device.type == "cuda":
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
@@ -214,7 +217,12 @@ class FsdpEngine:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
+        self._forget()
         return metrics
+
+    def _forget(self) -> None:
+        for projection in self._exchanged:
+            projection.forget()
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         ranks = self._ranks
@@ -254,6 +262,7 @@ class FsdpEngine:
         for name, parameter in named.items():
             box = own_box(name, parameter)
             box.tensor.copy_(box.within(weights[name]))
+        self._forget()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
@@ -269,6 +278,7 @@ class FsdpEngine:
             if local(tensor).data_ptr() != local(state[name]).data_ptr():
                 local(tensor).copy_(local(state[name]))
         self._steps = int(state["optimizer_steps"])
+        self._forget()
 
     def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
         """Copy the state to the host, and give the function that writes it as shards of torch.distributed.checkpoint."""

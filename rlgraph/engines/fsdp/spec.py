@@ -17,11 +17,15 @@ def load(model: Any, place: Place) -> TrainEngine:
     """Make one rank's engine, after the test that needs none of the weights; the ranks of one model meet at `place.rendezvous`."""
     import torch
 
+    from rlgraph.engines.exact.model import check_exact
     from rlgraph.engines.forward.heads import PolicyHead, ValueHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.rendezvous import meet
+    from rlgraph.engines.hf_models.pretrained import check_model
 
     sharing = model.traits.sharing > 1
+    if model.exact:
+        check_exact(model.path, check_model(model.path).model_type, place.device)
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute or sharing
     shared = True
     if model.self_test:
@@ -52,6 +56,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         context_parallel=model.context_parallel,
         load_balance=model.load_balance,
         adapter=model.adapter,
+        exact=model.exact,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -77,6 +82,7 @@ SPEC = TrainerSpec(
         "tensor_parallel",
         "context_parallel",
         "adapter",
+        "exact",
     ),
     reads_shards=True,
     saved_shards=saved_shards,

@@ -66,7 +66,7 @@ def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """Compute the last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
     more: dict[str, Any] = {}
     if micro_batch.starts is not None:
-        more = {"cu_seq_lens_q": micro_batch.starts, "max_length_q": micro_batch.longest}
+        more = {"cu_seq_lens_q": micro_batch.starts, "max_length_q": micro_batch.longest, "prompt_lengths": micro_batch.prompts}
         more |= {"context_group": micro_batch.group} if micro_batch.group is not None else {}
     elif micro_batch.mask is not None:
         more = {"shared_positions": micro_batch.positions}

@@ -19,7 +19,7 @@ from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import is_head
 from rlgraph.engines.lora.merging import MergedWeights, as_described
 from rlgraph.engines.vllm import engine_arguments, language_model
-from rlgraph.engines.vllm.cpu_packing import pack_again
+from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
 
@@ -75,12 +75,7 @@ class VllmEngine(GenerateEngine):
             share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, (copies - 1) * weights, self._own_bytes)
         context = max_model_len or self._summary.context_length
         machine = engine_arguments.arguments(
-            on_cpu=self._on_cpu,
-            context=context,
-            max_sequences=max_sequences,
-            kv_cache_bytes=kv_cache_bytes,
-            share=share,
-            shared=shared,
+            on_cpu=self._on_cpu, context=context, max_sequences=max_sequences, kv_cache_bytes=kv_cache_bytes, share=share, shared=shared
         )
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         with warnings.catch_warnings():
@@ -88,6 +83,8 @@ class VllmEngine(GenerateEngine):
             warnings.simplefilter("ignore", FutureWarning)
             nested = language_model.arguments(self._summary.nested)
             self._engine = LLMEngine.from_engine_args(EngineArgs(**{**model, **machine, **nested, **(engine_args or {})}))
+        if self._on_cpu:
+            pair_single_rows(self._model())
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads = 0
@@ -176,6 +173,7 @@ class VllmEngine(GenerateEngine):
         if self._on_cpu:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
             pack_again(self._model(), self._engine.vllm_config, tied=not any(is_head(name) for name in self._shapes))
+            pair_single_rows(self._model())
         elif self._parallel:
             self._shared.load(weights)
         else:

@@ -35,5 +35,6 @@ SPEC = EngineSpec(
     settings=("memory", "max_sequences", "engines_per_gpu", "engine_args"),
     spans_devices=True,
     merges_adapters=True,
+    samples_exactly=True,
     check_arguments=check_arguments,
 )

@@ -129,6 +129,7 @@ class Generator(Model):
             gpu_only=self._gpu_only,  # type: ignore[attr-defined]
             shares_steps=self.spec.shares_steps,
             merges_adapters=self.spec.merges_adapters,
+            samples_exactly=self.spec.samples_exactly,
             estimates=self.spec,
         )
 

@@ -50,6 +50,14 @@ class LogProbs(Operation):
         return {self.column: log_probs, "sum_pi_squared": squares}
 
 
+@dataclass(frozen=True, eq=False)
+class SampledLogProbs(Operation):
+    """Take the rollout's log-probs [B, T] for the policy's own, which they equal to the bit."""
+
+    def start(self, context: Context) -> Stage:
+        return lambda step, columns: {"old_log_probs": columns["rollout_log_probs"]}
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Policy(TrainedModel):
     """The model that is trained. `path` is a folder in Hugging Face format.
@@ -68,8 +76,11 @@ class Policy(TrainedModel):
         """Declare `old_log_probs` [B, T]: the trainer's log-probs of the responses before the update.
 
         `sum_pi_squared=True` adds the column of that name [B, T] from the same pass: at each token the sum of the squared
-        probabilities of the whole vocabulary. `rg.algorithms.OptimalTokenBaseline` reads it.
+        probabilities of the whole vocabulary. `rg.algorithms.OptimalTokenBaseline` reads it. With `exact=True` they are those of the
+        rollout, without a pass.
         """
+        if self.exact and not sum_pi_squared:
+            return Output(declare(name, SampledLogProbs(), inputs, reads=("rollout_log_probs",), writes=("old_log_probs",)))
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
@@ -122,6 +133,7 @@ class Policy(TrainedModel):
         behaviour, reads = columns_read(name, inputs, loss)
         if guards.stop_mismatch is not None:
             reads += ("rollout_log_probs", "old_log_probs")
+        reads += ("rollout_log_probs",) if self.exact else ()
         parts, more = [], list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):

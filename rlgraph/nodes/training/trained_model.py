@@ -12,6 +12,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
+from rlgraph.nodes.training.exact import check_exact_settings
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype
 
@@ -58,6 +59,8 @@ class TrainedModel(Model):
     * `compiled`: fuses the kernels of each layer, at a slower start.
     * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
     * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model itself as it is.
+    * `exact`: computes the log-probs of the engine `vllm` to the bit, and checks some tokens of each step before its update. It is for
+      CPUs, `dtype="float32"`, pools of one core and depth 0.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
     """
@@ -74,6 +77,7 @@ class TrainedModel(Model):
     compiled: bool = False
     load_balance: AtLeastZero = 0.0
     adapter: LoRA | None = None
+    exact: bool = False
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
@@ -87,6 +91,8 @@ class TrainedModel(Model):
             )
         if self.adapter is not None:
             check_adapter(self)
+        if self.exact:
+            check_exact_settings(self)
         if self.tensor_parallel > 1 and self.compiled:
             raise GraphError(
                 f"{type(self).__name__}(tensor_parallel={self.tensor_parallel}, compiled=True): layers that ranks share are not compiled; "
@@ -139,6 +145,7 @@ class TrainedModel(Model):
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
             adapter=self.adapter,
+            exact=self.exact,
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
         )
@@ -160,6 +167,7 @@ def check_trained(model: TrainedModel) -> None:
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
+    from rlgraph.engines.exact.model import check_exact
     from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
     from rlgraph.engines.hf_models.pretrained import check_model
 
@@ -167,6 +175,8 @@ def check_trained(model: TrainedModel) -> None:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
+    if model.exact:
+        check_exact(model.path, check_model(model.path).model_type, "cpu")
     if check_model(model.path).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 

@@ -17,6 +17,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
+from rlgraph.nodes.training.exact import checked_rows
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mixture import Part, mixed
 from rlgraph.nodes.training.trained_model import TrainedModel, check_trained
@@ -175,8 +176,9 @@ class PolicyUpdate(Training):
         if step < self.critic_warmup:
             return {}, _sizes(own)
         batch = _batch(own, self.behaviour, step)
+        exact = checked_rows(context.engine, columns, step, self.temperature) if self.model.exact else {}
         more = [(_batch(part.of(columns), part.behaviour, step), part) for part in self.parts]
-        return {}, {**self.learn(context, guard, batch, more, temperature=self.temperature), **guard.metrics(), **_sizes(own)}
+        return {}, {**self.learn(context, guard, batch, more, temperature=self.temperature), **guard.metrics(), **_sizes(own), **exact}
 
 
 def _batch(columns: Columns, behaviour: str, step: int) -> dict[str, Column]:

@@ -1,0 +1,41 @@
+"""A trainer's model that computes what the engine computes, bit for bit: float32 on a CPU, one thread.
+
+Embeddings, norms and the products in between are equal as they are. Linear maps, rotations and attention are exchanged for the engine's
+kernels; log-probs are a `log_softmax` on both sides.
+"""
+
+from typing import Any
+
+import torch
+
+from rlgraph.errors import DataError
+
+FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_exact.py
+
+
+def check_exact(path: str, model_type: str, device: str) -> None:
+    """Raise DataError for a model that is not proven to be exact."""
+    where = f"exact=True with '{path}'"
+    if model_type not in FAMILIES:
+        raise DataError(f"{where}: a model of the family '{model_type}' is not proven to be exact; those that are: {', '.join(FAMILIES)}")
+    if device != "cpu":
+        raise DataError(f"{where}: it is proven on CPUs alone, not on '{device}'; leave out exact")
+
+
+def exchange(model: Any) -> list[Any]:
+    """Give a Hugging Face model the engine's linear maps and attention. Returns the maps, which `forget` when weights change."""
+    from rlgraph.engines.exact import cpu_attention
+    from rlgraph.engines.exact.cpu_linear import ExactLinear
+    from rlgraph.engines.exact.cpu_rotation import LateRotation
+    from rlgraph.engines.hf_models.backbone import backbone_of, layers_of
+
+    cpu_attention.register()
+    model.set_attn_implementation(cpu_attention.NAME)
+    backbone = backbone_of(model)
+    backbone.rotary_emb = LateRotation(backbone.rotary_emb)
+    for layer in layers_of(backbone):
+        object.__setattr__(layer.self_attn, "rotation", backbone.rotary_emb)  # no second parent of the module
+    found = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    for module in found:
+        module.__class__ = ExactLinear
+    return found

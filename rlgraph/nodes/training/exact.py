@@ -1,0 +1,49 @@
+"""A policy whose log-probs are the engine's to the bit: what its settings may be, and a check of some rows in each step."""
+
+from typing import Any
+
+import torch
+
+from rlgraph.columns import Columns, rows_of
+from rlgraph.errors import CertificateError, GraphError
+from rlgraph.nodes.base import tensor_of
+
+CHECKED = 4  # rows of a step
+
+
+def check_exact_settings(model: Any) -> None:
+    """Raise GraphError for settings that are not proven to be exact."""
+    where = f"{type(model).__name__}(exact=True"
+    if model.dtype != "float32":
+        raise GraphError(f"{where}, dtype='{model.dtype}'): it is proven in float32 alone; write dtype='float32'")
+    given = {
+        "tensor_parallel": (model.tensor_parallel, 1),
+        "context_parallel": (model.context_parallel, 1),
+        "recompute": (model.recompute, False),
+        "fused_head": (model.fused_head, None),
+        "compiled": (model.compiled, False),
+        "load_balance": (model.load_balance, 0.0),
+        "adapter": (model.adapter, None),
+    }
+    for name, (value, plain) in given.items():
+        if value != plain:
+            raise GraphError(f"{where}, {name}={value!r}): the two together are not proven to be exact; leave out one")
+
+
+def checked_rows(engine: Any, batch: Columns, step: int, temperature: float) -> dict[str, float]:
+    """Score some rows of a batch before its first update, other ones in each step; give the number of their tokens as a metric.
+
+    Raises CertificateError for a token whose log-prob differs from the engine's in any bit.
+    """
+    rows = rows_of(batch)
+    chosen = torch.arange(step * CHECKED, step * CHECKED + min(CHECKED, rows)) % rows
+    some = {name: tensor_of(batch, name)[chosen] for name in ("prompts", "prompt_mask", "responses", "response_mask")}
+    sampled, mask = tensor_of(batch, "rollout_log_probs")[chosen], some["response_mask"].bool()
+    differ = (engine.scores(some, temperature=temperature) != sampled) & mask
+    if bool(differ.any()):
+        most = (engine.scores(some, temperature=temperature) - sampled)[mask].abs().max().item()
+        raise CertificateError(
+            f"step {step}: {int(differ.sum())} of {int(mask.sum())} tokens of {len(chosen)} rows have other log-probs in the trainer than "
+            f"in the engine, by up to {most:.1e}; Policy(exact=True) says that all are equal. Leave out exact to go on without that promise"
+        )
+    return {"exact/tokens_checked": float(mask.sum())}

@@ -1,0 +1,124 @@
+"""A policy with exact=True: a job in which rollout and trainer agree to the bit, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import forked  # noqa: F401 (a way of dispatch)
+import pytest
+import torch
+from digests import ITEMS, odd_tokens
+from tiny import tiny, tiny_qwen
+
+import rlgraph as rg
+from rlgraph.compiler.cluster import Cluster
+from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
+from rlgraph.nodes.training.exact import checked_rows
+from rlgraph.runtime.driver.job import Job
+
+SAMPLING = rg.Sampling(max_tokens=24, temperature=0.8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_qwen(tmp_path_factory.mktemp("model"), "qwen3"))
+
+
+def loop(model: str, *, depth: int = 0, base: str | None = None, **given: Any) -> rg.Graph:
+    of_generator = {"sampling": SAMPLING, "dtype": "float32", "max_context": 64} | given.pop("generator", {})
+    of_policy = {"optimizer": rg.AdamW(lr=1e-2), "dtype": "float32", "exact": True} | given.pop("policy", {})
+    generator = rg.Generator(base or model, pool=rg.Pool("rollout"), **of_generator)
+    policy = rg.Policy(model, pool=rg.Pool("train"), **of_policy)
+    weights = rg.feedback("weights", depth=depth)
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, **given)
+    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, policy.log_probs(rollout), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("exact", step.metrics)
+
+
+@pytest.mark.vllm
+def test_each_step_learns_from_log_probs_that_are_the_trainers_own_to_the_bit(model: str) -> None:
+    graph = loop(model)
+    plan = rg.compile(graph, Cluster(cpus=2))
+    assert plan.node("old_log_probs").pool is None  # no pass of the trainer
+    assert "agree to the bit" in " ".join(str(plan).split())
+    with Job(graph, plan, dispatch_name="forked", deadline_s=240.0) as job:
+        found = [step.metrics for step in job.steps(4)]
+    assert all(metrics["exact/tokens_checked"] == 4 * SAMPLING.max_tokens for metrics in found)
+    assert [metrics["actor/ppo_kl"] for metrics in found] == [0.0] * 4  # before each update every ratio is 1
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in found)
+
+
+class Engine:
+    """Gives log-probs, one of which is wrong in its last bit."""
+
+    def __init__(self, right: torch.Tensor, wrong: tuple[int, int] | None) -> None:
+        self.right, self.wrong = right, wrong
+
+    def scores(self, batch: dict[str, torch.Tensor], *, temperature: float) -> torch.Tensor:
+        rows = batch["prompts"][:, 0]
+        found = self.right[rows].clone()
+        for at, row in enumerate(rows.tolist()):
+            if self.wrong is not None and row == self.wrong[0]:
+                found[at, self.wrong[1]] = torch.nextafter(found[at, self.wrong[1]], torch.tensor(0.0))
+        return found
+
+
+def test_one_bit_of_one_token_ends_the_run_in_the_step_that_checks_it() -> None:
+    right = -torch.rand(10, 5, generator=torch.Generator().manual_seed(0)) - 0.5
+    mask = torch.ones(10, 5).bool()
+    mask[6, 4] = False  # a token of a tool: nobody's log-prob
+    batch = {"prompts": torch.arange(10)[:, None], "prompt_mask": torch.ones(10, 1).bool(), "responses": right.long()}
+    batch |= {"response_mask": mask, "rollout_log_probs": right}
+    assert checked_rows(Engine(right, None), batch, 0, 1.0) == {"exact/tokens_checked": 20.0}
+    assert checked_rows(Engine(right, (6, 3)), batch, 0, 1.0) == {"exact/tokens_checked": 20.0}
+    assert checked_rows(Engine(right, (6, 4)), batch, 1, 1.0) == {"exact/tokens_checked": 19.0}
+    with pytest.raises(CertificateError, match=r"step 1: 1 of 19 tokens of 4 rows have other log-probs .* Leave out exact"):
+        checked_rows(Engine(right, (6, 3)), batch, 1, 1.0)
+    with pytest.raises(CertificateError, match="step 2: 1 of 20 tokens"):
+        checked_rows(Engine(right, (9, 0)), batch, 2, 1.0)
+
+
+REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
+    "depth": (lambda m, o: loop(m, depth=1), "at depth=1: responses of older weights have other log-probs; use depth=0"),
+    "engine": (
+        lambda m, o: loop(m, generator={"engine": "transformers"}),
+        "its engine has other kernels than the trainer",
+    ),
+    "folder": (lambda m, o: loop(m, base=o), "give the same path"),
+    "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
+    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "it is proven in float32 alone; write dtype='float32'"),
+    "top_p": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_p=0.9)}), "top_p=0.9, .* use top_p=1"),
+    "top_k": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_k=9)}), "top_k=9 .* use top_p=1, top_k=0"),
+    "greedy": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, temperature=0)}), "a temperature above 0"),
+    "compiled": (lambda m, o: loop(m, policy={"compiled": True}), r"Policy\(exact=True, compiled=True\): .* leave out one"),
+    "adapter": (lambda m, o: loop(m, policy={"adapter": rg.LoRA(rank=4)}), "the two together are not proven to be exact"),
+    "recompute": (lambda m, o: loop(m, policy={"recompute": True}), "recompute=True"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_proven_is_refused_where_it_is_declared(case: str, model: str, tmp_path: Path) -> None:
+    build, match = REFUSED[case]
+    with pytest.raises(GraphError, match=match):
+        build(model, str(tiny(tmp_path)))
+
+
+def test_more_than_one_core_and_gpus_are_refused_by_the_plan(model: str) -> None:
+    with pytest.raises(PlanError, match=r"generator would run on 2 cores, and exact=True is proven on one core each: .* cpus=1"):
+        rg.compile(loop(model), Cluster(cpus=4))
+    with pytest.raises(PlanError, match="would run on a GPU"):
+        rg.compile(loop(model), Cluster(gpus=2, cpus=4))
+
+
+def test_a_family_without_proof_is_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
+    from families import folder_of
+
+    from rlgraph.nodes.training.trained_model import check_trained
+
+    folder = folder_of("gemma2", tmp_path)
+    policy = rg.Policy(str(folder), pool=rg.Pool("train"), dtype="float32", exact=True)
+    with pytest.raises(DataError, match="the family 'gemma2' is not proven to be exact; those that are: llama, qwen2, qwen3"):
+        check_trained(policy)
