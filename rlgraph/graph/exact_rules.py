@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 
 def check_exact(graph: "Graph") -> None:
     """Refuse what is not proven to be exact: other engines, other folders, dtypes but float32, a part of the vocabulary, depth."""
+    followed = {feedback.source.node.model for feedback in graph.feedbacks if feedback.source is not None}
+    for node in graph.nodes:
+        if node.model is not None and node.model.traits.exact and node.model not in followed:
+            raise GraphError(
+                f"graph '{graph.name}': the model of node '{node.name}' has exact=True, and no generator follows its weights; close a "
+                "feedback edge with them, or leave out exact"
+            )
     for feedback in graph.feedbacks:
         source = feedback.source.node.model if feedback.source is not None else None
         if source is None or not source.traits.exact:

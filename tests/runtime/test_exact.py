@@ -81,6 +81,19 @@ def test_one_bit_of_one_token_ends_the_run_in_the_step_that_checks_it() -> None:
         checked_rows(Engine(right, (9, 0)), batch, 2, 1.0)
 
 
+def alone(model: str) -> rg.Graph:
+    """A policy whose weights no generator follows."""
+    policy = rg.Policy(model, pool=rg.Pool("train"), dtype="float32", exact=True)
+    rollout = rg.Generator(model, pool=rg.Pool("rollout"), sampling=SAMPLING).rollout(rg.prompts(ITEMS, count=4), group_size=4)
+    step = policy.update(rollout, rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    return rg.Graph("alone", step.metrics)
+
+
+def imitates(model: str) -> object:
+    policy = rg.Policy(model, pool=rg.Pool("train"), dtype="float32", exact=True)
+    return policy.update(rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 8, policy), loss=rg.SFTLoss())
+
+
 REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     "depth": (lambda m, o: loop(m, depth=1), "at depth=1: responses of older weights have other log-probs; use depth=0"),
     "engine": (
@@ -95,6 +108,8 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     "greedy": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, temperature=0)}), "a temperature above 0"),
     "compiled": (lambda m, o: loop(m, policy={"compiled": True}), r"Policy\(exact=True, compiled=True\): .* leave out one"),
     "adapter": (lambda m, o: loop(m, policy={"adapter": rg.LoRA(rank=4)}), "the two together are not proven to be exact"),
+    "no generator": (lambda m, o: alone(m), "no generator follows its weights; close a feedback edge with them"),
+    "no rollout": (lambda m, o: imitates(m), "node 'update' trains a policy with exact=True on a batch that no engine sampled"),
     "recompute": (lambda m, o: loop(m, policy={"recompute": True}), "recompute=True"),
 }
 

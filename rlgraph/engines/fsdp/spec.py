@@ -17,15 +17,11 @@ def load(model: Any, place: Place) -> TrainEngine:
     """Make one rank's engine, after the test that needs none of the weights; the ranks of one model meet at `place.rendezvous`."""
     import torch
 
-    from rlgraph.engines.exact.model import check_exact
     from rlgraph.engines.forward.heads import PolicyHead, ValueHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.rendezvous import meet
-    from rlgraph.engines.hf_models.pretrained import check_model
 
     sharing = model.traits.sharing > 1
-    if model.exact:
-        check_exact(model.path, check_model(model.path).model_type, place.device)
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute or sharing
     shared = True
     if model.self_test:

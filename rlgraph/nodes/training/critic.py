@@ -33,6 +33,7 @@ class Critic(TrainedModel):
     role: ClassVar[str] = "critic"
     scores: ClassVar[Literal["log_probs", "values"]] = "values"
     adapter: LoRA | None = field(default=None, init=False)
+    exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)  # its head has one output
 
     @checked()

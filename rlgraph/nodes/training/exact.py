@@ -1,12 +1,13 @@
 """A policy whose log-probs are the engine's to the bit: what its settings may be, and a check of some rows in each step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rlgraph.columns import Columns, rows_of
 from rlgraph.errors import CertificateError, GraphError
-from rlgraph.nodes.base import tensor_of
+from rlgraph.nodes.base import carried, tensor_of
 
 CHECKED = 4  # rows of a step
 
@@ -28,6 +29,15 @@ def check_exact_settings(model: Any) -> None:
     for name, (value, plain) in given.items():
         if value != plain:
             raise GraphError(f"{where}, {name}={value!r}): the two together are not proven to be exact; leave out one")
+
+
+def checked_columns(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The columns that an update reads for its check. Raises GraphError for an exact policy's batch that no engine sampled."""
+    if model.exact and "rollout_log_probs" not in carried(inputs):
+        raise GraphError(
+            f"node '{name}' trains a policy with exact=True on a batch that no engine sampled; pass it a rollout, or leave out exact"
+        )
+    return ("rollout_log_probs",) if model.exact else ()
 
 
 def checked_rows(engine: Any, batch: Columns, step: int, temperature: float) -> dict[str, float]:

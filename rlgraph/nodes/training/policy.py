@@ -11,6 +11,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage, carried
+from rlgraph.nodes.training.exact import checked_columns
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.mixture import Part, checked_also
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
@@ -133,7 +134,7 @@ class Policy(TrainedModel):
         behaviour, reads = columns_read(name, inputs, loss)
         if guards.stop_mismatch is not None:
             reads += ("rollout_log_probs", "old_log_probs")
-        reads += ("rollout_log_probs",) if self.exact else ()
+        reads += checked_columns(name, self, inputs)
         parts, more = [], list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):

@@ -32,6 +32,7 @@ class Reference(TrainedModel):
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
     recompute: bool = field(default=False, init=False)
     adapter: LoRA | None = field(default=None, init=False)
+    exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)
     offload: Literal["moments"] | None = field(default=None, init=False)
     load_balance: float = field(default=0.0, init=False)

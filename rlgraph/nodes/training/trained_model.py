@@ -176,7 +176,7 @@ def check_trained(model: TrainedModel) -> None:
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
     if model.exact:
-        check_exact(model.path, check_model(model.path).model_type, "cpu")
+        check_exact(model.path, check_model(model.path).model_type)
     if check_model(model.path).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 
