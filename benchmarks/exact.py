@@ -127,7 +127,7 @@ def main() -> None:
         found[work_name] = {"exact_s": own, "plain_s": other, "ratio": statistics.median(ratios), "spread": [ratios[0], ratios[-1]]}
         print(f"{work_name}: {found[work_name]}", flush=True)
     if given.json:
-        from weights import machine
+        from start import machine
 
         given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 

@@ -45,7 +45,7 @@ class Workload:
     pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
     with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and with `context` others a pass.
     Only the `adapter` numbers of a model that trains an adapter have gradients and moments. An engine that merges adapters keeps the
-    `merged` numbers of the matrices that they change.
+    `merged` numbers of the matrices that they change. With `packed` each rank has all matrices a second time, as its kernels want them.
     """
 
     shape: ModelShape
@@ -66,6 +66,7 @@ class Workload:
     context: int = 1
     adapter: int | None = None
     merged: int = 0
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def _ranks(work: Workload, weights: int) -> Need:
         stays["weights"] += work.itemsize * shape.parameters // work.workers  # frozen, in the dtype of passes
     if work.trained and work.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
+    if work.packed:
+        stays["packed weights"] = work.itemsize * shape.parameters
     groups = max(work.workers // (work.tensor * work.context), 1)
     tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
     kept = 2 if not work.trained or work.recompute else ACTIVATION  # of a layer: its input, or all

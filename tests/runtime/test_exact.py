@@ -1,5 +1,6 @@
 """A policy with exact=True: a job in which rollout and trainer agree to the bit, and what is refused."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny import tiny, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
 from rlgraph.nodes.training.exact import checked_rows
 from rlgraph.runtime.driver.job import Job
@@ -119,6 +121,18 @@ def test_what_is_not_proven_is_refused_where_it_is_declared(case: str, model: st
     build, match = REFUSED[case]
     with pytest.raises(GraphError, match=match):
         build(model, str(tiny(tmp_path)))
+
+
+def test_a_plan_counts_the_weights_that_are_packed_for_the_kernels(model: str) -> None:
+    parts = {policy: _parts(loop(model, policy={"exact": policy})) for policy in (True, False)}
+    more = {name: size for name, size in parts[True].items() if name not in parts[False]}
+    assert list(more.values()) == [ModelShape.from_config(json.loads((Path(model) / "config.json").read_text())).parameters * 4]  # type: ignore[union-attr]
+    assert "packed weights" in next(iter(more))
+
+
+def _parts(graph: rg.Graph) -> dict[str, int]:
+    plan = rg.compile(graph, Cluster(cpus=2))
+    return {part: size for need in plan.memory if not need.loading for part, size in need.parts}
 
 
 def test_more_than_one_core_and_gpus_are_refused_by_the_plan(model: str) -> None:
