@@ -75,7 +75,7 @@ def graph(cfg: Config) -> rg.Graph:
         pool=rg.Pool("rollout"),
         sampling=rg.Sampling(max_tokens=cfg.max_tokens),
         engine=cfg.engine,
-        max_context=256,
+        max_context=320,
         seed=cfg.seed,
     )
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr), micro_batch_tokens=2048)  # small: faster on a CPU

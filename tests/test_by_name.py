@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 import by_name
 
 OPTIONS = {"dro": {"beta": 0.1}}  # what has no default
+OF_REWARDS = [name for name in ESTIMATORS if "step_rewards" not in ESTIMATORS[name]().reads]  # the others want a judge of steps
 OF_ADVANTAGES = [name for name in LOSSES if "advantages" in LOSSES[name](**OPTIONS.get(name, {})).reads]
 OF_EXAMPLES = [name for name in LOSSES if name not in OF_ADVANTAGES]  # and of pairs
 
@@ -45,9 +46,15 @@ def steps(model: str, **settings: Any) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_an_estimator_by_name_trains(model: str, name: str) -> None:
     assert_trained(steps(model, estimator=name))
+
+
+def test_an_estimator_of_rewards_of_steps_says_who_gives_them(model: str) -> None:
+    assert [name for name in ESTIMATORS if name not in OF_REWARDS] == ["grpo_process"]
+    with pytest.raises(GraphError, match=r"reads column 'step_rewards', which none .* pass the output of 'learned_reward.step_rewards'"):
+        steps(model, estimator="grpo_process")
 
 
 @pytest.mark.parametrize("name", OF_ADVANTAGES)
@@ -79,7 +86,7 @@ def test_every_loss_works_with_every_estimator_and_every_correction_except_weigh
     def declared(**settings: str) -> rg.Graph:
         return by_name.graph(by_name.Config(model=model, loss=loss, loss_options=OPTIONS.get(loss, {}), **settings))
 
-    for name in ESTIMATORS:
+    for name in OF_REWARDS:
         declared(estimator=name)
     for name, correction in DECOUPLED.items():
         if loss in CORRECTED and not correction.rejections:
