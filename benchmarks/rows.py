@@ -382,7 +382,7 @@ HEAD = ("what", "measured", "beside it", "script")
 def tables() -> tuple[dict[str, str], list[str]]:
     """Return every table by its name, and what is declared but not measured."""
     groups = {
-        "channels": CHANNELS, "learning": LEARNING, "stages": STAGES, "accuracy": [*ACCURATE, *EXACT], "reliability": RELIABLE,
+        "channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT], "accuracy": ACCURATE, "reliability": RELIABLE,
         "gpus": ON_GPUS,
     }  # fmt: skip
     found, missing = {}, []
