@@ -1,14 +1,16 @@
 """Attention by the kernel of vLLM on a CPU, in the engine's order: the prompt at once, then each token by itself; backward by PyTorch."""
 
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from rlgraph.engines.exact.cpu_rotation import rotated, rotated_plainly
+from rlgraph.engines.forward import packed_attention
 from rlgraph.errors import DataError
 
 NAME = "rlgraph_exact"
@@ -76,21 +78,39 @@ class _Attention(torch.autograd.Function):
         with torch.enable_grad():
             given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
             q, k, v = rotated_plainly(given[0], *ctx.turn), rotated_plainly(given[1], *ctx.turn), given[2]
-            parts = [
-                scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True, scale=ctx.scale, enable_gqa=True)
-                for a, b in pairwise(ctx.starts)
-            ]
-            found = torch.cat(parts, dim=2).transpose(1, 2)
+            found, _ = packed_attention.attend(None, q, k, v, None, cu_seq_lens_q=torch.tensor(ctx.starts), scaling=ctx.scale)
         return (*torch.autograd.grad(found, given, grads), None, None, None, None)
 
 
-def scheduled(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], prompts: list[int], scale: float
-) -> torch.Tensor:
-    """Attend `[L, H, D]`: one call for all prompts, and one in which each later token is a sequence of its own over the same keys."""
+@dataclass(frozen=True)
+class _Call:
+    """One call of the kernel: the `rows` of the queries, where each sequence begins among them, the keys that it sees, and its blocks."""
+
+    rows: torch.Tensor
+    begins: torch.Tensor
+    seen: torch.Tensor
+    table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of a pass: the place of each token in `blocks` blocks of keys and values, and the calls."""
+
+    slots: torch.Tensor
+    blocks: int
+    calls: tuple[_Call, ...]
+
+
+@lru_cache(maxsize=1)  # the layers of a pass have one order
+def _order(starts: tuple[int, ...], prompts: tuple[int, ...]) -> _Order:
+    """One call for all prompts, and one in which each later token is a sequence of its own over the same keys."""
     lengths = [end - start for start, end in pairwise(starts)]
-    table, keys, values, kind = _cached(key, value, lengths)
-    out = torch.empty_like(query)
+    counts = [-(-length // BLOCK) for length in lengths]
+    table, slots, first = torch.zeros(len(lengths), max(counts), dtype=torch.int32), list[int](), 0
+    for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[index, :count] = torch.arange(first, first + count)
+        slots += range(first * BLOCK, first * BLOCK + length)
+        first += count
     decoded = [range(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
     of_prompts = [start + at for start, prompt in zip(starts, prompts, strict=False) for at in range(prompt)]
     of_tokens = [start + at for start, ats in zip(starts, decoded, strict=False) for at in ats]
@@ -99,33 +119,37 @@ def scheduled(
         (of_prompts, torch.tensor([0, *prompts]).cumsum(0), torch.tensor(prompts), table),
         (of_tokens, torch.arange(len(of_tokens) + 1), torch.tensor([at + 1 for ats in decoded for at in ats]), table[owner]),
     )
-    for rows, begins, seen, blocks in calls:
-        if rows:
-            out[rows] = _called(query[rows], keys, values, begins.int(), seen.int(), blocks.contiguous(), scale, kind)
+    made = tuple(_Call(torch.tensor(rows), begins.int(), seen.int(), own.contiguous()) for rows, begins, seen, own in calls if rows)
+    return _Order(torch.tensor(slots), first, made)
+
+
+def scheduled(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], prompts: list[int], scale: float
+) -> torch.Tensor:
+    """Attend `[L, H, D]` in the engine's order."""
+    order, (_, heads, size) = _order(tuple(starts), tuple(prompts)), key.shape
+    kind = _get_attn_isa(key.dtype, BLOCK, size, "auto")
+    keys, values = torch.zeros(order.blocks, heads, 2 * BLOCK, size).chunk(2, dim=2)
+    kernels.cpu_attn_reshape_and_cache(key, value, keys, values, order.slots, kind)
+    out = torch.empty_like(query)
+    for call in order.calls:
+        out[call.rows] = _called(query[call.rows], keys, values, call, scale, kind)
     return out
 
 
-def _cached(key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
-    """Lay keys and values in blocks as the engine's cache. Gives the blocks of each sequence, keys, values and the kernel's kind."""
-    _, heads, size = key.shape
-    kind = _get_attn_isa(key.dtype, BLOCK, size, "auto")
-    counts = [-(-length // BLOCK) for length in lengths]
-    table, slots, first = torch.zeros(len(lengths), max(counts), dtype=torch.int32), list[int](), 0
-    for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        table[index, :count] = torch.arange(first, first + count)
-        slots += range(first * BLOCK, first * BLOCK + length)
-        first += count
-    keys, values = torch.zeros(first, heads, 2 * BLOCK, size).chunk(2, dim=2)
-    kernels.cpu_attn_reshape_and_cache(key, value, keys, values, torch.tensor(slots), kind)
-    return table, keys, values, kind
-
-
-def _called(
-    query: torch.Tensor, keys: Any, values: Any, begins: torch.Tensor, seen: torch.Tensor, table: torch.Tensor, scale: float, kind: str
-) -> torch.Tensor:
-    (_, heads, size), own = query.shape, keys.shape[1]
+def _called(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Call, scale: float, kind: str) -> torch.Tensor:
     plan = kernels.cpu_attn_get_scheduler_metadata(
-        len(seen), heads, own, size, seen, query.dtype, begins, causal=True, sliding_window_size=-1, isa=kind, enable_kv_split=SPLIT
+        num_reqs=len(call.seen),
+        num_heads=query.shape[1],
+        num_kv_heads=keys.shape[1],
+        head_dim=query.shape[2],
+        seq_lens=call.seen,
+        dtype=query.dtype,
+        query_start_loc=call.begins,
+        causal=True,
+        sliding_window_size=-1,
+        isa=kind,
+        enable_kv_split=SPLIT,
     )
     out = torch.empty_like(query)
     kernels.cpu_attention_with_kv_cache(
@@ -133,13 +157,13 @@ def _called(
         key_cache=keys,
         value_cache=values,
         output=out,
-        query_start_loc=begins,
-        seq_lens=seen,
+        query_start_loc=call.begins,
+        seq_lens=call.seen,
         scale=scale,
         causal=True,
         alibi_slopes=None,
         sliding_window=-1,
-        block_table=table,
+        block_table=call.table,
         softcap=0.0,
         scheduler_metadata=plan,
         s_aux=None,

@@ -13,7 +13,7 @@ from rlgraph.errors import DataError
 FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_exact.py
 
 
-def check_exact(path: str, model_type: str) -> None:
+def check_family(path: str, model_type: str) -> None:
     """Raise DataError for a model that is not proven to be exact."""
     if model_type not in FAMILIES:
         raise DataError(

@@ -23,6 +23,7 @@ def pack_again(model: Any, config: Any, *, tied: bool) -> None:
                 module.quant_method.process_weights_after_loading(module)
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+    pair_single_rows(model)
 
 
 class _InCompany:
@@ -36,7 +37,7 @@ class _InCompany:
 
 
 def pair_single_rows(model: Any) -> None:
-    """Let each linear layer compute one row alone as it does among others; call it after layers were packed."""
+    """Let each linear layer compute one row alone as it does among others: what packs a layer gives it a product of its own."""
     for module in model.modules():
         own = module.__dict__.get("cpu_linear")
         if own is not None and not isinstance(own, _InCompany):

@@ -173,7 +173,6 @@ class VllmEngine(GenerateEngine):
         if self._on_cpu:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
             pack_again(self._model(), self._engine.vllm_config, tied=not any(is_head(name) for name in self._shapes))
-            pair_single_rows(self._model())
         elif self._parallel:
             self._shared.load(weights)
         else:

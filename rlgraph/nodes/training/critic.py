@@ -9,11 +9,10 @@ from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
 from rlgraph.engines.lora.settings import LoRA
-from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
 from rlgraph.settings import Count, checked
 
@@ -67,17 +66,8 @@ class Critic(TrainedModel):
 
 
 @dataclass(frozen=True, eq=False)
-class Values(Operation):
+class Values(ModelScores):
     """Compute the values [B, T] of the responses under the critic's present weights."""
-
-    critic: Critic
-
-    @property
-    def traits(self) -> NodeTraits:
-        return NodeTraits(work="forward", by_group=True)
-
-    def check(self, node: Node) -> None:
-        check_trained(self.critic)
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: {"values": context.engine.scores(columns)}

@@ -31,7 +31,7 @@ def check_exact_settings(model: Any) -> None:
             raise GraphError(f"{where}, {name}={value!r}): the two together are not proven to be exact; leave out one")
 
 
-def checked_columns(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
+def columns_to_check(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
     """The columns that an update reads for its check. Raises GraphError for an exact policy's batch that no engine sampled."""
     if model.exact and "rollout_log_probs" not in carried(inputs):
         raise GraphError(
@@ -49,9 +49,10 @@ def checked_rows(engine: Any, batch: Columns, step: int, temperature: float) -> 
     chosen = torch.arange(step * CHECKED, step * CHECKED + min(CHECKED, rows)) % rows
     some = {name: tensor_of(batch, name)[chosen] for name in ("prompts", "prompt_mask", "responses", "response_mask")}
     sampled, mask = tensor_of(batch, "rollout_log_probs")[chosen], some["response_mask"].bool()
-    differ = (engine.scores(some, temperature=temperature) != sampled) & mask
+    own = engine.scores(some, temperature=temperature)
+    differ = (own != sampled) & mask
     if bool(differ.any()):
-        most = (engine.scores(some, temperature=temperature) - sampled)[mask].abs().max().item()
+        most = (own - sampled)[mask].abs().max().item()
         raise CertificateError(
             f"step {step}: {int(differ.sum())} of {int(mask.sum())} tokens of {len(chosen)} rows have other log-probs in the trainer than "
             f"in the engine, by up to {most:.1e}; Policy(exact=True) says that all are equal. Leave out exact to go on without that promise"

@@ -12,13 +12,12 @@ from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.lora.settings import LoRA
-from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.process_rewards import StepRewards, behind_the_steps
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
 from rlgraph.settings import Count, Name, checked
 
@@ -83,18 +82,10 @@ class LearnedReward(TrainedModel):
 
 
 @dataclass(frozen=True, eq=False)
-class LearnedRewards(Operation):
+class LearnedRewards(ModelScores):
     """Compute the rewards [B] of responses."""
 
-    model: LearnedReward
     writes: str
-
-    @property
-    def traits(self) -> NodeTraits:
-        return NodeTraits(work="forward", by_group=True)
-
-    def check(self, node: Node) -> None:
-        check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(context, columns)

@@ -9,35 +9,27 @@ from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, Sampling, chosen_at
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage, carried
-from rlgraph.nodes.training.exact import checked_columns
+from rlgraph.nodes.training.exact import columns_to_check
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.mixture import Part, checked_also
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_trained, check_whole_vocabulary
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, check_loss, checked_schedule
 from rlgraph.settings import Count, Natural, checked
 
 
 @dataclass(frozen=True, eq=False)
-class LogProbs(Operation):
+class LogProbs(ModelScores):
     """Compute log-probs [B, T] of the responses under the present weights and, with `squares`, the sums of squared probabilities.
 
     With `base` they are those of the model without its adapter.
     """
 
-    model: TrainedModel
     column: str
     temperature: float
     squares: bool = False
     base: bool = False
-
-    @property
-    def traits(self) -> NodeTraits:
-        return NodeTraits(work="forward", by_group=True)
-
-    def check(self, node: Node) -> None:
-        check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(context, columns)
@@ -134,7 +126,7 @@ class Policy(TrainedModel):
         behaviour, reads = columns_read(name, inputs, loss)
         if guards.stop_mismatch is not None:
             reads += ("rollout_log_probs", "old_log_probs")
-        reads += checked_columns(name, self, inputs)
+        reads += columns_to_check(name, self, inputs)
         parts, more = [], list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):

@@ -9,26 +9,16 @@ import torch
 
 from rlgraph.algorithms.process_rewards import LABELS
 from rlgraph.columns import Column, Columns
-from rlgraph.graph.nodes import Node
-from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
-from rlgraph.nodes.training.trained_model import TrainedModel, check_trained
+from rlgraph.nodes.training.trained_model import ModelScores
 
 
 @dataclass(frozen=True, eq=False)
-class StepRewards(Operation):
+class StepRewards(ModelScores):
     """Compute the reward of each step of a response, at the step's last token, and flag these tokens."""
 
-    model: TrainedModel
     separator: str
     writes: str
-
-    @property
-    def traits(self) -> NodeTraits:
-        return NodeTraits(work="forward", by_group=True)
-
-    def check(self, node: Node) -> None:
-        check_trained(self.model)
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.model.path)

@@ -1,19 +1,19 @@
 """Teachers of distillation: references on pools of their own, which score what a student wrote; several of them by the source of a row."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored, check_trained, check_whole_vocabulary
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, check_scored, check_whole_vocabulary
 from rlgraph.settings import Count, Name, checked
 
 OWN = ("teacher_log_probs",)
@@ -21,10 +21,9 @@ TOP = ("teacher_top_ids", "teacher_top_log_probs")
 
 
 @dataclass(frozen=True, eq=False)
-class Teaching(Operation):
+class Teaching(ModelScores):
     """Score responses by the teacher: the sampled tokens, and with `top` its most probable tokens; `only` the rows of one source."""
 
-    model: TrainedModel
     temperature: float
     top: bool
     top_k: int | None
@@ -32,10 +31,7 @@ class Teaching(Operation):
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(work="forward", by_group=True, dims={} if self.top_k is None else {"K": self.top_k})
-
-    def check(self, node: Node) -> None:
-        check_trained(self.model)
+        return replace(super().traits, dims={} if self.top_k is None else {"K": self.top_k})
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(context, columns)

@@ -9,8 +9,8 @@ from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Model
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.nodes import Model, Node
+from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
 from rlgraph.nodes.training.exact import check_exact_settings
 from rlgraph.setting_types import Named
@@ -154,6 +154,20 @@ class TrainedModel(Model):
         return self.spec.load(self, context)
 
 
+@dataclass(frozen=True, eq=False)
+class ModelScores(Operation):
+    """The base of nodes that score responses by a pass of a trained model without gradients."""
+
+    model: TrainedModel
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(work="forward", by_group=True)
+
+    def check(self, node: Node) -> None:
+        check_trained(self.model)
+
+
 def check_folder(path: str) -> None:
     """Raise DataError for a folder without a model that can be loaded."""
     from rlgraph.engines.hf_models.pretrained import check_model
@@ -167,7 +181,7 @@ def check_trained(model: TrainedModel) -> None:
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
-    from rlgraph.engines.exact.model import check_exact
+    from rlgraph.engines.exact.model import check_family
     from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
     from rlgraph.engines.hf_models.pretrained import check_model
 
@@ -176,7 +190,7 @@ def check_trained(model: TrainedModel) -> None:
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
     if model.exact:
-        check_exact(model.path, check_model(model.path).model_type)
+        check_family(model.path, check_model(model.path).model_type)
     if check_model(model.path).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 
