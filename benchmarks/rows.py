@@ -297,7 +297,7 @@ ON_GPUS = [
     Row("SmolLM2-135M, 1024 tokens, time-shared on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
         "benchmarks/peer_job.py mode=colocated costs=…", "predicted before it from the run one step off",
         seconds("peer_job_h200.json", "colocated", "predicted_s", form="{:.1f} s")),
-    Row("log-probs and their gradient, 8192 rows of 151,936 logits: rlgraph, in chunks",
+    Row("log-probs and their gradient, 8192 rows of 151,936 logits",
         ms("kernels_h200.json", "log_probs", "rlgraph", "seconds"), "benchmarks/kernels.py", "Liger, logits as float32",
         ms("kernels_h200.json", "log_probs", "liger, float32", "seconds")),
     Row("the same: memory", gigabytes("kernels_h200.json", "log_probs", "rlgraph", "bytes"), "benchmarks/kernels.py",
@@ -333,6 +333,13 @@ ON_GPUS = [
     *rollouts("rollout_h200.json", "SmolLM2"),
     *turns("tool_rollouts_h200.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
     *turns("tool_rollouts_long_turns_h200.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
+    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
+        share("tool_rollouts_tail_h200.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
+        "of it the engine was idle while a conversation could decode",
+        percent("tool_rollouts_tail_h200.json", "engine_idle_while_any_could_decode")),
+    Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
+        "benchmarks/loading.py 8B:1",
+        "reading its files twice", seconds("loading_h200.json", "runs", "8B:1", "read_twice_s", form="{:.1f} s")),
 ]  # fmt: skip
 
 # The ten of README.md: the first ten that are measured.
