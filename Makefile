@@ -6,8 +6,8 @@ verifiers_VERSION := 0.4.0
 smolagents_VERSION := 1.26.0
 smolagents_EXTRAS := [openai]
 READY := .venv/.ready
-# Two tests at a time: they wait for processes to start more than they compute.
-TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 40 --durations-min 5 $(PYTEST)
+# Three tests at a time: they wait for processes to start more than they compute. Those start from compiled files: some hundred interpreters.
+TESTS = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 40 --durations-min 5 $(PYTEST)
 
 .PHONY: demo test test-sglang test-gpu test-environments check docs oracle setup clean
 setup: $(READY)

@@ -6,6 +6,7 @@ What a batch holds depends on every weight version before it, so a wrong or a mi
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,6 @@ import torch
 
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.graph.nodes import Feedback, Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, node
@@ -27,7 +27,12 @@ class Vector:
 
     def __init__(self) -> None:
         self.vector = torch.arange(8, dtype=torch.float32)
-        self.saver = distributed_checkpoint.Saver(0, 1)
+
+    @cached_property
+    def saver(self) -> Any:
+        from rlgraph.engines.fsdp import distributed_checkpoint  # takes a process two seconds, and most save nothing
+
+        return distributed_checkpoint.Saver(0, 1)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.vector.copy_(weights["vector"])
@@ -39,6 +44,8 @@ class Vector:
         return self.saver.save({"vector": self.vector}, folder, deadline_s)
 
     def load(self, folder: Path) -> None:
+        from rlgraph.engines.fsdp import distributed_checkpoint
+
         distributed_checkpoint.read(folder, {"vector": self.vector})
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.hf_export.layout import ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
 
-STEPS = 10
+STEPS = 4
 MICRO_BATCH_TOKENS = 48  # two passes
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
 ADAMW, MUON = AdamW(lr=5e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5), Muon(lr=1e-3, eps=1e-3, weight_decay=0.1)

@@ -1,8 +1,10 @@
-"""A process that trains a model exactly and scores what an engine sampled of it: `python exact_process.py trainer FOLDER OUT`.
+"""A process that trains models exactly and scores what an engine sampled of them: `python exact_process.py trainer OUT FOLDER …`.
 
-It starts a second process with the engine, which samples of the weights before the first and after the last update.
+It starts a second process with an engine of each model, one after the other, which samples of the weights before the first and after
+the last update. What is found of a model lies in the folder of its name in OUT.
 """
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -27,7 +29,13 @@ def prompts() -> list[list[int]]:
     return [prompt for length in LENGTHS for prompt in [torch.randint(1, VOCAB, (length,), generator=draw).tolist()] * 2]
 
 
-def engine(folder: Path, out: Path) -> None:
+def engine(out: Path, folders: list[Path]) -> None:
+    for folder in folders:
+        sample(folder, out / folder.name)
+        gc.collect()
+
+
+def sample(folder: Path, out: Path) -> None:
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
 
@@ -93,33 +101,48 @@ OWN: dict[str, tuple[Callable[[], Any], str, Any]] = {  # what is put back, and 
 }
 
 
-def trainer(folder: Path, out: Path) -> None:
+def trainer(out: Path, folders: list[Path]) -> None:
+    torch.set_num_threads(1)
+    trained = [(train(folder, out / folder.name), out / folder.name) for folder in folders]
+    subprocess.run([sys.executable, __file__, "engine", str(out), *map(str, folders)], check=True, timeout=500)
+    for (made, steps), place in trained:
+        torch.save({"steps": steps, **scored(made, place)}, place / "found.pt")
+        made.close()
+
+
+def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
+    """Train exactly and not so, side by side, and keep the weights before and after."""
     from rlgraph.engines.forward.heads import PolicyHead
     from rlgraph.engines.fsdp.adamw import AdamW
     from rlgraph.engines.fsdp.engine import FsdpEngine
 
-    torch.set_num_threads(1)
+    out.mkdir()
     settings: dict[str, Any] = {"optimizer": AdamW(lr=1e-2), "dtype": torch.float32}
     made = FsdpEngine(PolicyHead(folder), exact=True, micro_batch_tokens=600, **settings)
     plain = FsdpEngine(PolicyHead(folder), flat=True, micro_batch_tokens=600, **settings)
-    train = batch_of([7, 2, 5, 5, 1, 12], seed=3)
-    found: dict[str, Any] = {"steps": []}
+    given, steps = batch_of([7, 2, 5, 5, 1, 12], seed=3), []
     for version in (0, 1):
         torch.save({name: tensor.clone() for name, tensor in made.weights().items()}, out / f"weights{version}.pt")
         for _ in range(0 if version else UPDATES):
-            found["steps"].append([each.update(train, WeightedLikelihood()) for each in (made, plain)])
-    subprocess.run([sys.executable, __file__, "engine", str(folder), str(out)], check=True, timeout=280)
+            steps.append([each.update(given, WeightedLikelihood()) for each in (made, plain)])
+    return made, steps
 
-    def compared(rows: Any = None) -> list[tuple[int, int, float]]:
+
+def scored(made: Any, out: Path) -> dict[str, Any]:
+    """Compare the scores with what the engine sampled: as they are, in other passes, and with one operation put back after the other."""
+    sampled_of = torch.load(out / "sampled.pt")
+    weights = [torch.load(out / f"weights{version}.pt") for version in (0, 1)]
+
+    def compared() -> list[tuple[int, int, float]]:
         counts = []
-        for version, temperature, responses in torch.load(out / "sampled.pt"):
-            made.load_weights(torch.load(out / f"weights{version}.pt"))
+        for version, temperature, responses in sampled_of:
+            made.load_weights(weights[version])
             columns, sampled = batch(responses)
             own = made.scores(columns, temperature=temperature)
             counts.append((int((own == sampled).sum()), own.numel(), float((own - sampled).abs().max())))
         return counts
 
-    found["exact"] = compared()
+    found: dict[str, Any] = {"exact": compared()}
     made._micro_batch_tokens = 60
     found["other passes"] = compared()
     for name, (place, attribute, own) in OWN.items():
@@ -129,9 +152,8 @@ def trainer(folder: Path, out: Path) -> None:
         setattr(place(), attribute, kept)
     found["exact again"] = compared()
     found["rows"] = {name: by_rows(product) for name, product in (("exact", exact_product), ("own", linear))}
-    torch.save(found, out / "found.pt")
-    made.close()
+    return found
 
 
 if __name__ == "__main__":
-    {"trainer": trainer, "engine": engine}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    {"trainer": trainer, "engine": engine}[sys.argv[1]](Path(sys.argv[2]), list(map(Path, sys.argv[3:])))

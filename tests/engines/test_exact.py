@@ -10,20 +10,29 @@ import pytest
 import torch
 from tiny import tiny, tiny_qwen
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 HERE = Path(__file__)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process found of one family: `exact_process.py`."""
-    folder, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
-    model = tiny(folder) if request.param == "llama" else tiny_qwen(folder, request.param)
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what two processes found of each family: `exact_process.py`. The engine's own start takes most of it."""
+    parent, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
+    folders = [tiny(parent).rename(parent / "llama"), *(tiny_qwen(parent, family) for family in FAMILIES[1:])]
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parents[2]}"}
-    command = [sys.executable, str(HERE.with_name("exact_process.py")), "trainer", str(model), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    command = [sys.executable, str(HERE.with_name("exact_process.py")), "trainer", str(out), *map(str, folders)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
-    loaded: dict[str, Any] = torch.load(out / "found.pt")
+    return out
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def found(request: pytest.FixtureRequest, processes: Path) -> dict[str, Any]:
+    """What they found of one family."""
+    loaded: dict[str, Any] = torch.load(processes / request.param / "found.pt")
     return loaded
 
 
