@@ -1,5 +1,6 @@
 """Tiny models on disk, and the processes of engines: each is made once for all tests of engines."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -34,16 +35,26 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], dict[str, Any]]:
-    """Return a function that gives what a process found in which an engine is alone with a model: `engine_process.py`."""
+    """Return a function that gives what a process found in which an engine is alone with a model: `engine_process.py`.
+
+    Files that look at the same engine and model share it, also where several workers run them: the first one starts the process.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # of all workers of this run
 
     @cache
     def found(engine: str, folder: Path) -> dict[str, Any]:
-        out, here = tmp_path_factory.mktemp("engine") / "found.pt", Path(__file__)
+        out, here = shared / f"engine {engine} {folder.name}.pt", Path(__file__)
         environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
-        command = [sys.executable, str(here.with_name("engine_process.py")), engine, str(folder), str(out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
+        part = out.with_suffix(".part")
+        command = [sys.executable, str(here.with_name("engine_process.py")), engine, str(folder), str(part)]
+        with out.with_suffix(".printed").open("a+") as printed:
+            fcntl.flock(printed, fcntl.LOCK_EX)
+            if not out.exists():
+                done = subprocess.run(command, env=environment, stdout=printed, stderr=subprocess.STDOUT, timeout=280)
+                assert done.returncode == 0, out.with_suffix(".printed").read_text()
+                part.rename(out)
         loaded: dict[str, Any] = torch.load(out)
-        return loaded | {"engine": engine, "folder": folder, "printed": done.stdout + done.stderr}
+        return loaded | {"engine": engine, "folder": folder, "printed": out.with_suffix(".printed").read_text()}
 
     return found

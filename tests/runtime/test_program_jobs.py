@@ -114,17 +114,13 @@ def clockless(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(("agent/seconds/", "agent/reply_s", "agent/idle_s"))}
 
 
-@pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize("dispatch", ["forked", pytest.param("compiled_graph", marks=[pytest.mark.ray, pytest.mark.slow])])
-def test_one_session_at_a_time_gives_the_same_bits_in_one_process_in_workers_and_after_a_resume(
-    dispatch: str, model: Path, tmp_path: Path
-) -> None:
+def test_one_session_at_a_time_gives_the_same_bits_in_one_process_in_workers_and_after_a_resume(model: Path, tmp_path: Path) -> None:
     wanted = [clockless(step) for step in here(loop(model, talking(None), concurrency=1), STEPS)]
     graph = loop(model, talking(None), concurrency=1)
     found = []
-    with job(graph, tmp_path, dispatch) as first:
+    with job(graph, tmp_path) as first:
         found += [clockless(bits(step)) for step in first.steps(2)]
-    with job(graph, tmp_path, dispatch) as second:
+    with job(graph, tmp_path) as second:
         found += [clockless(bits(step)) for step in second.steps(STEPS)]
     assert found == wanted
     assert len({step["digest/weights"] for step in wanted}) == STEPS, "the policy was trained in each step"

@@ -1,4 +1,7 @@
-"""A generator killed in the middle of conversations: they restart from their prompts, and each prompt is trained on exactly once."""
+"""A generator killed in the middle of conversations: they restart from their prompts, and each prompt is trained on exactly once.
+
+On Ray the workers are killed in `test_program_jobs.py` and `test_resume.py`: how they are started knows nothing of conversations.
+"""
 
 import os
 import signal
@@ -6,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 
 import forked  # noqa: F401 (a way of dispatch)
-import pytest
 import torch
 from conversing import eventually
 from digests import ITEMS, digest, here
@@ -74,15 +76,13 @@ def loop(model: Path, notes: Path, kill: bool) -> rg.Graph:
     return rg.Graph("kills", step.metrics, places(prompts), groups(rollout))
 
 
-@pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize("dispatch", ["forked", pytest.param("compiled_graph", marks=[pytest.mark.ray, pytest.mark.slow])])
-def test_conversations_restart_and_every_prompt_is_trained_on_once(dispatch: str, tmp_path: Path) -> None:
+def test_conversations_restart_and_every_prompt_is_trained_on_once(tmp_path: Path) -> None:
     model = model_with(tmp_path / "qwen2_5", "qwen2_5")
     (notes := tmp_path / "notes").mkdir()
     (calm := tmp_path / "calm").mkdir()
     graph = loop(model, notes, kill=True)
     plan = compile_plan(graph, Cluster(cpus=2))
-    with Job(graph, plan, dispatch_name=dispatch, deadline_s=120.0, recovery=Recovery(tmp_path / "checkpoints", 1, 2, 2)) as job:
+    with Job(graph, plan, dispatch_name="forked", deadline_s=120.0, recovery=Recovery(tmp_path / "checkpoints", 1, 2, 2)) as job:
         steps = list(job.steps(STEPS))
     assert (notes / "killed").exists()
     wanted = here(loop(model, calm, kill=False), STEPS)
