@@ -169,6 +169,7 @@ def launch(
     fresh: bool = False,
     export_every: Count | None = None,
     transport: str | None = None,
+    wait_for_hosts_s: Seconds | None = None,
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.driver.job import Job
@@ -189,11 +190,16 @@ def launch(
             f"dispatch='compiled_graph' and {plan.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
             "launch with dispatch='calls'"
         )
+    if wait_for_hosts_s is not None and plan.cluster.hosts == 1:
+        raise PlanError(
+            f"launch(wait_for_hosts_s={wait_for_hosts_s:g}): the plan runs on this host alone and waits for no other; leave it out, or "
+            "compile for a cluster of several hosts"
+        )
     recovery = _recovery(checkpoint, every, keep, restarts, fresh, export_every)
     if export_every is not None:
         chosen(trained_models(graph, plan), None, "launch(export_every=)")
     plan = plan if transport is None else with_transport(plan, transport)
-    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery)
+    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, hosts_s=wait_for_hosts_s or 0.0)
 
 
 @checked(PlanError)

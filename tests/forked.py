@@ -16,7 +16,7 @@ from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import WorkerDied
 from rlgraph.graph.nodes import Graph
-from rlgraph.runtime.driver.hosts import LocalHostAgent
+from rlgraph.runtime.driver.hosts import FoundHosts, LocalHostAgent
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.worker.process import Process
@@ -66,8 +66,8 @@ class Forked:
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         pass
 
-    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
-        return [(f"node{i}", f"127.0.0.{i + 1}") for i in range(plan.cluster.hosts)] if plan.cluster.hosts > 1 else ()
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
+        return FoundHosts([(f"node{i}", f"127.0.0.{i + 1}") for i in range(plan.cluster.hosts)] if plan.cluster.hosts > 1 else ())
 
     def host_agent(self, host: str, folder: str) -> LocalHostAgent:
         return LocalHostAgent(folder)

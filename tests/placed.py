@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import forked
@@ -17,7 +16,7 @@ from ray import cloudpickle
 
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError, WorkerDied
-from rlgraph.runtime.driver.hosts import HostAgent, LocalHostAgent, RemoteHostAgent
+from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -99,14 +98,14 @@ class Placed(forked.Forked):
         super().__init__()
         self.created: dict[str, tuple[int, int]] = {}  # the host and process of each worker
 
-    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         wanted = range(1, plan.cluster.hosts + 1)
         end = time.monotonic() + patience_s
         while silent := [n for n in wanted if call(n, 1.0, "ready") is None]:
             if time.monotonic() > end:
                 raise PlanError(f"hosts {silent} did not answer")
             time.sleep(0.2)
-        return [(str(n), namespaces.address(n)) for n in wanted]
+        return FoundHosts([(str(n), namespaces.address(n)) for n in wanted])
 
     def host_agent(self, host: str, folder: str) -> HostAgent:
         return RemoteHostAgent(lambda method, timeout_s, *rest: call(int(host), timeout_s, "ask", folder, method, *rest))

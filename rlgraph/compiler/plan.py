@@ -283,6 +283,7 @@ class Plan:
         fresh: bool = False,
         export_every: Count | None = None,
         transport: str | None = None,
+        wait_for_hosts_s: Seconds | None = None,
     ) -> "Job":
         """Make the job, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
@@ -294,6 +295,7 @@ class Plan:
         the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
         `export_every` also writes the policy as a Hugging Face folder, `exports/step-…` in the folder of checkpoints, every so many steps.
         `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
+        `wait_for_hosts_s`: so long the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
 
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
@@ -309,6 +311,7 @@ class Plan:
             fresh=fresh,
             export_every=export_every,
             transport=transport,
+            wait_for_hosts_s=wait_for_hosts_s,
         )
 
     def run_here(self) -> "LocalJob":

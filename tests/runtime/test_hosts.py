@@ -88,8 +88,21 @@ def test_compiled_graphs_are_refused_between_hosts() -> None:
         compile(fakes.vector_loop(1), TWO).launch(dispatch="compiled_graph")
 
 
+def test_a_plan_of_one_host_waits_for_no_other() -> None:
+    plan = compile(fakes.vector_loop(1), Cluster(cpus=2))
+    with pytest.raises(PlanError, match=r"launch\(wait_for_hosts_s=60\): the plan runs on this host alone"):
+        plan.launch(wait_for_hosts_s=60)
+
+
 @pytest.mark.ray
 def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named() -> None:
     script = Path(__file__).with_name("two_hosts.py")  # in a process of its own, since the other tests share a Ray of one node
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, check=False)
+    assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr
+
+
+@pytest.mark.ray
+def test_the_driver_may_be_on_a_host_without_gpus_and_no_gpu_is_shared_with_other_work_on_ray() -> None:
+    script = Path(__file__).with_name("reserving.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, check=False)
     assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr

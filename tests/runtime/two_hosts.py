@@ -24,7 +24,7 @@ from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.ray_cluster import returned_hosts
+from rlgraph.runtime.driver.ray_cluster import awaited_hosts
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
@@ -118,7 +118,7 @@ def run(cluster: RayCluster) -> None:
     with pytest.raises(PlanError, match="the plan takes 2 hosts, Ray has 1"), job():
         pass
     with pytest.raises(PlanError, match=r"the plan takes 2 hosts, Ray has 1: .*; waited 1.5 s"):
-        returned_hosts(running.plan, 1.5)
+        awaited_hosts(running.plan, 1.5)
 
     other = cluster.add_node(**STORE)
     with job() as again:

@@ -4,10 +4,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from rlgraph.runtime.worker.heartbeat import Heartbeat, read_status
 from rlgraph.runtime.worker.stacks import ANSWER_S as WORKERS_S
@@ -156,14 +156,22 @@ class RemoteHostAgent:
                 return
 
 
+class FoundHosts(NamedTuple):
+    """(id, address) of the plan's hosts in its order, then of the driver's if the plan does not use it; empty if there is no other host."""
+
+    hosts: Sequence[tuple[str, str]] = ()
+    driver: int = 0
+
+
 @dataclass(frozen=True)
 class Hosts:
-    """All hosts of a job. `of` maps each worker to its host: an index into `agents` and `addresses`."""
+    """All hosts of a job. `of` maps each worker to its host: an index into `agents` and `addresses`, as `driver` is."""
 
     folder: str
     agents: tuple[HostAgent, ...]
     addresses: tuple[str, ...]  # empty on one host
     of: Mapping[str, int]
+    driver: int = 0
 
     def states(self, workers: Collection[str]) -> dict[str, Heartbeat]:
         return {name: state for index, own in self._by_host(workers).items() for name, state in self.agents[index].states(own).items()}
@@ -176,7 +184,7 @@ class Hosts:
 
     def asked(self) -> frozenset[int]:
         """Ask all other hosts for a sign of life, at once, and return those that gave none."""
-        others = range(1, len(self.agents))
+        others = [host for host in range(len(self.agents)) if host != self.driver]
         if not others:
             return frozenset()
         with ThreadPoolExecutor(len(others)) as pool:
@@ -192,7 +200,7 @@ class Hosts:
 
     def clock(self, worker: str) -> Clock:
         """Compare the clock of a worker's host with the driver's."""
-        return self.agents[self.of.get(worker, 0)].clock()
+        return self.agents[self.of.get(worker, self.driver)].clock()
 
     @property
     def clock_slack_s(self) -> float:
@@ -219,5 +227,5 @@ class Hosts:
     def _by_host(self, workers: Collection[str]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for worker in workers:
-            found.setdefault(self.of.get(worker, 0), []).append(worker)
+            found.setdefault(self.of.get(worker, self.driver), []).append(worker)
         return found

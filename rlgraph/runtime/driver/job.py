@@ -53,9 +53,11 @@ class Job:
     ...     rewards = [step.metrics["critic/rewards/mean"] for step in job.steps(3)]
     """
 
-    def __init__(self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None, hosts_s: float = 0.0
+    ) -> None:
         self.plan = plan
-        self._graph, self._dispatch_name, self._deadline_s = graph, dispatch_name, deadline_s
+        self._graph, self._dispatch_name, self._deadline_s, self._hosts_s = graph, dispatch_name, deadline_s, hosts_s
         self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
@@ -72,9 +74,9 @@ class Job:
         self.recorder = RecorderPort(graph, self._tell)
         self._exports = JobExports(graph, plan, self._checkpoints)
 
-    def _new_session(self, start: Start | None = None, patience_s: float = 0.0) -> Session:
-        dispatch_name, deadline_s = self._dispatch_name, self._deadline_s
-        return Session(self._graph, self.plan, dispatch_name=dispatch_name, deadline_s=deadline_s, start=start, patience_s=patience_s)
+    def _new_session(self, start: Start | None = None, hosts_s: float = 0.0) -> Session:
+        waits = {"deadline_s": self._deadline_s, "patience_s": max(hosts_s, self._hosts_s)}
+        return Session(self._graph, self.plan, dispatch_name=self._dispatch_name, start=start, **waits)
 
     @property
     def finished(self) -> int:

@@ -18,7 +18,7 @@ def host_lost(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") ->
     asked = f"no answer for {silent_s:.1f} s" if silent_s else "connections to it ended without a word"
     advice = "it is down, frozen, or cut off from the network; start it again, with Ray on it"
     if len(hosts.addresses) - 1 == len(lost) > 1:
-        advice = f"no other host answers, so look first at the network of the driver's own, {hosts.name(0)}"
+        advice = f"no other host answers, so look first at the network of the driver's own, {hosts.name(hosts.driver)}"
     nodes = [f"'{node}'" for worker in plan.workers if worker.name in workers for node in worker.nodes]
     return WorkerDied(f"{told}: {asked}; {advice}\n  nodes there: {', '.join(nodes)}{why}")
 

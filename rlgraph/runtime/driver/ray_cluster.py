@@ -9,58 +9,111 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError
 from rlgraph.runtime.driver import ray_token
 from rlgraph.runtime.driver.bounded import RAY_S, bounded
+from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.orphan_cleanup import began
 
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
+TOLD_S = 10.0  # between two lines about hosts that are awaited
+log = logging.getLogger("rlgraph.hosts")
 
 
-def ray_hosts(plan: Plan) -> list[tuple[str, str]]:
-    """Find (node id, address) of as many living hosts as the plan takes, the driver's first.
+def ray_hosts(plan: Plan) -> FoundHosts:
+    """Find a living host of Ray for each host of the plan; the driver's is taken first where it has the GPUs.
 
-    Raises PlanError where Ray has fewer, or one lacks the GPUs.
+    Hosts that need many GPUs choose first, each the host with the fewest that suffice. Raises PlanError where Ray has fewer hosts, or
+    none with the GPUs.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     here = ray.get_runtime_context().get_node_id()
-    alive.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
     needed = plan.cluster.hosts
     if len(alive) < needed:
         raise PlanError(
-            f"the plan takes {needed} hosts, Ray has {len(alive)}: {[node['NodeManagerAddress'] for node in alive]}; run "
+            f"the plan takes {needed} hosts, Ray has {len(alive)}: {sorted(node['NodeManagerAddress'] for node in alive)}; run "
             "`rlgraph cluster join` on the others, or compile for a smaller cluster"
         )
-    for index, node in enumerate(alive[:needed]):
-        wanted = len({gpu for worker in plan.workers if worker.host == index for gpu in worker.gpus})
-        there = node["Resources"].get("GPU", 0)
-        if there < wanted:
-            raise PlanError(f"the plan takes {wanted} GPUs of host {index} ({node['NodeManagerAddress']}), which has {there:g}")
-    return [(node["NodeID"], node["NodeManagerAddress"]) for node in alive[:needed]]
+    there = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in alive}
+    wanted = gpus_wanted(plan)
+    left = sorted(alive, key=lambda node: (node["NodeID"] != here, there[node["NodeID"]], node["NodeManagerAddress"], node["NodeID"]))
+    chosen: dict[int, tuple[str, str]] = {}
+    for host in sorted(range(needed), key=lambda host: (-wanted[host], host)):
+        node = next((node for node in left if there[node["NodeID"]] >= wanted[host]), None)
+        if node is None:
+            have = {node["NodeManagerAddress"]: there[node["NodeID"]] for node in alive}
+            raise PlanError(
+                f"the plan takes {wanted[host]} GPUs of its host {host}; Ray's hosts have {have}, of which none with so many is left"
+            )
+        left.remove(node)
+        chosen[host] = node["NodeID"], node["NodeManagerAddress"]
+    found = [chosen[host] for host in range(needed)]
+    ids = [node for node, _ in found]
+    if here in ids:
+        return FoundHosts(found, ids.index(here))
+    return FoundHosts([*found, *((node["NodeID"], node["NodeManagerAddress"]) for node in left if node["NodeID"] == here)], needed)
 
 
-def returned_hosts(plan: Plan, patience_s: float) -> list[tuple[str, str]]:
-    """Find the hosts of a plan, waiting until each of them answers: Ray lists a lost host as alive for a while."""
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            return _answering_hosts(plan)
-        except PlanError as error:
-            if time.monotonic() > end:
-                raise PlanError(f"{error}; waited {patience_s:g} s") from None
-        time.sleep(1.0)  # Ray has no event for a host that joins
+def gpus_wanted(plan: Plan) -> list[int]:
+    """Count the GPUs that the plan uses on each of its hosts, up to the last one."""
+    per_node = plan.cluster.gpus_per_node
+    used = [(worker.host, gpu - worker.host * per_node + 1) for worker in plan.workers for gpu in worker.gpus]
+    return [max((count for at, count in used if at == host), default=0) for host in range(plan.cluster.hosts)]
 
 
-def _answering_hosts(plan: Plan) -> list[tuple[str, str]]:
+def awaited_hosts(plan: Plan, patience_s: float) -> FoundHosts:
+    """Find the hosts of a plan, waiting until each of them answers: Ray lists a lost host as alive for a while.
+
+    A Ray that starts hosts on demand is asked for hosts with the plan's GPUs. Every `TOLD_S` a line says what is still missing.
+    """
+    began_s = told_s = time.monotonic()
+    with _asked_for(plan):
+        while True:
+            try:
+                return _answering_hosts(plan)
+            except PlanError as error:
+                now_s = time.monotonic()
+                if now_s - began_s > patience_s:
+                    raise PlanError(f"{error}; waited {patience_s:g} s") from None
+            if now_s - told_s >= TOLD_S:
+                told_s = now_s
+                log.warning("waiting for hosts, %.0f s of %g s: %s", now_s - began_s, patience_s, _missing(plan))
+            time.sleep(1.0)  # Ray has no event for a host that joins
+
+
+def _missing(plan: Plan) -> str:
+    """Say what a plan takes beside what Ray has."""
+    there = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    wanted = gpus_wanted(plan)
+    if not any(wanted):
+        return f"the plan takes {len(wanted)} hosts, Ray has {len(there)}"
+    return f"the plan takes hosts with {sorted(wanted, reverse=True)} GPUs, Ray has hosts with {sorted(there, reverse=True)}"
+
+
+@contextlib.contextmanager
+def _asked_for(plan: Plan) -> Iterator[None]:
+    """Have a Ray that scales by itself start hosts with these GPUs; others do not heed it."""
+    bundles = [{"GPU": count} for count in gpus_wanted(plan) if count]
+    if bundles:
+        request_resources(bundles=bundles)
+    try:
+        yield
+    finally:
+        if bundles:
+            request_resources(bundles=[])
+
+
+def _answering_hosts(plan: Plan) -> FoundHosts:
     """Find the hosts of a plan. Raises PlanError as `ray_hosts` does, and if one of them does not answer."""
     found = ray_hosts(plan)
-    silent = [address for node, address in found[1:] if not _answers(node)]
+    silent = [address for at, (node, address) in enumerate(found.hosts) if at != found.driver and not _answers(node)]
     if silent:
-        raise PlanError(f"the plan takes {len(found)} hosts, and {silent} did not answer; start Ray there again")
+        raise PlanError(f"the plan takes {plan.cluster.hosts} hosts, and {silent} did not answer; start Ray there again")
     return found
 
 

@@ -15,8 +15,9 @@ from ray import cloudpickle
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DispatchError, RlgraphError, WorkerDied
 from rlgraph.runtime.driver.bounded import RAY_S, bounded, within
-from rlgraph.runtime.driver.hosts import Ask, HostAgent, LocalHostAgent, RemoteHostAgent
-from rlgraph.runtime.driver.ray_cluster import on_host, ray_hosts, returned_hosts, session_folder, start_ray, stop_ray
+from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
+from rlgraph.runtime.driver.ray_cluster import awaited_hosts, on_host, ray_hosts, session_folder, start_ray, stop_ray
+from rlgraph.runtime.driver.ray_reservation import Reservation
 from rlgraph.runtime.driver.signals import held
 from rlgraph.runtime.driver.worker_environment import worker_environment
 from rlgraph.runtime.worker.process import Process
@@ -41,10 +42,10 @@ class Dispatch(Protocol):
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         """Start Ray on `hosts` hosts unless it runs; with room for messages if Ray `stores` them."""
 
-    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
-        """List (id, address) of the plan's hosts, the driver's first; empty if the driver's host is the only one.
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
+        """Find the hosts of the plan, and reserve there what it uses.
 
-        Raises PlanError if there are fewer hosts, also after waiting `patience_s` for a lost one to come back.
+        Raises PlanError if there are fewer hosts, or others hold its GPUs, also after waiting `patience_s`.
         """
 
     def folders(self) -> Sequence[str]:
@@ -80,6 +81,7 @@ class Actors:
     def __init__(self) -> None:
         self._preparing: dict[Any, str] = {}
         self._owns_ray = self._started_ray = False
+        self._reserved: Reservation | None = None
 
     @said_by_ray()
     def begin(self, hosts: int, *, stores: bool = False) -> None:
@@ -88,10 +90,12 @@ class Actors:
             self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
     @said_by_ray()
-    def hosts(self, plan: Plan, patience_s: float = 0.0) -> Sequence[tuple[str, str]]:
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         if plan.cluster.hosts == 1:
-            return ()
-        return returned_hosts(plan, patience_s) if patience_s else ray_hosts(plan)
+            return FoundHosts()
+        found = awaited_hosts(plan, patience_s) if patience_s else ray_hosts(plan)
+        self._reserved = Reservation(plan, found.hosts[: plan.cluster.hosts], patience_s)
+        return found
 
     @said_by_ray()
     def host_agent(self, host: str, folder: str) -> HostAgent:
@@ -101,12 +105,18 @@ class Actors:
         return [session_folder()] if self._started_ray else []
 
     def end(self) -> None:
+        if self._reserved is not None:
+            self._reserved.free()
         if self._owns_ray:
             stop_ray()
 
     @said_by_ray()
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": worker_environment(spec)}}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": worker_environment(spec, self._reserved.gpus.get(host) if self._reserved else None)},
+        }
         if host:
             options["scheduling_strategy"] = on_host(host)
 

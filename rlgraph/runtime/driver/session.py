@@ -12,7 +12,7 @@ from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch
-from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
+from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, Hosts, LocalHostAgent
 from rlgraph.runtime.driver.session_start import start_workers
 from rlgraph.runtime.driver.signals import held
 from rlgraph.runtime.driver.watchdog import FIRST_S
@@ -37,7 +37,7 @@ class Session:
         dispatch_name: str,
         deadline_s: float,
         start: Start | None = None,
-        patience_s: float = 0.0,  # for a host that was lost to come back
+        patience_s: float = 0.0,  # for hosts that are not there yet, or were lost
     ) -> None:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
         self._start_at, self._patience_s = start, patience_s
@@ -102,15 +102,16 @@ class Session:
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
         specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
-        start_workers(self._dispatch, self._group, specs, self._actors, self._hosts, [host for host, _ in found])
+        start_workers(self._dispatch, self._group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
         orphan_cleanup.claim(Path(self.folder), self._group.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)
         self._dispatching = True
 
-    def _made_hosts(self, found: Sequence[tuple[str, str]]) -> Hosts:
-        others = [self._dispatch.host_agent(host, self.folder) for host, _ in found[1:]]
+    def _made_hosts(self, found: FoundHosts) -> Hosts:
         placed = {worker.name: worker.host for worker in self.plan.workers}
-        return Hosts(self.folder, (LocalHostAgent(self.folder), *others), tuple(address for _, address in found), placed)
+        here: HostAgent = LocalHostAgent(self.folder)
+        agents = [here if at == found.driver else self._dispatch.host_agent(host, self.folder) for at, (host, _) in enumerate(found.hosts)]
+        return Hosts(self.folder, tuple(agents) or (here,), tuple(address for _, address in found.hosts), placed, found.driver)
 
     def step(self, last: int) -> Sequence[messages.Report]:
         """Wait for the reports of the next step; the workers already work on the steps after it, up to `last`.

@@ -23,7 +23,7 @@ def start_workers(
 
     Raises WorkerDied or NodeError for a worker that cannot start, ChannelTimeout for one that has not started by the deadline.
     """
-    wanted, end = f"{hosts.addresses[0]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + group.start_s
+    wanted, end = f"{hosts.addresses[hosts.driver]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + group.start_s
     listener = listen("driver", wanted, backlog=len(specs) + 8)
     address = bound(listener) if hosts.addresses else wanted
     try:

@@ -2,15 +2,16 @@
 
 import os
 import sys
+from collections.abc import Sequence
 
 from rlgraph.runtime.worker.spec import WorkerSpec
 
 
-def worker_environment(spec: WorkerSpec) -> dict[str, str]:
-    """Build the variables that a worker needs before it imports anything."""
+def worker_environment(spec: WorkerSpec, reserved: Sequence[str] | None = None) -> dict[str, str]:
+    """Build the variables that a worker needs before it imports anything; `reserved` are the GPUs of its host that the job may use."""
     threads = str(spec.worker.threads)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if spec.worker.host == 0 else None  # the driver's variable describes its own host
-    mine = visible.split(",") if visible else [str(gpu) for gpu in range(max(spec.local_gpus, default=-1) + 1)]
+    visible = None if spec.listen_at else os.environ.get("CUDA_VISIBLE_DEVICES")  # which of several hosts it describes is not known
+    mine = reserved or (visible.split(",") if visible else [str(gpu) for gpu in range(max(spec.local_gpus, default=-1) + 1)])
     # Ranks of one host meet at the loopback interface alone.
     inside = {} if spec.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {
