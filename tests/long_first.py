@@ -20,12 +20,18 @@ def seconds(item: pytest.Item) -> float:
     return max((SECONDS.get(mark.name, SHORT) for mark in item.iter_markers()), default=SHORT)
 
 
+def together(tests: list[pytest.Item]) -> float:
+    """Guess what the tests of a file take: one that is given more time than others will use it."""
+    given = [mark.args[0] for item in tests for mark in item.iter_markers("timeout")]
+    return math.fsum(map(seconds, tests)) + max(given, default=0.0) / 6
+
+
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Order files by what their tests take together, and leave the tests of a file in their order."""
     files: dict[Any, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    return [item for _, tests in sorted(files.items(), key=lambda file: -math.fsum(map(seconds, file[1]))) for item in tests]
+    return [item for _, tests in sorted(files.items(), key=lambda file: -together(file[1])) for item in tests]
 
 
 @pytest.hookimpl(trylast=True)
