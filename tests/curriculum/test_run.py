@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import forked
+import programs
 import pytest
 import torch
 
@@ -186,11 +185,11 @@ if __name__ == "__main__":
 def test_a_program_that_is_killed_in_its_second_graph_goes_on_from_its_checkpoint(model: str, tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(PROGRAM.format(tests=str(Path(__file__).parent), out=str(out), model=model))
-    killed = subprocess.run([sys.executable, str(program), "killed"], capture_output=True, text=True)
+    killed = programs.run(str(program), "killed", cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert (out / "first" / "done.json").exists()
     before = (out / "first" / "model" / "model.safetensors").stat().st_mtime_ns
-    whole = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    whole = programs.run(str(program), cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-2000:]
     assert "going on from the checkpoint after" in whole.stderr
     assert (out / "first" / "model" / "model.safetensors").stat().st_mtime_ns == before, "the first graph did not run again"

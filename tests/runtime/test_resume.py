@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 
 import fakes
 import forked  # noqa: F401 (a way of dispatch)
+import programs
 import pytest
 import torch
 
@@ -178,21 +177,19 @@ def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_t
 DRIVER = Path(__file__).with_name("driver.py")
 
 
-def start(folder: Path, steps: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(DRIVER), str(folder), str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ)
+def start(folder: Path, steps: int) -> programs.Program:
+    return programs.Program(str(DRIVER), str(folder), str(steps), cwd=folder)
 
 
-def until(driver: "subprocess.Popen[str]", step: int) -> list[int]:
+def until(driver: programs.Program, step: int) -> list[int]:
     """Read what a program says until it has done a step; return its workers."""
     workers: list[int] = []
-    assert driver.stdout is not None
     for line in driver.stdout:
         what, *numbers = line.split()
         workers = [int(n) for n in numbers] if what == "workers" else workers
         if what == "did" and int(numbers[0]) >= step:
             return workers
-    raise AssertionError(driver.stderr.read() if driver.stderr else "")
+    raise AssertionError(driver.end().stderr)
 
 
 def recorded(folder: Path) -> list[int]:
@@ -204,31 +201,32 @@ def saved(folder: Path) -> list[int]:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_path: Path) -> None:
-    killed = start(tmp_path, 1000)
-    workers = until(killed, 6)
-    done = 6
-    while not saved(tmp_path):  # it is written beside the steps, and a busy disk takes its time
-        done += 1
-        until(killed, done)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
+    with start(tmp_path, 1000) as killed:
+        workers = until(killed, 6)
+        done = 6
+        while not saved(tmp_path):  # it is written beside the steps, and a busy disk takes its time
+            done += 1
+            until(killed, done)
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.end()
     last = saved(tmp_path)[-1]
 
-    terminated = start(tmp_path, 1000)
-    until(terminated, 9)
-    os.kill(terminated.pid, signal.SIGTERM)
-    _, said = terminated.communicate(timeout=250)
-    assert terminated.returncode == 128 + signal.SIGTERM, said
-    assert f"going on from the checkpoint after {last} steps" in said
-    assert "finishing the steps in flight" in said
+    with start(tmp_path, 1000) as terminated:
+        until(terminated, 9)
+        os.kill(terminated.pid, signal.SIGTERM)
+        ended = terminated.end()
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert f"going on from the checkpoint after {last} steps" in ended.stderr
+    assert "finishing the steps in flight" in ended.stderr
     done = len(recorded(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{done:08d}").is_dir()
 
-    finishing = start(tmp_path, done + 3)
-    _, said = finishing.communicate(timeout=250)
-    assert finishing.returncode == 0, said
-    assert f"going on from the checkpoint after {done} steps" in said
+    with start(tmp_path, done + 3) as finishing:
+        ended = finishing.end()
+    assert ended.returncode == 0, ended.stderr
+    assert f"going on from the checkpoint after {done} steps" in ended.stderr
     assert recorded(tmp_path) == list(range(done + 3))
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
