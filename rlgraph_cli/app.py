@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlgraph_cli import cluster
+from rlgraph_cli import cluster, doctor
 
 if TYPE_CHECKING:
     import rlgraph as rg
@@ -23,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(doctor.app, name="doctor")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.py", help="A Python file with a dataclass Config and a function graph(cfg).")]
 Settings = Annotated[
@@ -194,16 +195,6 @@ def compare(
     import rlgraph as rg
 
     typer.echo(str(rg.compare(*runs, metrics=metric or [])))
-
-
-@app.command()
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
-    """Check what this machine can run. The exit code is 1 if there is a problem."""
-    import rlgraph as rg
-
-    found = rg.doctor()
-    typer.echo(found.to_json() if json else str(found))
-    raise typer.Exit(1 if found.problems else 0)
 
 
 def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any, cpus: Any, hosts: Any) -> "rg.Cluster":

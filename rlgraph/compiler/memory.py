@@ -113,7 +113,7 @@ def _need(
         host_moments=model.traits.host_moments and "train" in works,
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,
-        packed=model.traits.exact,
+        packed=model.traits.exact and not cluster.gpus,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
     work = replace(work, adapter=None if own is None else own.parameters)

@@ -9,7 +9,7 @@ import networkx as nx
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.errors import PlanError
-from rlgraph.graph.exact_rules import exact_models
+from rlgraph.graph.exact_rules import EXACT_DTYPES, exact_models
 from rlgraph.graph.nodes import Graph, Model, Node
 from rlgraph.graph.operation import ModelTraits
 
@@ -169,12 +169,16 @@ def place_workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping
 
 
 def _check_exact(name: str, model: Model, worker: PlannedWorker) -> None:
-    if worker.gpus or worker.threads > 1:
+    dtype = str(model.traits.dtype)
+    place = EXACT_DTYPES[dtype]
+    if place == "cores" and (worker.gpus or worker.threads > 1):
         on = "a GPU" if worker.gpus else f"{worker.threads} cores"
         raise PlanError(
-            f"{name} would run on {on}, and exact=True is proven on one core each: give its pool as many cores as it has processes, "
-            f"rg.Pool('{model.pool.name}', cpus=1)"
+            f"{name} would run on {on}, and exact=True with dtype='{dtype}' is proven on one core each: give its pool as many cores as it "
+            f"has processes, rg.Pool('{model.pool.name}', cpus=1)"
         )
+    if place == "GPUs" and not worker.gpus:
+        raise PlanError(f"{name} would run on cores, and exact=True with dtype='{dtype}' is proven on GPUs; write dtype='float32'")
 
 
 def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, int]:

@@ -9,8 +9,8 @@ from rlgraph.engines.precision import device_precision
 
 
 class Place(Protocol):
-    """The place of an engine: its rank among the workers of its model, its device and cores, and the number of weight versions on
-    that device."""
+    """The place of an engine: its rank among the workers of its model, its device and cores, the number of weight versions on
+    that device, and whether a trainer computes its log-probs to the bit."""
 
     @property
     def rank(self) -> int: ...
@@ -38,6 +38,9 @@ class Place(Protocol):
 
     @property
     def sequences(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def report_progress(self) -> Callable[[int, int, str], None]: ...

@@ -7,6 +7,8 @@ from rlgraph.errors import GraphError
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Feedback, Graph, Model, Node
 
+EXACT_DTYPES = {"float32": "cores"}  # what a policy may compute in, and where
+
 
 def check_exact(graph: "Graph") -> None:
     """Refuse what is not proven to be exact: other engines, other folders, dtypes but float32, a part of the vocabulary, depth."""
@@ -47,8 +49,13 @@ def _check_reader(graph: "Graph", feedback: "Feedback", source: "Model", node: "
         raise GraphError(f"{where}, but its engine has other kernels than the trainer; use engine='vllm', or leave out exact")
     if model.path != source.path:
         raise GraphError(f"{where} of '{source.path}', and its own model is '{model.path}'; give the same path, or leave out exact")
-    if model.traits.dtype != "float32":
-        raise GraphError(f"{where}, and has dtype='{model.traits.dtype}'; use rg.Generator(…, dtype='float32')")
+    if model.traits.dtype != source.traits.dtype:
+        raise GraphError(
+            f"{where} and dtype='{source.traits.dtype}', and has dtype='{model.traits.dtype}'; use "
+            f"rg.Generator(…, dtype='{source.traits.dtype}')"
+        )
+    if model.traits.tensor_parallel > 1 or model.group > 1:
+        raise GraphError(f"{where}, and an engine spans {model.group} GPUs, which add up in another order; use tensor_parallel=1")
     if sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0):
         raise GraphError(
             f"{where}, and samples with top_p={sampling.top_p}, top_k={sampling.top_k} and temperature={sampling.temperature}: the "

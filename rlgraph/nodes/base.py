@@ -38,8 +38,9 @@ class Context:
     `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `listen_fd` is the
     descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models
     time-share it, `copies` how many versions of the weights it keeps there, and `sequences` how many responses it decodes at once at
-    most. `arrivals` loads new versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip,
-    because their prompts killed a worker. What a node does within `waiting()` is recorded as its wait for tools or environments.
+    most. `exact` says whether a policy that the engine follows computes its log-probs to the bit. `arrivals` loads new versions for a
+    node that reads a feedback edge. `set_aside` lists places of the data order to skip, because their prompts killed a worker. What a
+    node does within `waiting()` is recorded as its wait for tools or environments.
 
     A long node reports its progress with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
 
@@ -68,6 +69,7 @@ class Context:
     arrivals: Arrivals | None = None
     set_aside: tuple[int, ...] = ()
     sequences: int = 0
+    exact: bool = False
     report_progress: Callable[[int, int, str], None] = lambda done, total, unit: None
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     cache: dict[str, Any] = field(default_factory=dict)

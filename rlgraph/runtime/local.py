@@ -93,7 +93,7 @@ class LocalJob:
             spec,
             mailbox,
             loops,
-            Context(threads=spec.worker.threads, shared=spec.shared, set_aside=spec.set_aside, sequences=spec.sequences),
+            Context(threads=spec.worker.threads, shared=spec.shared, set_aside=spec.set_aside, sequences=spec.sequences, exact=spec.exact),
         )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 

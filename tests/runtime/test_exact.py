@@ -18,6 +18,7 @@ from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
 from rlgraph.nodes.training.exact import checked_rows
 from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.worker.spec import worker_specs
 
 SAMPLING = rg.Sampling(max_tokens=24, temperature=0.8, ignore_eos=True)
 
@@ -104,7 +105,8 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     ),
     "folder": (lambda m, o: loop(m, base=o), "give the same path"),
     "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
-    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "it is proven in float32 alone; write dtype='float32'"),
+    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "it is proven in float32 on cores; write dtype='float32'"),
+    "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which add up in another order"),
     "top_p": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_p=0.9)}), "top_p=0.9, .* use top_p=1"),
     "top_k": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_k=9)}), "top_k=9 .* use top_p=1, top_k=0"),
     "greedy": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, temperature=0)}), "a temperature above 0"),
@@ -135,11 +137,15 @@ def _parts(graph: rg.Graph) -> dict[str, int]:
     return {part: size for need in plan.memory if not need.loading for part, size in need.parts}
 
 
-def test_more_than_one_core_and_gpus_are_refused_by_the_plan(model: str) -> None:
-    with pytest.raises(PlanError, match=r"generator would run on 2 cores, and exact=True is proven on one core each: .* cpus=1"):
+def test_each_dtype_has_its_devices(model: str) -> None:
+    with pytest.raises(PlanError, match=r"generator would run on 2 cores, .* dtype='float32' is proven on one core each: .* cpus=1"):
         rg.compile(loop(model), Cluster(cpus=4))
     with pytest.raises(PlanError, match="would run on a GPU"):
         rg.compile(loop(model), Cluster(gpus=2, cpus=4))
+    specs = worker_specs(loop(model), rg.compile(loop(model), Cluster(cpus=2)), "folder", b"", 1.0)
+    assert {spec.worker.model: spec.exact for spec in specs if spec.worker.model} == {"generator": True, "policy": True}
+    plain = loop(model, policy={"exact": False})
+    assert not any(spec.exact for spec in worker_specs(plain, rg.compile(plain, Cluster(cpus=2)), "folder", b"", 1.0))
 
 
 def test_a_family_without_proof_is_refused_before_anything_starts(model: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A trainer's model that computes what the engine computes, bit for bit: float32 on a CPU, one thread.
+"""A trainer's model that computes what the engine computes, bit for bit: float32 on a CPU with one thread, bfloat16 on a GPU.
 
-Embeddings, norms and the products in between are equal as they are. Linear maps, rotations and attention are exchanged for the engine's
-kernels; log-probs are a `log_softmax` on both sides.
+On a CPU embeddings, norms and the products in between are equal as they are. Linear maps, rotations and attention are exchanged for the
+engine's kernels; log-probs are a `log_softmax` on both sides. On a GPU see `gpu_model`.
 """
 
 from typing import Any
@@ -22,13 +22,19 @@ def check_family(path: str, model_type: str) -> None:
         )
 
 
-def exchange(model: Any) -> list[Any]:
-    """Give a Hugging Face model the engine's linear maps and attention. Returns the maps, which `forget` when weights change."""
+def exchange(head: Any, device: str) -> list[Any]:
+    """Give the model of a policy's `head` the engine's kernels. Returns the linear maps that `forget` when weights change."""
+    if device == "cuda":
+        from rlgraph.engines.exact import gpu_model
+
+        gpu_model.exchange(head)
+        return []
     from rlgraph.engines.exact import cpu_attention
     from rlgraph.engines.exact.cpu_linear import ExactLinear
     from rlgraph.engines.exact.cpu_rotation import LateRotation
     from rlgraph.engines.hf_models.backbone import backbone_of, layers_of
 
+    model = head.model
     cpu_attention.register()
     model.set_attn_implementation(cpu_attention.NAME)
     backbone = backbone_of(model)

@@ -81,11 +81,12 @@ class PolicyHead(Head):
     """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
 
     `path` is a folder, or a model that is in memory already. `fused` keeps the logits of all tokens out of memory while it trains: see
-    `head_scores`. `words` are those that this rank's head gives logits of; None for all.
+    `head_scores`. `words` are those that this rank's head gives logits of; None for all. `exact` log-probs are those of vLLM on a GPU.
     """
 
     prefix, loss_name = "actor", "actor/pg_loss"
     words: VocabularyShard | None = None
+    exact = False
 
     def __init__(self, path: str | Path | torch.nn.Module, *, fused: bool = False) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class PolicyHead(Head):
         states = predicting_states(self.backbone, micro_batch)
         if tokens is not None:
             return tokens.scores(self.model.get_output_embeddings(), states, micro_batch.targets, self._shape, temperature=temperature)
-        scored = Scored(self._shape, temperature, entropy, squares, self.words)
+        scored = Scored(self._shape, temperature, entropy, squares, self.words, self.exact)
         return head_scores(self.model.get_output_embeddings(), states, micro_batch.targets, scored, fused=self._fused)
 
     def loss(

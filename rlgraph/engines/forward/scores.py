@@ -28,7 +28,8 @@ AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough ro
 class Scored:
     """What is computed of the logits: `shape` makes them of the head's output, `temperature` is that of the sampling.
 
-    `words` are those whose logits the head of this rank gives; None for the whole vocabulary.
+    `words` are those whose logits the head of this rank gives; None for the whole vocabulary. `exact` log-probs are computed by the
+    kernels of vLLM on a GPU.
     """
 
     shape: Callable[[torch.Tensor], torch.Tensor]
@@ -36,11 +37,17 @@ class Scored:
     entropy: bool = False
     squares: bool = False
     words: VocabularyShard | None = None
+    exact: bool = False
 
     def __call__(self, output: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Give the log-probs `[N]` of `tokens [N]`, then entropies or sums of squares `[N]` if asked for, of a head's output `[N, V]`."""
         logits = self.shape(output)
-        log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy, words=self.words)
+        if self.exact:
+            from rlgraph.engines.exact import gpu_scores
+
+            log_probs, entropies = gpu_scores.token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy)
+        else:
+            log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy, words=self.words)
         more = sum_pi_squared(logits, temperature=self.temperature, words=self.words) if self.squares else entropies
         return (log_probs,) if more is None else (log_probs, more)
 

@@ -96,8 +96,8 @@ class FsdpEngine:
         if self._ranks.sharing > 1:
             self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
-        self._exchanged = exchange(head.model) if exact else []
-        if self._device.type == "cuda":
+        self._exchanged = exchange(head, self._device.type) if exact else []
+        if self._device.type == "cuda" and not exact:
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         if self._ranks.matrices is not None:

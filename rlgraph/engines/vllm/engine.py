@@ -33,7 +33,8 @@ class VllmEngine(GenerateEngine):
     between rollouts if the pool is `shared`. In this share each engine has `copies` of the weights: its own, and the buffers in which it
     receives versions. `kv_cache_bytes` instead sets the size of the KV cache. `threads` is the number of cores on a CPU, for the whole
     process. `random_weights` ignores the weights of the folder. `engine_args` replace the arguments that rlgraph gives to vLLM.
-    Log-probs are those of the sampling distribution.
+    Log-probs are those of the sampling distribution. `exact` takes kernels whose log-probs a trainer can compute to the bit; on a CPU
+    all are such.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -54,6 +55,7 @@ class VllmEngine(GenerateEngine):
         engines: int = 1,
         copies: int = 1,
         random_weights: bool = False,
+        exact: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -77,6 +79,8 @@ class VllmEngine(GenerateEngine):
         machine = engine_arguments.arguments(
             on_cpu=self._on_cpu, context=context, max_sequences=max_sequences, kv_cache_bytes=kv_cache_bytes, share=share, shared=shared
         )
+        if exact and not self._on_cpu:
+            machine = {**machine, **engine_arguments.EXACT}
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         with warnings.catch_warnings():
             # vLLM looks at every attribute of every module, those included that warn when looked at.

@@ -18,6 +18,10 @@ GPU_ENVIRONMENT = {
 PARALLEL = {
     "distributed_executor_backend": "mp",  # one process a GPU, all of them this one's; where Ray runs, vLLM would take Ray's
 }
+EXACT = {  # on a GPU
+    "worker_cls": "rlgraph.engines.vllm.exact_worker.ExactWorker",
+    "disable_cascade_attn": True,  # it sums a shared prefix apart
+}
 KV_CACHE_BYTES = 1 << 30  # on a CPU
 STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
 MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs

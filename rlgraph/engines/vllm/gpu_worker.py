@@ -10,5 +10,6 @@ class GpuWorker(Extension, Worker):  # type: ignore[misc]
     """Named as `worker_cls` and made by vLLM, in the engine's process or, where it spans GPUs, in one for each of them."""
 
     def init_device(self) -> None:
-        record_prompts()
+        if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            record_prompts()
         super().init_device()

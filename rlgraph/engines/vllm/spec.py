@@ -25,6 +25,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         engines=generator.engines_per_gpu,
         shared=place.shared and place.device == "cuda",
         copies=place.copies,
+        exact=place.exact,
         engine_args=generator.engine_args,
     )
 

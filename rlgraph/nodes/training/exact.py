@@ -7,6 +7,7 @@ import torch
 
 from rlgraph.columns import Columns, rows_of
 from rlgraph.errors import CertificateError, GraphError
+from rlgraph.graph.exact_rules import EXACT_DTYPES
 from rlgraph.nodes.base import carried, tensor_of
 
 CHECKED = 4  # rows of a step
@@ -15,8 +16,11 @@ CHECKED = 4  # rows of a step
 def check_exact_settings(model: Any) -> None:
     """Raise GraphError for settings that are not proven to be exact."""
     where = f"{type(model).__name__}(exact=True"
-    if model.dtype != "float32":
-        raise GraphError(f"{where}, dtype='{model.dtype}'): it is proven in float32 alone; write dtype='float32'")
+    if model.dtype not in EXACT_DTYPES:
+        raise GraphError(
+            f"{where}, dtype='{model.dtype}'): it is proven in {' and '.join(f'{d} on {p}' for d, p in EXACT_DTYPES.items())}; write "
+            f"{' or '.join(f'dtype={d!r}' for d in EXACT_DTYPES)}"
+        )
     given = {
         "tensor_parallel": (model.tensor_parallel, 1),
         "context_parallel": (model.context_parallel, 1),

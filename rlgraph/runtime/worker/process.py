@@ -124,6 +124,7 @@ class Process:
             copies=self.spec.copies,
             set_aside=self.spec.set_aside,
             sequences=self.spec.sequences,
+            exact=self.spec.exact,
             report_progress=self.status.count,
         )
         self.progress = Progress(Worker(self.spec, self.mailbox, loops, context, self.status.enter), self._tell)

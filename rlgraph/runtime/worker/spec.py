@@ -9,6 +9,7 @@ from rlgraph.columns import Column
 from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes, steps_back
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.time_sharing import TimeSlice, time_slices
+from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.prompts import Prompts
@@ -131,6 +132,7 @@ class WorkerSpec:
     prompts: int = 0  # of a step
     ahead: int = 0  # steps that it fires beyond the one it is to finish, because others need them to finish theirs
     sequences: int = 0  # responses that its engine decodes at once, at most
+    exact: bool = False  # whether a trainer computes the log-probs of its engine to the bit
 
     @property
     def first(self) -> int:
@@ -157,7 +159,7 @@ def worker_specs(
     start = start or Start()
     lookahead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
-    ahead = plan.steps_ahead()
+    ahead, exact = plan.steps_ahead(), exact_models(graph)
     channels = tuple(
         (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", c.transport)) for i, c in enumerate(plan.channels)
     )
@@ -188,6 +190,7 @@ def worker_specs(
             prompts=next((node.rows for node in graph.nodes if isinstance(node.operation, Prompts)), 0),
             ahead=ahead[worker.name],
             sequences=sum(_sequences(graph.node(name), worker.world) for name in worker.nodes),
+            exact=any(graph.node(name).model in exact for name in worker.nodes),
         )
         for worker in plan.workers
     )
