@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.curriculum.run import run
     from rlgraph.doctor.diagnosis import doctor
     from rlgraph.engines.api import Sampling
+    from rlgraph.engines.drafts import PromptLookup
     from rlgraph.engines.fsdp.adamw import AdamW, Muon
     from rlgraph.engines.hf_models.pretrained import model_folder
     from rlgraph.engines.lora.settings import LoRA
@@ -170,6 +171,7 @@ __all__ = [
     "Precision",
     "Profile",
     "Program",
+    "PromptLookup",
     "Reference",
     "Refill",
     "Retry",
@@ -295,6 +297,7 @@ _NAMES = {
     "Precision": "rlgraph.compiler.cluster",
     "Profile": "rlgraph.recording.profile",
     "Program": "rlgraph.nodes.environments.program",
+    "PromptLookup": "rlgraph.engines.drafts",
     "Reference": "rlgraph.nodes.training.reference",
     "Refill": "rlgraph.nodes.rollout.dynamic_sampling",
     "Retry": "rlgraph.nodes.rewards.retry",

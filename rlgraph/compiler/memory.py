@@ -20,6 +20,7 @@ from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
+BLOCK = 128  # on each side of what has one scale in fp8
 
 
 def needs(
@@ -114,6 +115,7 @@ def _need(
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,
         packed=model.traits.exact and not cluster.gpus,
+        in_fp8=model.traits.weights_dtype is not None,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
     work = replace(work, adapter=None if own is None else own.parameters)
@@ -198,6 +200,39 @@ FIXES = {
 }
 
 
+def check_drafts(graph: Graph) -> None:
+    """Raise PlanError for an engine that guesses tokens and spans GPUs."""
+    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.drafts):
+        if model.group > 1:
+            raise PlanError(
+                f"graph '{graph.name}': Generator('{model.path}', drafts={model.traits.drafts}, tensor_parallel={model.group}): an engine "
+                "that guesses tokens is on one GPU; leave one of them out"
+            )
+
+
+def check_fp8(graph: Graph, shapes: Shapes) -> None:
+    """Raise PlanError for an engine with fp8 weights that spans GPUs or computes in float32, and for a model that has no such weights: a
+    mixture of experts, or matrices that 128 does not divide."""
+    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.weights_dtype):
+        traits, shape = model.traits, shapes.get(model.path)
+        here = f"graph '{graph.name}': Generator('{model.path}', weights_dtype='{traits.weights_dtype}'"
+        other = f"tensor_parallel={model.group}" if model.group > 1 else "dtype='float32'" if traits.dtype == "float32" else None
+        if other:
+            raise PlanError(
+                f"{here}, {other}): an engine with fp8 weights is on one GPU and computes in bfloat16; leave out one of the two"
+            )
+        if shape is None:
+            continue
+        heads = {"num_attention_heads": shape.heads * shape.head_dim, "num_key_value_heads": shape.kv_heads * shape.head_dim}
+        sides = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate} | {f"{n} x head_dim": s for n, s in heads.items()}
+        uneven = next((f"{name} = {size}" for name, size in sides.items() if size % BLOCK), None)
+        why = "is a mixture of experts" if shape.experts > 1 else f"has {uneven}, which {BLOCK} does not divide" if uneven else None
+        if why:
+            raise PlanError(
+                f"{here}): the model {why}; leave it out there: blocks of {BLOCK} x {BLOCK} numbers of a dense model have a scale each"
+            )
+
+
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
     """Raise PlanError for a model without a GPU that has a share of a GPU's memory, moments offloaded to the host, or engine arguments
     for GPUs alone."""
@@ -209,5 +244,11 @@ def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
             raise PlanError(f"{where} offload='moments', which frees memory of a GPU, but it trains on the host; leave it out there")
         if traits.memory is not None:
             raise PlanError(f"{where} memory={traits.memory}, a share of a GPU's, but this cluster has no GPU; leave it out there")
+        if traits.weights_dtype is not None:
+            raise PlanError(
+                f"{where} weights_dtype='{traits.weights_dtype}', for kernels of a GPU, but it runs on the host; leave it out there"
+            )
+        if traits.drafts is not None:
+            raise PlanError(f"{where} drafts, for vLLM's runner of a GPU, but it runs on the host; leave them out there")
         for argument, reason in traits.gpu_only.items():
             raise PlanError(f"{where} engine_args with '{argument}', but it runs on the host: {reason}; leave it out there")

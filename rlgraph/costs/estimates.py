@@ -45,7 +45,8 @@ class Workload:
     pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
     with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and with `context` others a pass.
     Only the `adapter` numbers of a model that trains an adapter have gradients and moments. An engine that merges adapters keeps the
-    `merged` numbers of the matrices that they change. With `packed` each rank has all matrices a second time, as its kernels want them.
+    `merged` numbers of the matrices that they change. An engine `in_fp8` has its layers in fp8; versions on their way are not. With
+    `packed` each rank has all matrices a second time, as its kernels want them.
     """
 
     shape: ModelShape
@@ -67,6 +68,7 @@ class Workload:
     adapter: int | None = None
     merged: int = 0
     packed: bool = False
+    in_fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def paged(work: Workload) -> Need:
     """Estimate the memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
     width = max(work.width, 1.0)
     # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
-    weights = int((1 / width + work.copies - 1) * work.shape.parameters * work.itemsize)
+    own = work.shape.weight_bytes(work.itemsize, fp8=work.in_fp8)
+    weights = int(own / width + (work.copies - 1) * work.shape.parameters * work.itemsize)
     sequences = min(-(-work.rows // work.workers), SEQUENCES)
     per_token = work.shape.kv_bytes_per_token(work.itemsize) / width
     cache = int(max(sequences * work.usual, work.longest) * per_token)

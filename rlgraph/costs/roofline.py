@@ -121,7 +121,10 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     if node.traits.work == "generate":
         context = lengths.prompt_tokens + lengths.mean / 2
         decode_law = (node.model.traits.estimates or GENERATING).decode_law
-        return NodeCost(decode=decode_law(shape, device, context), measured=Setting(1, 1, node.rows))
+        decode = decode_law(shape, device, context)
+        if node.model.traits.weights_dtype is not None:  # a step reads the weights as they are kept
+            decode = replace(decode, step_s=decode.step_s * shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2))
+        return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)

@@ -128,6 +128,10 @@ class GenerateEngine(ABC):
     def wake(self) -> None:  # noqa: B027
         """Take the device memory back, so that the engine can load weights and decode when this returns."""
 
+    def decode_metrics(self) -> dict[str, float]:
+        """Metrics of the decode steps since this was last asked."""
+        return {}
+
     def step(self, prefix: str = "") -> dict[str, Response]:
         """Run one decode step, if any request is unfinished, and return the finished responses by request id.
 

@@ -19,7 +19,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.settings import Name
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
-EngineSetting: TypeAlias = Literal["memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args"]
+EngineSetting: TypeAlias = Literal["memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts"]
 TrainerSetting: TypeAlias = Literal[
     "micro_batch_tokens",
     "recompute",
@@ -41,10 +41,10 @@ class EngineSpec(Estimates):
 
     `load(generator, place)` makes the engine in the worker that runs it; it is sent there, so it is a function of a module.
     `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
-    `engine_args`, which `check_arguments(given)` checks where the generator is declared; it returns those that need a GPU, with the
-    reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It `shares_steps` if responses that
-    join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a policy with `adapter=`: each new
-    version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
+    `weights_dtype`, `drafts`, and `engine_args`, which `check_arguments(given)` checks where the generator is declared; it returns those
+    that need a GPU, with the reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It
+    `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
+    policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
     computes its log-probs to the bit. See `Estimates` for the other fields.
 
     Example:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 if TYPE_CHECKING:
     from rlgraph.costs.estimates import Estimates
     from rlgraph.engines.api import Running, Sampling
+    from rlgraph.engines.drafts import PromptLookup
     from rlgraph.engines.lora.settings import LoRA
     from rlgraph.graph.nodes import Node, Pool
     from rlgraph.nodes.rollout.batch_admission import BatchAdmission
@@ -194,6 +195,10 @@ class ModelTraits:
 
     `memory` is the share of a GPU's memory that it asks for; None if it asks for none.
 
+    `weights_dtype` is the dtype in which its engine keeps the matrices of the layers, "fp8"; None for the one it computes in.
+
+    `drafts` is how its engine guesses tokens ahead; None if it does not.
+
     `engine_args` are the arguments that the user hands on to its engine; those in `gpu_only` need a GPU, each with the reason.
 
     `shares_steps` says that responses which joined later share each decode step with those already decoding.
@@ -215,6 +220,8 @@ class ModelTraits:
     max_context: int | None = None
     sampling: "Sampling | None" = None
     memory: float | None = None
+    weights_dtype: str | None = None
+    drafts: "PromptLookup | None" = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     gpu_only: Mapping[str, str] = field(default_factory=dict)
     shares_steps: bool = True

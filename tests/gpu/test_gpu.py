@@ -44,6 +44,18 @@ def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_l
 
 
 @pytest.mark.gpu
+@pytest.mark.vllm
+def test_versions_of_fp8_weights_have_the_bits_of_the_loader(alone: Alone) -> None:
+    assert alone("fp8_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_an_engine_that_guesses_samples_what_one_without_guesses_does(alone: Alone) -> None:
+    assert alone("drafts_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_generator_and_policy_share_one_gpu_in_turns(alone: Alone) -> None:

@@ -15,10 +15,12 @@ import torch
 
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.drafts import PromptLookup
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import is_head
 from rlgraph.engines.lora.merging import MergedWeights, as_described
-from rlgraph.engines.vllm import engine_arguments, language_model
+from rlgraph.engines.vllm import drafts as vllm_drafts
+from rlgraph.engines.vllm import engine_arguments, fp8_weights, language_model
 from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
@@ -32,7 +34,8 @@ class VllmEngine(GenerateEngine):
     `max_model_len` is the context (None: the model's). The `engines` on a GPU together take the share `memory` of its memory, and free it
     between rollouts if the pool is `shared`. In this share each engine has `copies` of the weights: its own, and the buffers in which it
     receives versions. `kv_cache_bytes` instead sets the size of the KV cache. `threads` is the number of cores on a CPU, for the whole
-    process. `random_weights` ignores the weights of the folder. `engine_args` replace the arguments that rlgraph gives to vLLM.
+    process. `random_weights` ignores the weights of the folder. With `weights_dtype="fp8"` the layers' matrices are kept in fp8, and each
+    version is quantised as it is loaded. `drafts` guess tokens ahead. `engine_args` replace the arguments that rlgraph gives to vLLM.
     Log-probs are those of the sampling distribution. `exact` takes kernels whose log-probs a trainer can compute to the bit; on a CPU
     all are such.
 
@@ -56,6 +59,8 @@ class VllmEngine(GenerateEngine):
         copies: int = 1,
         random_weights: bool = False,
         exact: bool = False,
+        weights_dtype: str | None = None,
+        drafts: PromptLookup | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -63,15 +68,15 @@ class VllmEngine(GenerateEngine):
         self._shapes = parameter_shapes(path)
         _prepare_process(threads)
 
-        from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
-        if self._on_cpu and tensor_parallel > 1:
+        self._parallel, self._guesses = tensor_parallel > 1, drafts is not None
+        if self._on_cpu and self._parallel:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
-        self._parallel = tensor_parallel > 1
         weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
-        self._own_bytes = weights // tensor_parallel  # of each device
+        in_fp8 = fp8_weights.quantised_bytes(self._shapes, getattr(torch, dtype).itemsize)
+        self._own_bytes = (in_fp8 if weights_dtype else weights) // tensor_parallel  # of each device
         share = engine_arguments.share_of_memory(memory, shared)
         if not self._on_cpu:
             share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, (copies - 1) * weights, self._own_bytes)
@@ -79,23 +84,22 @@ class VllmEngine(GenerateEngine):
         machine = engine_arguments.arguments(
             on_cpu=self._on_cpu, context=context, max_sequences=max_sequences, kv_cache_bytes=kv_cache_bytes, share=share, shared=shared
         )
-        if exact and not self._on_cpu:
-            machine = {**machine, **engine_arguments.EXACT}
+        machine = {**machine, **(engine_arguments.EXACT if exact and not self._on_cpu else {})}
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
-        with warnings.catch_warnings():
-            # vLLM looks at every attribute of every module, those included that warn when looked at.
-            warnings.simplefilter("ignore", FutureWarning)
-            nested = language_model.arguments(self._summary.nested)
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**{**model, **machine, **nested, **(engine_args or {})}))
+        nested, fp8 = language_model.arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
+        guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
+        self._engine = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
         if self._on_cpu:
             pair_single_rows(self._model())
+        if self._guesses:
+            vllm_drafts.connect(self._engine.model_executor.driver_worker.worker.model_runner)
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
-        self._loads = 0
+        self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self._copies: copy_plan.CopyPlan | None = None
+        self._fp8 = fp8_weights.QuantisedWeights(self._model()) if weights_dtype and not self._on_cpu else None
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._shared = SharedWeights(self._engine.collective_rpc)  # with the ranks of a tensor-parallel engine
-        self._asleep: set[str] = set()
         if self._summary.nested and not random_weights:
             self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
 
@@ -119,6 +123,8 @@ class VllmEngine(GenerateEngine):
                 continue
             if output.new_token_ids:
                 row.tokens += output.new_token_ids
+                self.decoded += len(output.new_token_ids)
+                self.decodings += 1
                 row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 gone.append(output.request_id)
@@ -126,6 +132,11 @@ class VllmEngine(GenerateEngine):
         if gone:
             self._engine.output_processor.abort_requests(gone, internal=True)
         return finished
+
+    def decode_metrics(self) -> dict[str, float]:
+        """With `drafts`: how many guesses a sequence keeps in a step, on average; see `GenerateEngine`."""
+        counts, self.decoded, self.decodings = (self.decoded, self.decodings), 0, 0
+        return {"rollout/accepted_drafts": counts[0] / max(counts[1], 1) - 1} if self._guesses else {}
 
     def unfinished(self) -> int:
         """Count the requests that the engine holds."""
@@ -179,6 +190,8 @@ class VllmEngine(GenerateEngine):
             pack_again(self._model(), self._engine.vllm_config, tied=not any(is_head(name) for name in self._shapes))
         elif self._parallel:
             self._shared.load(weights)
+        elif self._fp8 is not None:
+            self._fp8.load(weights)
         else:
             self._copy(weights)
         self._loads += 1
@@ -265,6 +278,16 @@ class VllmEngine(GenerateEngine):
     def close(self) -> None:
         """Free the model."""
         self._engine.engine_core.shutdown()
+
+
+def _started(arguments: Mapping[str, Any]) -> Any:
+    """Start vLLM's engine."""
+    from vllm import EngineArgs, LLMEngine
+
+    with warnings.catch_warnings():
+        # vLLM looks at every attribute of every module, those included that warn when looked at.
+        warnings.simplefilter("ignore", FutureWarning)
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
 def _prepare_process(threads: int | None) -> None:

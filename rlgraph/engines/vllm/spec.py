@@ -26,6 +26,8 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         shared=place.shared and place.device == "cuda",
         copies=place.copies,
         exact=place.exact,
+        weights_dtype=generator.weights_dtype,
+        drafts=generator.drafts,
         engine_args=generator.engine_args,
     )
 
@@ -33,7 +35,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
 SPEC = EngineSpec(
     name="vllm",
     load=load,
-    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args"),
+    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts"),
     spans_devices=True,
     merges_adapters=True,
     samples_exactly=True,

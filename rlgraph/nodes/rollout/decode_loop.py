@@ -50,6 +50,11 @@ def seed_of(seed: int, prompt: int, member: int) -> int:
     return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
 
 
+def chained(parts: Sequence[Sequence[Task]]) -> list[Task]:
+    """The tasks of all parts of a batch, in order."""
+    return [task for part in parts for task in part]
+
+
 class TaskDecoder(Protocol):
     """Samples the responses of tasks: one decode step at a time, in single turns or in conversations."""
 

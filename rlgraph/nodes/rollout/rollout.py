@@ -1,16 +1,16 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
 import inspect
-import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
+from rlgraph.engines.drafts import PromptLookup
 from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import GraphError, shown
@@ -32,6 +32,7 @@ from rlgraph.nodes.rollout.decode_loop import (
     Outcome,
     Task,
     TaskDecoder,
+    chained,
     columns_of_sampled,
     seed_of,
 )
@@ -65,6 +66,8 @@ class Generator(Model):
     * `memory`: the share of a GPU's memory that engines take. None: 0.9, or 0.45 in a pool that other models share.
     * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
       shorter than the engine's own work between two of them.
+    * `weights_dtype`: "fp8" keeps the matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
+    * `drafts`: `rg.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token of a sequence.
     * `engine_args`: arguments for the engine itself, as `{"max_num_batched_tokens": 32768}`. One that rlgraph sets is an error.
     * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
     * `self_test`: checks at the start that the engine `transformers` decodes as the model's own forward computes.
@@ -80,6 +83,8 @@ class Generator(Model):
     memory: Annotated[float, Range(above=0, below=1, rule="a share of the GPU's memory, above 0 and below 1")] | None = None
     max_sequences: Count | None = None
     engines_per_gpu: Count = 1
+    weights_dtype: Literal["fp8"] | None = None
+    drafts: PromptLookup | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     self_test: bool = True
 
@@ -125,6 +130,8 @@ class Generator(Model):
             max_context=self.max_context,
             sampling=self.sampling,
             memory=self.memory,
+            weights_dtype=self.weights_dtype,
+            drafts=self.drafts,
             engine_args=self.engine_args,
             gpu_only=self._gpu_only,  # type: ignore[attr-defined]
             shares_steps=self.spec.shares_steps,
@@ -320,7 +327,7 @@ class Rollout(Operation):
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # here, so that the first step does not load it
         decoder = self.decoder(context)
-        loop = DecodeLoop(context, decoder, self.admission, lambda step: _chained(self.tasks(context, self._drawn(context, step))))
+        loop = DecodeLoop(context, decoder, self.admission, lambda step: chained(self.tasks(context, self._drawn(context, step))))
         if self.chunks > 1:
             return lambda step, columns: self.parts(context, loop, step, columns)  # type: ignore[return-value]
         return lambda step, columns: next(self.parts(context, loop, step, columns))
@@ -341,7 +348,7 @@ class Rollout(Operation):
         assert isinstance(ids, torch.Tensor)
         parts = self.tasks(context, columns)
         try:
-            loop.begin(step, _chained(parts))
+            loop.begin(step, chained(parts))
             for rows, tasks in zip(self.shares(context, ids), parts, strict=True):
                 sampled = loop.take(step, tasks)
                 yield self.packed(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
@@ -354,10 +361,10 @@ class Rollout(Operation):
 
     def packed(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
         """Pack the responses of a part into columns, with the metrics of its conversations."""
-        columns = columns_of_sampled(sampled, ids, self.rewarded, self.has_outputs)
-        if not isinstance(decoder, ConversationLoop):
-            return columns
-        return columns, turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
+        columns, found = columns_of_sampled(sampled, ids, self.rewarded, self.has_outputs), context.engine.decode_metrics()
+        if isinstance(decoder, ConversationLoop):
+            found |= turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
+        return (columns, found) if found else columns
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
         """Choose the rows of each part that this rank samples. Concatenated over the ranks, they are in the order of the data."""
@@ -391,7 +398,3 @@ class Rollout(Operation):
         """Make the task of a response to the prompt at a place of the data order."""
         seed = seed_of(self.generator.seed, place, member)
         return Task(Request(f"{self.prefix}{place}.{member}", prompt, self.sampling, seed), member, item)
-
-
-def _chained(parts: list[list[Task]]) -> list[Task]:
-    return list(itertools.chain(*parts))

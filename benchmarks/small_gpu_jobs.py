@@ -1,0 +1,249 @@
+"""Parts of `small_gpu.py` that run a job on one GPU: time-shared pools, and learning with fp8 rollouts."""
+
+import ctypes
+import os
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from shapes import random_model
+from small_gpu import say
+
+import rlgraph as rg
+
+FOLDER = ".models"
+GIB80 = 80 * 10**9
+SUMS = [{"prompt": f"{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
+
+
+def length(responses: list[str]) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+@dataclass
+class UsedMemory:
+    """The memory of the first GPU that all processes have, asked of the driver every 50 ms; 0 without one."""
+
+    peak: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> "UsedMemory":
+        try:
+            self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return self
+        self._nvml.nvmlInit_v2()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        device, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+        index = int((os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0] or 0)
+        self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+        while not self._ended.wait(0.05):
+            if self._nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(sizes)) == 0:
+                self.peak = max(self.peak, int(sizes[2]))
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a job in turns is made of."""
+
+    shape: str
+    prompts: int
+    group: int
+    tokens: int
+    micro_batch_tokens: int
+    memory: float | None
+    adapter: rg.LoRA | None = None
+    steps: int = 6
+
+
+FULL = Size("1.7B", 32, 8, 512, 16384, 0.4)
+ADAPTER = Size("8B", 16, 8, 256, 8192, 0.24, rg.LoRA(rank=32), steps=5)  # an engine of 34 GB, as one GPU of 80 GB has room for
+TINY = Size("toy", 2, 2, 8, 8192, None, steps=3)
+
+
+def graph(size: Size, folder: str, *, gpu: bool) -> rg.Graph:
+    pool = rg.Pool("gpu") if gpu else rg.Pool("gpu", cpus=1)
+    few: dict[str, Any] = {"max_sequences": size.prompts * size.group}
+    kind: dict[str, Any] = few if gpu else {"engine": "transformers", "dtype": "float32"}
+    generator = rg.Generator(
+        folder,
+        pool=pool,
+        sampling=rg.Sampling(max_tokens=size.tokens, ignore_eos=True),
+        max_context=size.tokens + 64,
+        memory=size.memory,
+        **kind,
+    )
+    policy = rg.Policy(
+        folder,
+        pool=pool,
+        optimizer=rg.AdamW(lr=1e-6),
+        micro_batch_tokens=size.micro_batch_tokens,
+        recompute=gpu,
+        adapter=size.adapter,
+        dtype="bfloat16" if gpu else "float32",
+    )
+    weights = rg.feedback("weights", depth=0)
+    rollout = generator.rollout(rg.prompts(SUMS, count=size.prompts), weights, group_size=size.group)
+    advantages = rg.advantages(rollout, rg.reward(length, rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("one_gpu", step.metrics)
+
+
+def in_turns(size: Size) -> dict[str, Any]:
+    """Run the job: seconds of its parts, and the most memory of the GPU that all processes had."""
+    cluster = rg.local_cluster()
+    folder = random_model(size.shape, FOLDER)
+    say(f"{size.shape} is in {folder}")
+    plan = rg.compile(graph(size, folder, gpu=cluster.gpus > 0), cluster)
+    print(plan, flush=True)
+    marks = [time.monotonic()]
+    steps = []
+    with UsedMemory() as used:
+        with plan.launch(deadline_s=180) as job:
+            marks.append(time.monotonic())
+            say(f"launched in {marks[-1] - marks[0]:.1f} s")
+            for step in job.steps(size.steps):
+                steps.append(step)
+                timings = {n.removeprefix("timing_s/"): round(v, 3) for n, v in step.metrics.items() if n.startswith("timing_s/")}
+                say(f"step {step.index}: {step.seconds:.2f} s {timings}")
+            spans = job.spans()
+        peak = used.peak
+    kinds = sorted({span.kind for span in spans})
+    timed = [span for span in spans if span.step >= min(2, size.steps - 1)]
+    seconds = {
+        f"{kind} of {name}": statistics.median(s.end_s - s.start_s for s in timed if (s.kind, s.name) == (kind, name))
+        for kind in kinds
+        for name in sorted({s.name for s in timed if s.kind == kind})
+    }
+    whole = statistics.median(step.seconds for step in steps[2:] or steps)
+    fires = sum(value for name, value in seconds.items() if name.startswith("fire"))
+    found = {
+        "shape": size.shape,
+        "adapter": None if size.adapter is None else size.adapter.rank,
+        "launch_s": marks[1] - marks[0],
+        "first_step_s": steps[0].seconds,
+        "step_s": whole,
+        "steps_s": [step.seconds for step in steps],
+        "spans_s": seconds,
+        "nodes_s": fires,
+        "step_to_nodes": whole / fires,
+        "peak_bytes": peak,
+        "planned_bytes": {need.place: need.peak_bytes for need in plan.memory},
+        "fits_80_gb": 0 < peak <= GIB80,
+    }
+    for name, value in seconds.items():
+        say(f"  {name}: {value:.3f} s")
+    say(f"{size.shape}: step {whole:.2f} s, its nodes {fires:.2f} s ({whole / fires:.3f}); GPU peak {peak / 1e9:.1f} GB")
+    return found
+
+
+def alone(size: Size) -> dict[str, Any]:
+    """Seconds of the rollout with the GPU to itself: an engine of the same settings in this process."""
+    from rlgraph.engines.vllm.engine import VllmEngine
+
+    engine = VllmEngine(
+        random_model(size.shape, FOLDER), max_model_len=size.tokens + 64, max_sequences=size.prompts * size.group, memory=0.9
+    )  # fmt: skip
+    rows = size.prompts * size.group
+    prompts = [[ord(letter) + 5 for letter in SUMS[row % len(SUMS)]["prompt"]] for row in range(rows)]
+    seconds = []
+    for repeat in range(4):
+        start = time.monotonic()
+        engine.generate(prompts, rg.Sampling(max_tokens=size.tokens, ignore_eos=True), [repeat * rows + row for row in range(rows)])
+        seconds.append(time.monotonic() - start)
+    say(f"rollout alone: {statistics.median(seconds[1:]):.2f} s")
+    return {"rollout_alone_s": statistics.median(seconds[1:])}
+
+
+def trained_alone(size: Size) -> dict[str, Any]:
+    """Seconds of the update with the GPU to itself, of as many tokens."""
+    from small_gpu_training import trained
+
+    run = trained(
+        size.shape, (size.prompts * size.group, size.tokens + 8), fused=True, recompute=True,
+        micro_batch_tokens=size.micro_batch_tokens, adapter=size.adapter,
+    )  # fmt: skip
+    say(f"update alone: {run['update_s']:.2f} s")
+    return {"update_alone_s": run["update_s"]}
+
+
+def apart(function: Any, size: Size) -> dict[str, Any]:
+    """Run a function in a process of its own."""
+    import multiprocessing
+
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found: dict[str, Any] = pool.apply_async(function, (size,)).get(150)
+        return found
+
+
+def both(size: Size, smoke: bool) -> dict[str, Any]:
+    found = in_turns(size)
+    if not smoke:
+        found |= apart(alone, size) | apart(trained_alone, size)
+        halves = found["rollout_alone_s"] + found["update_alone_s"]
+        found["step_to_halves"] = found["step_s"] / halves
+        say(f"{size.shape}: step {found['step_s']:.2f} s against {halves:.2f} s of the two alone ({found['step_to_halves']:.3f})")
+    return found
+
+
+def colocated(smoke: bool) -> dict[str, Any]:
+    return both(TINY if smoke else FULL, smoke)
+
+
+def colocated_8b(smoke: bool) -> dict[str, Any]:
+    tiny = Size("toy", 2, 2, 8, 8192, None, rg.LoRA(rank=4), steps=3)
+    return both(tiny, smoke) if smoke else in_turns(ADAPTER)
+
+
+@rg.node(reads="responses", writes="rewards", by_group=True)
+def evens(batch: Any) -> Any:
+    """The share of even token ids: what a model of random weights can learn in a few steps."""
+    rewards = (batch["responses"] % 2 == 0).float().mean(-1)
+    return {"rewards": rewards}, {"critic/rewards/mean": rewards.mean().item()}
+
+
+def learns(folder: str, fp8: bool, corrected: bool, *, gpu: bool) -> rg.Graph:
+    pool = rg.Pool("gpu") if gpu else rg.Pool("gpu", cpus=1)
+    kind: dict[str, Any] = {"memory": 0.3, "max_sequences": 256} if gpu else {"engine": "transformers", "dtype": "float32"}
+    kind |= {"weights_dtype": "fp8"} if fp8 else {}
+    tokens = 32 if gpu else 4
+    generator = rg.Generator(
+        folder, pool=pool, sampling=rg.Sampling(max_tokens=tokens, ignore_eos=True), max_context=64 + tokens, **kind,
+    )  # fmt: skip
+    policy = rg.Policy(folder, pool=pool, optimizer=rg.AdamW(lr=2e-5), micro_batch_tokens=16384, dtype="bfloat16" if gpu else "float32")
+    weights = rg.feedback("weights", depth=0)
+    rollout = generator.rollout(rg.prompts(SUMS, count=16 if gpu else 2), weights, group_size=16 if gpu else 2)
+    rewards = evens(rollout)
+    old = policy.log_probs(rollout)
+    more = (rg.rollout_correction(rollout, old, weights=rg.TruncatedIS(level="token")),) if corrected else ()
+    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), old, *more, loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("learns", step.metrics)
+
+
+def fp8_learning(smoke: bool) -> dict[str, Any]:
+    gpu = rg.local_cluster().gpus > 0
+    folder = random_model("toy" if smoke else "0.6B", FOLDER)
+    found: dict[str, Any] = {"shape": "toy" if smoke else "0.6B", "reward": "the share of even token ids", "runs": {}}
+    for name, fp8, corrected in (("bfloat16", False, True), ("fp8", gpu, True), ("fp8, not corrected", gpu, False)):
+        rewards: list[float] = []
+        rest: dict[str, list[float]] = {}
+        with rg.compile(learns(folder, fp8, corrected, gpu=gpu), rg.local_cluster()).launch(deadline_s=120) as job:
+            for step in job.steps(3 if smoke else 25):
+                rewards.append(next(v for n, v in step.metrics.items() if n.endswith("rewards/mean")))
+                for metric, value in step.metrics.items():
+                    if metric.startswith(("rollout_corr/", "guards/mismatch")):
+                        rest.setdefault(metric, []).append(value)
+        found["runs"][name] = {"rewards": rewards, "metrics": {metric: statistics.fmean(each) for metric, each in rest.items()}}
+        say(f"{name}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; {found['runs'][name]['metrics']}")
+    return found

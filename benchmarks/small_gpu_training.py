@@ -1,0 +1,106 @@
+"""Parts of `small_gpu.py` that train in one process: the memory of an adapter's trainer, and moments in host memory."""
+
+import gc
+import statistics
+from typing import Any
+
+import torch
+from shapes import random_model
+from small_gpu import say
+from timed_updates import made_engine, timed_updates
+
+import rlgraph as rg
+
+RANK = 32
+UPDATES = 3 if not torch.cuda.is_available() else 5
+FOLDER = ".models"
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def planned(shape: str, **policy: Any) -> dict[str, int]:
+    """The bytes that a plan counts of a policy alone on an H200, by what they are for, without the weights in staging."""
+    folder = random_model(shape, FOLDER, headers_only=True)
+    trained = rg.Policy(folder, pool=rg.Pool("train", gpus=1), **policy)
+    generator = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=1536), max_context=2048)
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4), weights, group_size=4)
+    rewards = rg.reward(length, rollout)
+    step = trained.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    plan = rg.compile(rg.Graph("planned", step.metrics), rg.Cluster(gpus=2, cpus=16, gpu="H200"))
+    parts = next(dict(need.parts) for need in plan.memory if need.pool == "train" and not need.loading)
+    return {name: size for name, size in parts.items() if name != "weights in staging"}
+
+
+def length(responses: list[str]) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+def trained(shape: str, size: tuple[int, int], **settings: Any) -> dict[str, Any]:
+    """Train a shape for some updates: their seconds, and the peak of the device's memory from after loading on."""
+    engine = made_engine(shape, 0, 1, "", device(), **settings)
+    gc.collect()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed_updates(engine, size, UPDATES)
+    on_gpu = device() == "cuda"
+    found = {
+        "update_s": statistics.median(seconds[2:]),
+        "spread_s": [min(seconds[2:]), max(seconds[2:])],
+        "tokens_per_s": size[0] * size[1] / statistics.median(seconds[2:]),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+    }
+    engine.close()
+    del engine
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return found
+
+
+def lora_memory(smoke: bool) -> dict[str, Any]:
+    shape, size = ("toy", (4, 32)) if smoke else ("8B", (8, 2048))
+    found: dict[str, Any] = {"shape": shape, "rank": RANK, "runs": {}}
+    ways = {
+        "recompute": {"recompute": True, "micro_batch_tokens": 8192},
+        "activations kept": {"recompute": False, "micro_batch_tokens": 4096},
+    }
+    for name, way in list(ways.items())[: 1 if smoke else None]:
+        lora = rg.LoRA(rank=4 if smoke else RANK)
+        counted = planned(shape, adapter=lora, fused_head=True, **way)
+        run = trained(shape, size, fused=True, adapter=lora, **way)
+        total = sum(counted.values())
+        run |= {"planned_bytes": total, "planned": counted, "peak_to_plan": run["peak_bytes"] / total, **way}
+        found["runs"][name] = run
+        say(
+            f"{shape} LoRA, {name}: peak {run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} planned "
+            f"({run['peak_to_plan']:.3f}), update {run['update_s']:.2f} s"
+        )
+    return found
+
+
+def moments(smoke: bool) -> dict[str, Any]:
+    size = (4, 32) if smoke else (8, 2048)
+    runs: tuple[tuple[str, bool], ...] = ("toy", False), ("toy", True)
+    if not smoke:
+        runs = ("4B", False), ("4B", True), ("8B", True)
+    found: dict[str, Any] = {"runs": {}}
+    for shape, on_host in runs:
+        if on_host and device() == "cpu":
+            continue  # there are no moments to take off a GPU
+        way = {"recompute": True, "micro_batch_tokens": 8192}
+        counted = planned(shape, fused_head=True, **way, **({"offload": "moments"} if on_host else {}))
+        run = trained(shape, size, fused=True, host_moments=on_host, **way)
+        total = sum(counted.values())
+        run |= {"planned_bytes": total, "planned": counted, "peak_to_plan": run["peak_bytes"] / total}
+        found["runs"][f"{shape}, moments on the {'host' if on_host else 'GPU'}"] = run
+        say(
+            f"{shape}, moments on the {'host' if on_host else 'GPU'}: update {run['update_s']:.2f} s, peak "
+            f"{run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} planned"
+        )
+    return found

@@ -1,0 +1,142 @@
+"""Weights of an engine in fp8: each new version is quantised on its way in, a matrix at a time, into the engine's own tensors.
+
+Of the projections of the layers vLLM has a matrix of float8_e4m3fn and a float32 scale for each block of 128 × 128, as it made them at
+its start (`quantization="fp8_per_block"`). A block is divided by its scale, its largest magnitude over 448. Embeddings, head, norms and
+biases stay as they are. Activations are quantised by vLLM's kernel, 128 numbers of a token at a time.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlgraph.engines.copy_plan import Copy, CopyPlan
+from rlgraph.engines.lora.merging import MergedWeights
+
+BLOCK, LARGEST = 128, 448.0  # numbers on each side of a block; the largest number of float8_e4m3fn
+LEAST = 1e-4  # of a block's largest magnitude, as vLLM has it: a block of zeros has a scale too
+ARGUMENTS = {"quantization": "fp8_per_block"}  # of vLLM
+ROWS_AT_ONCE = 4096  # of a matrix: bounds the float32 copy, 64 MiB for 4096 columns
+
+
+def quantise(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix `[out, in]` in blocks of 128 × 128: float8_e4m3fn of the same shape, and the scales `[blocks, blocks]`, float32.
+
+    A side that 128 does not divide ends with smaller blocks.
+
+    >>> numbers, scales = quantise(torch.tensor([[448.0, -1.0], [0.0, 224.0]]))
+    >>> numbers.float().tolist(), scales.tolist()
+    ([[448.0, -1.0], [0.0, 224.0]], [[1.0]])
+    """
+    rows, columns = matrix.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = torch.nn.functional.pad(matrix.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scales = blocks.abs().amax((1, 3)).clamp(min=LEAST) / LARGEST
+    numbers = (blocks * (1.0 / scales)[:, None, :, None]).to(torch.float8_e4m3fn)  # the bits of vLLM's own
+    return numbers.view(down * BLOCK, across * BLOCK)[:rows, :columns], scales
+
+
+def quantised_bytes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
+    """Count the bytes of a model whose layers' matrices are in fp8, by the shapes of its weights; others have `itemsize` bytes a number."""
+    return sum(torch.Size(shape).numel() * (1 if len(shape) == 2 and ".layers." in name else itemsize) for name, shape in shapes.items())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A matrix of a layer: where its fp8 numbers `[out, in]` and the scales of its blocks are."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    def fill(self, matrix: torch.Tensor) -> None:
+        """Quantise new weights into it, some rows at a time."""
+        for first in range(0, len(matrix), ROWS_AT_ONCE):
+            numbers, scales = quantise(matrix[first : first + ROWS_AT_ONCE].to(self.numbers.device))
+            self.numbers[first : first + len(numbers)].copy_(numbers)
+            self.scales[first // BLOCK : first // BLOCK + len(scales)].copy_(scales)
+
+
+class QuantisedWeights:
+    """Loads versions into a model of vLLM whose layers are in fp8. Addresses stay, so recorded decode steps see each version.
+
+    Raises ValueError for a model whose quantised layers it does not know.
+    """
+
+    def __init__(self, model: Any) -> None:
+        fused = getattr(model, "packed_modules_mapping", {})
+        self._model, self._targets = model, dict[str, Target]()
+        for name, module in model.named_modules():
+            if hasattr(module, "weight_scale_inv"):
+                self._targets |= dict(_targets(name, module, fused))
+        self._rest: CopyPlan | None = None
+
+    @property
+    def quantised(self) -> frozenset[str]:
+        """The names of the weights that are quantised."""
+        return frozenset(self._targets)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load a version by its Hugging Face names: of a merged adapter only the matrices that it changes, from the second on."""
+        again = isinstance(weights, MergedWeights) and self._rest is not None
+        with torch.no_grad():
+            for name in weights.changed if again and isinstance(weights, MergedWeights) else self._targets:
+                self._targets[name].fill(weights[name])
+            if not again:
+                rest = {name: weights[name] for name in weights if name not in self._targets}
+                self._rest = self._rest or CopyPlan(_copies(self._model, rest))
+                self._rest.replay(rest)
+
+
+def _targets(name: str, module: Any, fused: Mapping[str, list[str]]) -> Iterator[tuple[str, Target]]:
+    """Name the matrices that a layer's one is made of, each with its rows of it."""
+    parent, _, own = name.rpartition(".")
+    widths = list(module.logical_widths)
+    names = fused.get(own, [own])
+    widths = [sum(widths)] if len(names) == 1 else widths  # fused in the folder too
+    numbers, scales = module.weight, module.weight_scale_inv
+    whole = (sum(widths), module.input_size_per_partition)
+    blocks = (-(-whole[0] // BLOCK), -(-whole[1] // BLOCK))
+    if tuple(numbers.shape) != whole or tuple(scales.shape) != blocks or len(names) != len(widths) or any(w % BLOCK for w in widths[:-1]):
+        raise ValueError(
+            f"fp8: layer '{name}' holds {tuple(numbers.shape)} numbers and {tuple(scales.shape)} scales for {names} of {widths} rows; "
+            'new versions cannot be written into it: leave out weights_dtype="fp8"'
+        )
+    first = 0
+    for part, width in zip(names, widths, strict=True):
+        end = first + width
+        rows = slice(first // BLOCK, -(-end // BLOCK))
+        yield f"{parent}.{part}.weight", Target(numbers.data[first:end], scales.data[rows])
+        first = end
+
+
+def _copies(model: Any, weights: Mapping[str, torch.Tensor]) -> list[Copy]:
+    """Find where each of the other weights is: parameters have the weights' own names where nothing is fused, and biases are fused."""
+    parameters = dict(model.named_parameters())
+    fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    found = []
+    for name, weight in weights.items():
+        to = parameters[name].data if name in parameters else _of_fused(name, weight, weights, parameters, fused)
+        if to is not None:
+            found.append(Copy(to[: len(weight)], name, 0, tuple(weight.shape), weight.stride()))
+    return found
+
+
+def _of_fused(
+    name: str,
+    weight: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    fused: Mapping[str, tuple[str, list[str]]],
+) -> torch.Tensor | None:
+    """The rows of a fused bias that are this weight's; None for a tied head, which is the embeddings."""
+    module, _, kind = name.rpartition(".")
+    parent, _, own = module.rpartition(".")
+    if own not in fused:
+        if own == "lm_head":
+            return None
+        raise ValueError(f"fp8: the engine has no parameter for '{name}'; leave out weights_dtype=\"fp8\"")
+    whole, parts = fused[own]
+    before = sum(len(weights[f"{parent}.{part}.{kind}"]) for part in parts[: parts.index(own)])
+    return parameters[f"{parent}.{whole}.{kind}"].data[before : before + len(weight)]
