@@ -8,8 +8,8 @@ from pathlib import Path
 
 FILES = {
     "plain": "import pytest\n\n@pytest.mark.parametrize('n', range(5))\ndef test_it(n): ...\n",
-    "last": "def test_it(): ...\n",
-    "ray": "import pytest\n\n@pytest.mark.ray\ndef test_it(): ...\n",
+    "short": "def test_it(): ...\n",
+    "a_ray": "import pytest\n\n@pytest.mark.ray\ndef test_it(): ...\n",
     "vllm": "import pytest\n\ndef test_first(): ...\n\n@pytest.mark.vllm\n@pytest.mark.slow\ndef test_it(): ...\n",
 }
 
@@ -36,8 +36,8 @@ def ran(folder: Path, *options: str) -> dict[str, list[str]]:
 
 def test_one_worker_goes_from_the_long_files_and_the_other_from_the_short_ones_until_they_meet(tmp_path: Path) -> None:
     found = ran(tmp_path, "--numprocesses", "2", "--dist", "loadfile")
-    assert sorted(found.values()) == [["last", "plain"], ["vllm", "ray"]]
+    assert sorted(found.values()) == [["short", "plain"], ["vllm", "a_ray"]]
 
 
 def test_a_run_in_one_process_keeps_its_order(tmp_path: Path) -> None:
-    assert list(ran(tmp_path).values()) == [["last", "plain", "ray", "vllm"]]
+    assert list(ran(tmp_path).values()) == [["a_ray", "plain", "short", "vllm"]]
