@@ -22,7 +22,7 @@ def seconds(item: pytest.Item) -> float:
 
 def together(tests: list[pytest.Item]) -> float:
     """Guess what the tests of a file take: one that is given more time than others will use it."""
-    given = [mark.args[0] for item in tests for mark in item.iter_markers("timeout")]
+    given = [mark.args[0] for item in tests for mark in item.iter_markers("timeout") if mark.args]
     return math.fsum(map(seconds, tests)) + max(given, default=0.0) / 6
 
 
