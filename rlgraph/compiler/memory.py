@@ -20,7 +20,7 @@ from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
-BLOCK = 128  # on each side of what has one scale in fp8
+EVEN = 16  # what divides the sides of matrices in fp8: vLLM pads others
 
 
 def needs(
@@ -212,7 +212,7 @@ def check_drafts(graph: Graph) -> None:
 
 def check_fp8(graph: Graph, shapes: Shapes) -> None:
     """Raise PlanError for an engine with fp8 weights that spans GPUs or computes in float32, and for a model that has no such weights: a
-    mixture of experts, or matrices that 128 does not divide."""
+    mixture of experts, or matrices that 16 does not divide."""
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.weights_dtype):
         traits, shape = model.traits, shapes.get(model.path)
         here = f"graph '{graph.name}': Generator('{model.path}', weights_dtype='{traits.weights_dtype}'"
@@ -225,12 +225,10 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
             continue
         heads = {"num_attention_heads": shape.heads * shape.head_dim, "num_key_value_heads": shape.kv_heads * shape.head_dim}
         sides = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate} | {f"{n} x head_dim": s for n, s in heads.items()}
-        uneven = next((f"{name} = {size}" for name, size in sides.items() if size % BLOCK), None)
-        why = "is a mixture of experts" if shape.experts > 1 else f"has {uneven}, which {BLOCK} does not divide" if uneven else None
+        uneven = next((f"{name} = {size}" for name, size in sides.items() if size % EVEN), None)
+        why = "is a mixture of experts" if shape.experts > 1 else f"has {uneven}, which {EVEN} does not divide" if uneven else None
         if why:
-            raise PlanError(
-                f"{here}): the model {why}; leave it out there: blocks of {BLOCK} x {BLOCK} numbers of a dense model have a scale each"
-            )
+            raise PlanError(f"{here}): the model {why}; leave it out there")
 
 
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:

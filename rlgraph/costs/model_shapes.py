@@ -65,9 +65,8 @@ class ModelShape:
         return self.layers * self._layer(self.experts_used) + self.vocab * self.hidden
 
     def weight_bytes(self, itemsize: int, *, fp8: bool = False) -> int:
-        """The bytes of the weights; with `fp8` the layers have one byte a parameter, and a float32 scale for 128 x 128 of them."""
-        layers = self.layers * self.layer_parameters
-        return self.parameters * itemsize - (layers * (itemsize - 1) - layers // 4096 if fp8 else 0)
+        """The bytes of the weights; with `fp8` the layers have one byte a parameter. Scales are below a thousandth of that."""
+        return self.parameters * itemsize - (self.layers * self.layer_parameters * (itemsize - 1) if fp8 else 0)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.vllm.engine import VllmEngine
 
-folder = tiny_qwen(Path("model"), "qwen3", head=64)  # 256 wide, 512 inside, keys of 128: 128 divides them all
+folder = tiny_qwen(Path("model"), "qwen3", head=64)
 engine = VllmEngine(folder, max_model_len=512, kv_cache_bytes=256 << 20, max_sequences=16, shared=True, weights_dtype="fp8")
 prompts, sampling = [[5, 6, 7], [8, 9], list(range(10, 150))], Sampling(max_tokens=12, ignore_eos=True)
 

@@ -13,7 +13,6 @@ ENVIRONMENT = {
 }
 GPU_ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not live through a fork
-    "VLLM_USE_DEEP_GEMM": "0",  # it lays scales of fp8 out in its own way, and compiles kernels when they are first used
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # noise is a function of seed and position, drawn for all requests in one kernel
 }
 PARALLEL = {

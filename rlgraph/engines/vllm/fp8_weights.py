@@ -1,8 +1,8 @@
 """Weights of an engine in fp8: each new version is quantised on its way in, a matrix at a time, into the engine's own tensors.
 
-Of the projections of the layers vLLM has a matrix of float8_e4m3fn and a float32 scale for each block of 128 × 128, as it made them at
-its start (`quantization="fp8_per_block"`). A block is divided by its scale, its largest magnitude over 448. Embeddings, head, norms and
-biases stay as they are. Activations are quantised by vLLM's kernel, 128 numbers of a token at a time.
+Of the projections of the layers vLLM has a matrix of float8_e4m3fn and a float32 scale for each of its rows, one for each number that the
+projection gives, as it made them at its start (`quantization="fp8_per_channel"`). A row is divided by its scale, its largest magnitude
+over 448. Embeddings, head, norms and biases stay as they are. Activations are quantised by vLLM, with one scale for each token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,28 +14,32 @@ import torch
 from rlgraph.engines.copy_plan import Copy, CopyPlan
 from rlgraph.engines.lora.merging import MergedWeights
 
-BLOCK, LARGEST = 128, 448.0  # numbers on each side of a block; the largest number of float8_e4m3fn
-LEAST = 1e-4  # of a block's largest magnitude, as vLLM has it: a block of zeros has a scale too
-ARGUMENTS = {"quantization": "fp8_per_block"}  # of vLLM
-ROWS_AT_ONCE = 4096  # of a matrix: bounds the float32 copy, 64 MiB for 4096 columns
+LARGEST = 448.0  # the largest number of float8_e4m3fn
+LEAST = 1 / (LARGEST * 512)  # of a scale, as vLLM's kernel has it: a row of zeros has one too
+ARGUMENTS = {"quantization": "fp8_per_channel"}  # of vLLM
 
 
 def quantise(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix `[out, in]` in blocks of 128 × 128: float8_e4m3fn of the same shape, and the scales `[blocks, blocks]`, float32.
-
-    A side that 128 does not divide ends with smaller blocks.
+    """Quantise the rows of a matrix `[out, in]`: float8_e4m3fn of the same shape, and the scales `[out, 1]`, float32.
 
     >>> numbers, scales = quantise(torch.tensor([[448.0, -1.0], [0.0, 224.0]]))
     >>> numbers.float().tolist(), scales.tolist()
-    ([[448.0, -1.0], [0.0, 224.0]], [[1.0]])
+    ([[448.0, -1.0], [0.0, 448.0]], [[1.0], [0.5]])
     """
-    rows, columns = matrix.shape
-    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
-    padded = torch.nn.functional.pad(matrix.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
-    blocks = padded.view(down, BLOCK, across, BLOCK)
-    scales = blocks.abs().amax((1, 3)).clamp(min=LEAST) / LARGEST
-    numbers = (blocks * (1.0 / scales)[:, None, :, None]).to(torch.float8_e4m3fn)  # the bits of vLLM's own
-    return numbers.view(down * BLOCK, across * BLOCK)[:rows, :columns], scales
+    numbers = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    scales = torch.empty(len(matrix), 1, device=matrix.device)
+    quantise_into(numbers, scales, matrix)
+    return numbers, scales
+
+
+def quantise_into(numbers: torch.Tensor, scales: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Quantise the rows of a matrix into tensors of `quantise`'s shapes: on a GPU by vLLM's kernel, which needs no memory beside them."""
+    if matrix.is_cuda:
+        torch.ops._C.dynamic_per_token_scaled_fp8_quant(numbers, matrix.contiguous(), scales, None)
+        return
+    found = (matrix.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=LEAST)
+    scales.copy_(found)
+    numbers.copy_((matrix.float() / found).clamp(-LARGEST, LARGEST).to(numbers.dtype))
 
 
 def quantised_bytes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
@@ -45,17 +49,14 @@ def quantised_bytes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> int
 
 @dataclass(frozen=True)
 class Target:
-    """A matrix of a layer: where its fp8 numbers `[out, in]` and the scales of its blocks are."""
+    """A matrix of a layer: where its fp8 numbers `[out, in]` and the scales of its rows `[out, 1]` are."""
 
     numbers: torch.Tensor
     scales: torch.Tensor
 
     def fill(self, matrix: torch.Tensor) -> None:
-        """Quantise new weights into it, some rows at a time."""
-        for first in range(0, len(matrix), ROWS_AT_ONCE):
-            numbers, scales = quantise(matrix[first : first + ROWS_AT_ONCE].to(self.numbers.device))
-            self.numbers[first : first + len(numbers)].copy_(numbers)
-            self.scales[first // BLOCK : first // BLOCK + len(scales)].copy_(scales)
+        """Quantise new weights into it."""
+        quantise_into(self.numbers, self.scales, matrix.to(self.numbers.device))
 
 
 class QuantisedWeights:
@@ -68,7 +69,7 @@ class QuantisedWeights:
         fused = getattr(model, "packed_modules_mapping", {})
         self._model, self._targets = model, dict[str, Target]()
         for name, module in model.named_modules():
-            if hasattr(module, "weight_scale_inv"):
+            if hasattr(module, "weight_scale"):
                 self._targets |= dict(_targets(name, module, fused))
         self._rest: CopyPlan | None = None
 
@@ -90,25 +91,19 @@ class QuantisedWeights:
 
 
 def _targets(name: str, module: Any, fused: Mapping[str, list[str]]) -> Iterator[tuple[str, Target]]:
-    """Name the matrices that a layer's one is made of, each with its rows of it."""
+    """Name the matrices that a layer's one is made of, each with its rows of it. vLLM keeps it transposed, in the memory of `[out, in]`."""
     parent, _, own = name.rpartition(".")
-    widths = list(module.logical_widths)
-    names = fused.get(own, [own])
+    names, widths = fused.get(own, [own]), list(module.logical_widths)
     widths = [sum(widths)] if len(names) == 1 else widths  # fused in the folder too
-    numbers, scales = module.weight, module.weight_scale_inv
+    numbers, scales = module.weight.data.t(), module.weight_scale.data
     whole = (sum(widths), module.input_size_per_partition)
-    blocks = (-(-whole[0] // BLOCK), -(-whole[1] // BLOCK))
-    if tuple(numbers.shape) != whole or tuple(scales.shape) != blocks or len(names) != len(widths) or any(w % BLOCK for w in widths[:-1]):
+    if tuple(numbers.shape) != whole or tuple(scales.shape) != (whole[0], 1) or len(names) != len(widths) or not numbers.is_contiguous():
         raise ValueError(
             f"fp8: layer '{name}' holds {tuple(numbers.shape)} numbers and {tuple(scales.shape)} scales for {names} of {widths} rows; "
             'new versions cannot be written into it: leave out weights_dtype="fp8"'
         )
-    first = 0
-    for part, width in zip(names, widths, strict=True):
-        end = first + width
-        rows = slice(first // BLOCK, -(-end // BLOCK))
-        yield f"{parent}.{part}.weight", Target(numbers.data[first:end], scales.data[rows])
-        first = end
+    for part, rows, its in zip(names, numbers.split(widths), scales.split(widths), strict=True):
+        yield f"{parent}.{part}.weight", Target(rows, its)
 
 
 def _copies(model: Any, weights: Mapping[str, torch.Tensor]) -> list[Copy]:
