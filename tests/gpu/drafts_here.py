@@ -20,7 +20,7 @@ def sampled(drafts: bool) -> dict[str, Any]:
 
     lookup = PromptLookup(tokens=3, longest=3, shortest=1, below=8) if drafts else None  # some steps guess, others are too large
     engine = VllmEngine(
-        tiny_qwen(Path("model"), "qwen3", head=64), max_model_len=256, kv_cache_bytes=256 << 20, max_sequences=16, drafts=lookup
+        tiny_qwen(Path("model"), "qwen3", head=64), max_model_len=256, kv_cache_bytes=256 << 20, max_sequences=16, memory=0.2, drafts=lookup
     )
     prompts = [[(7 * row + place % 5) % 250 + 1 for place in range(4 + 5 * row)] for row in range(ROWS)]
     found: dict[str, Any] = {"rows": []}
