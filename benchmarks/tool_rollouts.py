@@ -94,14 +94,15 @@ def main() -> None:
     Slow.seconds, Slow.sigma = given.tool_s, math.log(given.tail) / P99
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path = str(given.model or tiny_model(Path(folder) / "tiny", chat=True))
-        dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
         most = 5 * given.turn_tokens  # of a response, what the tool says included
-        engine = VllmEngine(path, max_model_len=most + 81, dtype=dtype, threads=1, random_weights=given.model is not None)
+        context_length = most + 81
+        path = str(given.model or tiny_model(Path(folder) / "tiny", chat=True, context=context_length))
+        dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
+        engine = VllmEngine(path, max_model_len=context_length, dtype=dtype, threads=1, random_weights=given.model is not None)
         timed, context = Timed(engine), Context(engine=engine)
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         sampling = Sampling(max_tokens=most, stop_token_ids=tuple(range(1, 1 + vocabulary // given.turn_tokens)))
-        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=most + 81)
+        generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=context_length)
         prompts = rg.prompts([{"prompt": f"question {i}: ", "number": i} for i in range(1000)], count=given.conversations)
         stage = generator.rollout(prompts, agent=Slow, max_turns=given.turns).node.operation.start(context)
         for step in range(given.repeats + 1):

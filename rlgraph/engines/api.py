@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
@@ -43,6 +45,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         settings.check(self)
+
+    def of_turn(self, most: int, close: int) -> "Sampling":
+        """The same for a turn of a conversation: at most `most` tokens, and it also ends with the token `close`.
+
+        It is not checked again: that would take longer than some engines take for a step.
+        """
+        turn = copy(self)
+        object.__setattr__(turn, "max_tokens", most)
+        object.__setattr__(turn, "stop_token_ids", _stops(self.stop_token_ids, close))
+        return turn
+
+
+@lru_cache(maxsize=64)
+def _stops(given: tuple[int, ...], close: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*given, close)))
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class VllmEngine(GenerateEngine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -174,6 +174,8 @@ class VllmEngine(GenerateEngine):
             skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        params.stop_token_ids = frozenset(params.stop_token_ids)  # vLLM looks each new token up in it
+        return params
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""

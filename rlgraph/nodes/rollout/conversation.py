@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rlgraph.engines.api import Finish, Request, Response
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
@@ -44,12 +44,10 @@ class Conversation:
 
     def next_request(self, close: int) -> Request:
         """Build the request of the present turn: the prompt and all turns so far. A turn ends at the template's token `close`."""
-        sampling = self.task.request.sampling
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, close)))
         return Request(
             f"{self.task.request.id}/{self.turn}",
             [*self.prompt, *self.tokens],
-            replace(sampling, max_tokens=self.room, stop_token_ids=stops),
+            self.task.request.sampling.of_turn(self.room, close),
             (self.task.request.seed + NEXT_TURN * self.turn) % 2**31,
         )
 

@@ -207,8 +207,7 @@ class SessionLoop(ConversationLoop):
             session.counts["limit_tokens"] = 1.0
             raise ApiError(400, f"the sequence has its {self.rules.sampling.max_tokens} tokens (max_tokens)", "context_length_exceeded")
         tokens = [*prompt, *(parent.tokens if parent is not None else ()), *read]
-        stops = tuple(dict.fromkeys((*self.rules.sampling.stop_token_ids, self.template.close)))
-        sampling = replace(self.rules.sampling, max_tokens=min(room, asked.most or room), stop_token_ids=stops)
+        sampling = self.rules.sampling.of_turn(min(room, asked.most or room), self.template.close)
         request = Request(f"{session.name}/{session.calls}", tokens, sampling, self._seed(session, tokens))
         session.calls += 1
         if asked.overrides:
