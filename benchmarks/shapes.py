@@ -14,6 +14,7 @@ SHAPES = {  # hidden, layers, heads, key-value heads, intermediate, tied
     "1.7B": (2048, 28, 16, 8, 6144, True),
     "4B": (2560, 36, 32, 8, 9728, True),
     "8B": (4096, 36, 32, 8, 12288, False),
+    "8B-4": (4096, 4, 32, 8, 12288, False),  # four layers of the 8B
     "32B": (5120, 64, 64, 8, 25600, False),
 }
 VOCAB, CONTEXT = 151936, 40960

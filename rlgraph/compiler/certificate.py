@@ -16,8 +16,8 @@ class LoopBound:
 class Certificate:
     """What the schedule guarantees for any timing, derived from its credits. Edges to evaluations alone have no bound in `loops`.
 
-    `exact` says that trainers compute the engines' log-probs to the bit. It rests on the engine's own kernels in the trainer, in float32
-    on one core, and on a check of some tokens of each step.
+    `exact` says that trainers compute the engines' log-probs to the bit. It rests on one kernel for both sides, on one core or on GPUs, and
+    on a check of some tokens of each step.
     """
 
     staleness_bound: int

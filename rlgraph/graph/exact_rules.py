@@ -7,7 +7,7 @@ from rlgraph.errors import GraphError
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Feedback, Graph, Model, Node
 
-EXACT_DTYPES = {"float32": "cores"}  # what a policy may compute in, and where
+EXACT_DTYPES = {"float32": "cores", "bfloat16": "GPUs"}  # what a policy may compute in, and where
 
 
 def check_exact(graph: "Graph") -> None:

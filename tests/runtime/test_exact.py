@@ -105,7 +105,8 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     ),
     "folder": (lambda m, o: loop(m, base=o), "give the same path"),
     "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
-    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "it is proven in float32 on cores; write dtype='float32'"),
+    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "it is proven in float32 on cores and bfloat16 on GPUs; write"),
+    "another dtype": (lambda m, o: loop(m, policy={"dtype": "bfloat16"}), r"dtype='bfloat16', and has .* use .*dtype='bfloat16'\)"),
     "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which add up in another order"),
     "fp8 weights": (lambda m, o: loop(m, generator={"weights_dtype": "fp8"}), "its engine has weights_dtype="),
     "guessed tokens": (lambda m, o: loop(m, generator={"drafts": rg.PromptLookup()}), "its engine has drafts="),
@@ -146,6 +147,12 @@ def test_each_dtype_has_its_devices(model: str) -> None:
         rg.compile(loop(model), Cluster(gpus=2, cpus=4))
     specs = worker_specs(loop(model), rg.compile(loop(model), Cluster(cpus=2)), "folder", b"", 1.0)
     assert {spec.worker.model: spec.exact for spec in specs if spec.worker.model} == {"generator": True, "policy": True}
+    half = loop(model, generator={"dtype": "bfloat16"}, policy={"dtype": "bfloat16"})
+    with pytest.raises(PlanError, match=r"would run on cores, .* dtype='bfloat16' is proven on GPUs; write dtype='float32'"):
+        rg.compile(half, Cluster(cpus=2))
+    plan = rg.compile(half, Cluster(gpus=2, cpus=4))
+    assert plan.certificate.exact
+    assert not any("packed weights" in dict(need.parts) for need in plan.memory)
     plain = loop(model, policy={"exact": False})
     assert not any(spec.exact for spec in worker_specs(plain, rg.compile(plain, Cluster(cpus=2)), "folder", b"", 1.0))
 

@@ -1,4 +1,6 @@
-"""Attention on a GPU by the engine's kernel, FlashAttention 3 with keys in one piece and one shape of tiles; backward FlashAttention 2.
+"""Attention on a GPU by the engine's kernel, FlashAttention 3 with keys in one piece and one shape of tiles.
+
+The backward pass is that of any trainer, with FlashAttention 2 forward once more.
 
 The kernel takes tiles of 128 keys where it masks causally and is told of queries that fill a tile. Told of one query, as in a decode step,
 it takes others for heads of 64. So both sides tell it of `TOLD` at least for these; how many there are it reads on the GPU.
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+from rlgraph.engines.forward import packed_attention
 from rlgraph.errors import DataError
 
 NAME = "rlgraph_exact_gpu"
@@ -59,40 +62,25 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float
     ) -> torch.Tensor:
-        out, sums = attended(query.detach(), key.detach(), value.detach(), starts, longest, scale)
-        ctx.save_for_backward(query, key, value, out, sums, starts)
+        ctx.save_for_backward(query, key, value, starts)
         ctx.longest, ctx.scale = longest, scale
-        return out
+        return attended(query.detach(), key.detach(), value.detach(), starts, longest, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, sums, starts = ctx.saved_tensors
-        none = torch.zeros(2, dtype=torch.uint64, device=out.device)  # the state of a dropout that there is not
-        found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(),
-            query,
-            key,
-            value,
-            out,
-            sums,
-            starts,
-            starts,
-            ctx.longest,
-            ctx.longest,
-            0.0,
-            True,
-            none,
-            none[:0],
-            scale=ctx.scale,
-        )
-        return (*found, None, None, None)
+        *given, starts = ctx.saved_tensors
+        with torch.enable_grad():
+            own = [states.detach().requires_grad_() for states in given]
+            query, key, value = (states.transpose(0, 1)[None] for states in own)
+            out, _ = packed_attention.attend(
+                None, query, key, value, None, cu_seq_lens_q=starts, max_length_q=ctx.longest, scaling=ctx.scale
+            )
+        return (*torch.autograd.grad(out, own, grads[0][None]), None, None, None)
 
 
-def attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend `[L, H, D]` within each sequence; give the logarithm `[H, L]` of each row's sum too."""
-    out, sums = flash_attn_varlen_func(
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
+    """Attend `[L, H, D]` within each sequence."""
+    out: torch.Tensor = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -102,8 +90,7 @@ def attended(
         cu_seqlens_k=starts,
         softmax_scale=scale,
         causal=True,
-        return_softmax_lse=True,
         fa_version=3,
         num_splits=1,
     )
-    return out, sums
+    return out

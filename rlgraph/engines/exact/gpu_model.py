@@ -4,32 +4,21 @@ Embeddings, SiLU and the products in between are equal as they are. Both sides h
 log-softmax, and products of matrices that are summed in one piece: `exact_worker` gives vLLM those that it lacks.
 """
 
-from importlib.metadata import version
 from typing import Any
-
-import torch
 
 from rlgraph.engines.exact import gpu_attention, gpu_rotation
 from rlgraph.engines.exact.gpu_norm import norm_forward
 from rlgraph.engines.exact.gpu_products import exchange_lone_rows, leave_sums_whole
+from rlgraph.engines.exact.gpu_rules import check_machine, check_model
 from rlgraph.engines.forward import fused_norms
 from rlgraph.engines.hf_models.backbone import backbone_of, layers_of
 from rlgraph.errors import DataError
 
 
-def check_machine() -> None:
-    """Raise DataError for a GPU or a vLLM that it is not proven with."""
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9 or not version("vllm").startswith("0.26."):
-        raise DataError(
-            f"exact=True is proven on Hopper GPUs (9.0) with vLLM 0.26, and this is {torch.cuda.get_device_name()} ({major}.{minor}) with "
-            f"vLLM {version('vllm')}; leave it out"
-        )
-
-
 def exchange(head: Any) -> None:
-    """Give the model of a policy's `head` the kernels. Raises DataError for a model with other norms or another rotation."""
+    """Give the model of a policy's `head` the kernels. Raises DataError for a model or a machine without proof."""
     check_machine()
+    check_model(head.model.config.get_text_config())
     leave_sums_whole()
     head.exact = True
     model = head.model

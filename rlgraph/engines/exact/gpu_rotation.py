@@ -9,21 +9,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops as kernels
 
-from rlgraph.errors import DataError
-
-
-def table_of(config: Any, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """The cosines, then the sines, of all positions of a model: `[positions, D]` for heads of D numbers.
-
-    Computed in float64 on the host, so that no machine rounds otherwise. Raises DataError for another kind of rotation than the plain one.
-    """
-    given = config.rope_parameters
-    if given.get("rope_type", "default") != "default" or given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise DataError(f"rope_parameters {given}: on a GPU exact=True is proven for plain rotations alone; leave it out")
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    speeds = given["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * speeds
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype).to(device)
+from rlgraph.engines.exact.gpu_table import table_of
 
 
 class TableRotation(torch.nn.Module):

@@ -22,6 +22,14 @@ def check_family(path: str, model_type: str) -> None:
         )
 
 
+def check_on_gpu(path: str) -> None:
+    """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
+    from rlgraph.engines.exact.gpu_rules import check_model
+    from rlgraph.engines.hf_models.text_part import text_config
+
+    check_model(text_config(path))
+
+
 def exchange(head: Any, device: str) -> list[Any]:
     """Give the model of a policy's `head` the engine's kernels. Returns the linear maps that `forget` when weights change."""
     if device == "cuda":

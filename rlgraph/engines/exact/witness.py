@@ -4,7 +4,7 @@ Names are `embedding`; `3.norm`, `3.qkv`, … of layer 3; and `norm` at the end.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -40,13 +40,13 @@ def names(layers: int) -> list[str]:
 
 
 class Witness:
-    """Keeps what the modules of a model give, pass by pass, from now until `leave`. `layers` are those to look into; None for all."""
+    """Keeps what the modules of a model give, pass by pass, from now until `leave`."""
 
-    def __init__(self, model: torch.nn.Module, layers: Sequence[int] | None = None) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.passes: list[dict[str, torch.Tensor]] = []
         self.positions: list[torch.Tensor] = []
         self._leading = False
-        self._layers, self.layer, self._hooks = None if layers is None else set(layers), -1, list[Any]()
+        self.layer, self._hooks = -1, list[Any]()
         for path, module in model.named_modules():
             self._watch(path, module)
 
@@ -58,7 +58,7 @@ class Witness:
             self._keep(module, "norm")
         elif path.endswith("rotary_emb") and hasattr(module, "cos_sin_cache"):
             self._hooks.append(module.register_forward_hook(self._rotated))
-        if not below or not self.looks_into(int(number)):
+        if not below:
             return
         layer = int(number)
         if below == "self_attn":
@@ -71,9 +71,6 @@ class Witness:
             name = f"{layer}.{INPUTS[below]}"
             self._hooks.append(module.register_forward_pre_hook(lambda module, given: self.add(name, given[0])))
 
-    def looks_into(self, layer: int) -> bool:
-        return self._layers is None or layer in self._layers
-
     def _at(self, layer: int) -> None:
         self.layer = layer
 
@@ -83,9 +80,8 @@ class Witness:
         )
 
     def _rotated(self, module: torch.nn.Module, given: Any, out: Any) -> None:
-        if self.looks_into(self.layer):
-            for name, states in zip(("query", "key"), out, strict=True):
-                self.add(f"{self.layer}.{name}", states)
+        for name, states in zip(("query", "key"), out, strict=True):
+            self.add(f"{self.layer}.{name}", states)
 
     def add(self, name: str, states: torch.Tensor) -> None:
         """Keep the states `[…, tokens, …]` of an operation."""
@@ -119,7 +115,7 @@ def watch_rotation(attention: Any, witness: Witness) -> Iterator[None]:
 
     def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         found = own(query, key, cos, sin)
-        if witness.looks_into(witness.layer) and not sin.is_floating_point():
+        if not sin.is_floating_point():
             for name, states in zip(("query", "key"), found, strict=True):
                 witness.add(f"{witness.layer}.{name}", states.transpose(1, 2))
         return found

@@ -60,7 +60,7 @@ class TrainedModel(Model):
     * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
     * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model itself as it is.
     * `exact`: computes the log-probs of the engine `vllm` to the bit, and checks some tokens of each step before its update. It is for
-      CPUs, `dtype="float32"`, pools of one core and depth 0.
+      depth 0, on pools of one core with `dtype="float32"` or on Hopper GPUs with `dtype="bfloat16"`.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
     """
@@ -181,7 +181,7 @@ def check_trained(model: TrainedModel) -> None:
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
-    from rlgraph.engines.exact.model import check_family
+    from rlgraph.engines.exact.model import check_family, check_on_gpu
     from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
     from rlgraph.engines.hf_models.pretrained import check_model
 
@@ -191,6 +191,8 @@ def check_trained(model: TrainedModel) -> None:
         check_adapter_folder(model, check_model(model.path))
     if model.exact:
         check_family(model.path, check_model(model.path).model_type)
+        if model.dtype != "float32":
+            check_on_gpu(model.path)
     if check_model(model.path).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 
