@@ -94,7 +94,7 @@ def trainer_side(folder: str, device: str, out: Path) -> None:
     torch.set_num_threads(1)
     head = PolicyHead(folder)
     engine = FsdpEngine(head, optimizer=AdamW(), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32, exact=True)
-    found = compared(head, engine, torch.load(out / "seen.pt"))
+    found = compared(head, engine, torch.load(out / "seen.pt", weights_only=True))
     (out / "found.json").write_bytes(msgspec.json.encode(found))
     engine.close()
 
