@@ -18,16 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from exact_gpu import HIGH, LOW, texts
+from exact_gpu import batch_of as rows_together
+
 LENGTHS, TEMPERATURES, UPDATES, ROUNDS = (7, 40, 130, 300, 900), (1.0, 0.7), 2, 4
 TIMED = 8  # of the rows, the shorter ones
-FIRST_ID, LAST_ID = 5, 200  # that every model of the benchmark has
 
 
 def prompts() -> list[list[int]]:
-    import torch
-
-    draw = torch.Generator().manual_seed(1)
-    return [given for length in LENGTHS for given in [torch.randint(FIRST_ID, LAST_ID, (length,), generator=draw).tolist()] * 2]
+    return [text for text in texts(LENGTHS, seed=1) for _ in range(2)]
 
 
 def sample(folder: str, tokens: int, weights: list[str], out: str) -> None:
@@ -51,12 +50,8 @@ def sample(folder: str, tokens: int, weights: list[str], out: str) -> None:
 def batch_of(responses: list[tuple[list[int], list[float]]]) -> tuple[dict[str, Any], Any]:
     import torch
 
-    width = max(LENGTHS)
-    rows = torch.stack([torch.tensor([0] * (width - len(given)) + given) for given in prompts()])
-    mask = torch.stack([torch.arange(width) >= width - len(given) for given in prompts()])
-    written = torch.tensor([ids for ids, _ in responses])
-    own = {"prompts": rows, "prompt_mask": mask, "responses": written, "response_mask": torch.ones_like(written).bool()}
-    return own, torch.tensor([log_probs for _, log_probs in responses])
+    rows = [(given, ids) for given, (ids, _) in zip(prompts(), responses, strict=True)]
+    return rows_together(rows), torch.tensor([log_probs for _, log_probs in responses])
 
 
 def compared(engine: Any, weights: list[str], sampled: list[Any], passes: int) -> dict[str, float]:
@@ -93,7 +88,7 @@ def main() -> None:
         weights = [f"{work}/first.pt", f"{work}/last.pt"]
         torch.save({name: tensor.clone() for name, tensor in exact.weights().items()}, weights[0])
         draw = torch.Generator().manual_seed(2)
-        batch, _ = batch_of([(torch.randint(FIRST_ID, LAST_ID, (given.tokens,), generator=draw).tolist(), []) for _ in prompts()])
+        batch, _ = batch_of([(torch.randint(LOW, HIGH, (given.tokens,), generator=draw).tolist(), []) for _ in prompts()])
         batch = {name: column[:TIMED] for name, column in batch.items()}
         batch |= {"advantages": torch.randn(TIMED, given.tokens, generator=draw)}
         batch |= {"old_log_probs": exact.scores(batch)}

@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Served:
             self.process.kill()
 
 
-def texts(lengths: list[int], seed: int) -> list[list[int]]:
+def texts(lengths: Sequence[int], seed: int) -> list[list[int]]:
     import torch
 
     draw = torch.Generator().manual_seed(seed)

@@ -36,9 +36,6 @@ class WeightsWriter:
 
     def __init__(self, writer: Writer, dtype: torch.dtype, bucket_bytes: int | None = None, checksum: bool = False) -> None:
         self.writer, self.dtype, self.bucket_bytes, self.checksum = writer, dtype, bucket_bytes, checksum
-        self._sharding: Sequence[tuple[object, ...]] = []  # what the description depends on, of the last version
-        self._names: list[str] = []
-        self._description = torch.empty(0)
         self._sent: Shards = []  # of the last version, and its columns
         self._columns: dict[str, Column] = {}
 
@@ -59,13 +56,9 @@ class WeightsWriter:
     def _describe(self, sent: Shards) -> None:
         """Name the shards and say where they belong. A trainer gives the same ones each time, and finding that out anew takes a
         millisecond for an adapter of 500 matrices."""
-        sharding = [(s.name, s.global_shape, s.offsets, s.tensor.shape, s.tensor.dtype) for s in sent]
-        if not self._names or sharding != self._sharding:
-            check_own(sent)
-            self._sharding, self._names, self._description = sharding, _column_names(sent), described(sent)
-        tensors = [shard.tensor for shard in sent]
-        self._columns = {SHARDS: self._description, **dict(zip(self._names, tensors, strict=False))}
-        self._sent = sent
+        check_own(sent)
+        tensors = (shard.tensor for shard in sent)
+        self._columns, self._sent = {SHARDS: described(sent), **dict(zip(_column_names(sent), tensors, strict=True))}, sent
 
     def blocked_s(self) -> float:
         """The seconds that `publish` has waited for a free slot so far."""

@@ -10,8 +10,8 @@ from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from rlgraph.engines.exact.cpu_rotation import rotated, rotated_plainly
+from rlgraph.engines.exact.plain_attention import check_plain
 from rlgraph.engines.forward import packed_attention
-from rlgraph.errors import DataError
 
 NAME = "rlgraph_exact"
 BLOCK = 32  # tokens of a block of keys and values: results do not depend on it
@@ -47,8 +47,7 @@ def attend(
     Sequence i begins at `cu_seq_lens_q[i]` with a prompt of `prompt_lengths[i]` tokens. Raises DataError for a setting that is not
     proven to be exact.
     """
-    if sliding_window is not None or softcap is not None or s_aux is not None:
-        raise DataError(f"{type(module).__name__} has a window, a soft cap or sinks, which exact=True does not have; leave it out")
+    check_plain(module, sliding_window, softcap, s_aux)
     starts = cu_seq_lens_q.tolist()
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(starts)])
     table = module.rotation.table(int(positions.max()) + 1, query)

@@ -4,7 +4,6 @@ python -m rlgraph.engines.exact.diagnosis engine FOLDER DEVICE OUT    # samples,
 python -m rlgraph.engines.exact.diagnosis trainer FOLDER DEVICE OUT   # computes the same texts, and compares
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import msgspec
 import torch
 
 from rlgraph.columns import Columns
+from rlgraph.engines.amx import leave_out_broken_amx
 from rlgraph.engines.exact.witness import Witness, merged, names, of_text, watch_positions, watch_rotation
 from rlgraph.errors import DataError
 
@@ -24,7 +24,6 @@ TOKENS = 8
 FIRST_ID, LAST_ID = 5, 200  # that every model has
 LOG_PROBS = "log_probs"
 LIMIT_S = 600.0  # for each of the two
-LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}  # some machines announce tiles that they do not have
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def compare(folder: str, device: str) -> list[ComparedOperation]:
     with tempfile.TemporaryDirectory() as out:
         for side in ("engine", "trainer"):
             command = [sys.executable, "-m", "rlgraph.engines.exact.diagnosis", side, folder, device, out]
-            done = subprocess.run(command, env=LIBRARIES | os.environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
             if done.returncode != 0:
                 last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
                 raise DataError(f"'{folder}': the {side} of the comparison ended with code {done.returncode}: {last}")
@@ -145,4 +144,5 @@ def _added_up(parts: list[ComparedOperation]) -> ComparedOperation:
 
 
 if __name__ == "__main__":
+    leave_out_broken_amx()
     {"engine": engine_side, "trainer": trainer_side}[sys.argv[1]](sys.argv[2], sys.argv[3], Path(sys.argv[4]))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+from rlgraph.engines.exact.plain_attention import check_plain
 from rlgraph.engines.forward import packed_attention
-from rlgraph.errors import DataError
 
 NAME = "rlgraph_exact_gpu"
 TOLD = 128  # queries of the longest sequence, as the kernel is told for narrow heads
@@ -50,8 +50,7 @@ def attend(
 
     Raises DataError for a setting that is not proven to be exact.
     """
-    if sliding_window is not None or softcap is not None or s_aux is not None:
-        raise DataError(f"{type(module).__name__} has a window, a soft cap or sinks, which exact=True does not have; leave it out")
+    check_plain(module, sliding_window, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out: torch.Tensor = _FlashAttention.apply(q, k, v, cu_seq_lens_q.int(), max_length_q, scaling)
     return out[None], None

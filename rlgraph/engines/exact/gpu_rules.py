@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.exact.gpu_table import head_size
 from rlgraph.errors import DataError
 
 FAMILIES = ("llama", "qwen3")  # of those that are exact on a CPU
@@ -23,7 +24,7 @@ def check_machine() -> None:
 
 def check_model(config: Any) -> None:
     """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     if config.model_type not in FAMILIES or size not in HEADS or biased:
         raise DataError(

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.autoscaler.sdk import request_resources
@@ -31,7 +32,7 @@ def ray_hosts(plan: Plan) -> FoundHosts:
     Hosts that need many GPUs choose first, each the host with the fewest that suffice. Raises PlanError where Ray has fewer hosts, or
     none with the GPUs.
     """
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = _living_nodes()
     here = ray.get_runtime_context().get_node_id()
     needed = plan.cluster.hosts
     if len(alive) < needed:
@@ -39,7 +40,7 @@ def ray_hosts(plan: Plan) -> FoundHosts:
             f"the plan takes {needed} hosts, Ray has {len(alive)}: {sorted(node['NodeManagerAddress'] for node in alive)}; run "
             "`rlgraph cluster join` on the others, or compile for a smaller cluster"
         )
-    there = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in alive}
+    there = {node["NodeID"]: _gpus(node) for node in alive}
     wanted = gpus_wanted(plan)
     left = sorted(alive, key=lambda node: (node["NodeID"] != here, there[node["NodeID"]], node["NodeManagerAddress"], node["NodeID"]))
     chosen: dict[int, tuple[str, str]] = {}
@@ -57,6 +58,14 @@ def ray_hosts(plan: Plan) -> FoundHosts:
     if here in ids:
         return FoundHosts(found, ids.index(here))
     return FoundHosts([*found, *((node["NodeID"], node["NodeManagerAddress"]) for node in left if node["NodeID"] == here)], needed)
+
+
+def _living_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _gpus(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
 
 
 def gpus_wanted(plan: Plan) -> list[int]:
@@ -88,7 +97,7 @@ def awaited_hosts(plan: Plan, patience_s: float) -> FoundHosts:
 
 def _missing(plan: Plan) -> str:
     """Say what a plan takes beside what Ray has."""
-    there = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    there = [_gpus(node) for node in _living_nodes()]
     wanted = gpus_wanted(plan)
     if not any(wanted):
         return f"the plan takes {len(wanted)} hosts, Ray has {len(there)}"
