@@ -111,6 +111,7 @@ def _need(
         recompute=model.traits.recompute,
         fused_head=model.traits.fused_head,
         one_moment=model.traits.one_moment,
+        eight_bit_moments=model.traits.eight_bit_moments,
         host_moments=model.traits.host_moments and "train" in works,
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,

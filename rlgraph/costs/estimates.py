@@ -14,7 +14,7 @@ from rlgraph.graph.operation import Work
 
 FILE = 2  # bytes of a number in a model's files
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
-ACTIVATION = 34  # bytes a token, layer and hidden unit in bfloat16 without recomputing (Korthikanti et al., 2022, section 4)
+EIGHT_BITS = 2 * (1 + 4 / 256)  # two moments with a byte each and a float32 scale for each block
 PIECE_BYTES = 1 << 24  # of a file in memory at once while a sharded model is read: large enough that copying it hides opening it
 LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
 SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once, and how many float32 copies of them that takes
@@ -43,7 +43,8 @@ class Workload:
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
     generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
     pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
-    with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and with `context` others a pass.
+    with `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a
+    layer, and with `context` others a pass.
     Only the `adapter` numbers of a model that trains an adapter have gradients and moments. An engine that merges adapters keeps the
     `merged` numbers of the matrices that they change. An engine `in_fp8` has its layers in fp8; versions on their way are not. With
     `packed` each rank has all matrices a second time, as its kernels want them.
@@ -62,6 +63,7 @@ class Workload:
     recompute: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
+    eight_bit_moments: bool = False
     host_moments: bool = False
     tensor: int = 1
     context: int = 1
@@ -112,12 +114,14 @@ def replicated(work: Workload) -> Need:
 
 def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
-    per_parameter = {"weights": weights} | ({"optimizer": OPTIMIZER, "gradients": GRADIENT} if work.trained else {})
+    per_parameter: dict[str, float] = {"weights": weights}
+    if work.trained:
+        per_parameter |= {"optimizer": EIGHT_BITS if work.eight_bit_moments else OPTIMIZER, "gradients": GRADIENT}
     if work.host_moments:
         del per_parameter["optimizer"]
-    stays = {what: size * shape.parameters // work.workers for what, size in per_parameter.items()}
+    stays = {what: int(size * shape.parameters) // work.workers for what, size in per_parameter.items()}
     if work.adapter is not None:
-        stays = {what: size * work.adapter // work.workers for what, size in per_parameter.items()}
+        stays = {what: int(size * work.adapter) // work.workers for what, size in per_parameter.items()}
         stays["weights"] += work.itemsize * shape.parameters // work.workers  # frozen, in the dtype of passes
     if work.trained and work.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
@@ -125,14 +129,46 @@ def _ranks(work: Workload, weights: int) -> Need:
         stays["packed weights"] = work.itemsize * shape.parameters
     groups = max(work.workers // (work.tensor * work.context), 1)
     tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
-    kept = 2 if not work.trained or work.recompute else ACTIVATION  # of a layer: its input, or all
-    layers = shape.layers if work.trained else 1
-    alone = work.adapter is not None and work.workers == 1  # then frozen weights are used as they lie
-    gathered = 0 if alone else (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor
-    runs = {"activations": tokens * shape.hidden * layers * kept * work.itemsize // 2 // work.tensor, "gathered layers": gathered}
+    logits = 0 if work.fused_head is None else _logits(work, tokens)
+    runs = {"activations": _activations(work, tokens, logits), "gathered layers": _gathered(work, weights)}
     if work.fused_head is not None:
-        runs["logits"] = _logits(work, tokens)
+        runs["logits"] = logits
     return Need(stays, runs, sum(runs.values()))
+
+
+def _gathered(work: Workload, weights: int) -> int:
+    """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
+    no rank shares them, which are then cast once a pass."""
+    shape, alone = work.shape, work.workers == work.tensor
+    if alone and work.adapter is not None:  # frozen weights are used as they lie
+        return work.adapter * work.itemsize
+    if alone and weights != work.itemsize:
+        return shape.parameters * work.itemsize // work.tensor
+    return (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor
+
+
+def _activations(work: Workload, tokens: int, logits: int) -> int:
+    """Estimate the memory of what passes keep for the backward pass: all of each layer, or its input and then all of one layer, while the
+    logits are there no more. Without training it is one layer's input."""
+    of_input = tokens * work.shape.hidden * work.itemsize // work.tensor
+    of_layer = tokens * kept_by_layer(work.shape) * work.itemsize // work.tensor
+    if not work.trained:
+        return of_input
+    return work.shape.layers * of_input + max(0, of_layer - logits) if work.recompute else work.shape.layers * of_layer
+
+
+def kept_by_layer(shape: ModelShape) -> int:
+    """Count the numbers that a layer keeps of a token for the backward pass, with fused norms and FlashAttention.
+
+    Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
+    output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
+
+    >>> kept_by_layer(ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10))
+    132
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    copies = shape.experts_used if shape.experts > 1 else 0  # of a token, one for each of its experts
+    return (4 + copies) * shape.hidden + 3 * (queries + keys) + 4 * shape.intermediate * shape.experts_used
 
 
 def _logits(work: Workload, tokens: int) -> int:

@@ -10,7 +10,7 @@ from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs import host_times
 from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
-from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
+from rlgraph.costs.estimates import DECODING, EIGHT_BITS, GENERATING, OPTIMIZER, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
@@ -96,6 +96,7 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     # What only scores keeps its memory, and a trainer's moments may be on the host already.
     sleeps = works & {"generate", "train"} and not model.traits.host_moments
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
+    size = int(size * EIGHT_BITS / OPTIMIZER) if model.traits.eight_bit_moments else size
     seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
 

@@ -183,6 +183,8 @@ class ModelTraits:
 
     `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
 
+    `eight_bit_moments` says that the moments of its optimizer have 8 bits a number.
+
     `adapter` are the low-rank matrices that it trains and publishes instead of its weights; None for whole weights.
 
     `merges_adapters` says that it may follow a model with an `adapter`.
@@ -213,6 +215,7 @@ class ModelTraits:
     host_moments: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
+    eight_bit_moments: bool = False
     adapter: "LoRA | None" = None
     merges_adapters: bool = False
     exact: bool = False

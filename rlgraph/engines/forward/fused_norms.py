@@ -32,8 +32,8 @@ def _is_plain(module: Any) -> bool:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return False
-    probe = copy.deepcopy(module).to_empty(device="cpu")  # the model's own weights may be of no memory yet
+    probe = copy.deepcopy(module).to_empty(device="cpu").float()  # the model's own weights may be of no memory yet, or frozen in bfloat16
     with torch.no_grad():
         probe.weight.copy_(torch.linspace(0.5, 1.5, len(weight)))
-        given = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1).to(weight.dtype)
+        given = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1)
         return torch.allclose(probe(given), _forward(probe, given), rtol=NEAR, atol=NEAR)

@@ -19,6 +19,10 @@ class AdamW:
     The learning rate follows `schedule`, as `rg.Cosine(warmup_steps=10, steps=1000)`. Without one it is constant after `warmup_steps`
     optimizer steps, over which it rises linearly, to `lr / warmup_steps` in the first.
 
+    `moments="8bit"` keeps both moments in 8 bits with a float32 scale for each block of 256 numbers, 2.03 bytes a parameter instead of 8:
+    the steps of bitsandbytes' AdamW8bit (arXiv:2110.02861), which the extra `lowbit` installs. Parameters of less than 4096 numbers, and
+    those whose blocks would lie in two ranks, keep float32.
+
     Raises GraphError for a value out of its range, and for `warmup_steps` beside a schedule, which has its own.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
 
@@ -35,6 +39,7 @@ class AdamW:
     grad_clip: Annotated[float, Range(above=0, rule="a norm above 0; 1e9 does not clip")] = 1.0
     warmup_steps: Natural = 0
     schedule: RateSchedule | None = None
+    moments: Literal["32bit", "8bit"] = "32bit"
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -75,3 +80,8 @@ class Muon(AdamW):
     nesterov: bool = True
     ns_steps: Annotated[int, Range(least=1, most=99)] = 5
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.moments != "32bit":
+            raise GraphError(f"Muon(moments='{self.moments}'): only AdamW's moments have 8 bits; leave it out, or use rg.AdamW(…)")

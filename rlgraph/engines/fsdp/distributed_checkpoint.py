@@ -8,7 +8,7 @@ import functools
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.fsdp import state_shards
+from rlgraph.engines.fsdp.eight_bit import CODES
 from rlgraph.engines.fsdp.exchange import RankFailed, of_all
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.muon import first_moments
@@ -34,13 +35,14 @@ from rlgraph.errors import CheckpointError
 
 State = Mapping[str, torch.Tensor]  # DTensors where the ranks have rows of their own, else the same tensor on each
 WEIGHTS = "weights."  # begins their names in a state
+BLOCKS = "If it has the same setting, blocks of moments lie in two ranks: go on with as many ranks as wrote it"
 CONTENTS = "torch.distributed.checkpoint.metadata"
 ALLOWED = {  # what a table of contents is made of; a pickle that asks for anything else is refused
     *((CONTENTS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata")),
     *((CONTENTS, name) for name in ("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
-    *(("torch", str(kind).removeprefix("torch.")) for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)),
+    *(("torch", name) for name in state_shards.DTYPES),
     ("torch.serialization", "_get_layout"),
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
@@ -139,7 +141,7 @@ def read(folder: Path, state: State) -> None:
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in state.items():
         if name not in known:
-            raise CheckpointError(f"folder '{folder}' holds no '{name}'; it is a checkpoint of another model or optimizer")
+            raise CheckpointError(f"folder '{folder}' holds no '{name}'; {_other(name, known)}")
         size = tuple(getattr(known[name], "size", ()))
         if size != tuple(tensor.shape):
             raise CheckpointError(
@@ -150,6 +152,16 @@ def read(folder: Path, state: State) -> None:
             load(dict(state), storage_reader=reader, no_dist=True)  # a rank finds by itself what it reads
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
+
+
+def _other(name: str, known: Collection[str]) -> str:
+    """Say what a checkpoint is of that has no tensor of this name."""
+    place, _, moment = name.rpartition(".")
+    if f"{place}.{CODES[0]}" in known and moment == "exp_avg":
+        return f"its moments are of 8 bits: write rg.AdamW(moments='8bit'). {BLOCKS}"
+    if f"{place}.exp_avg" in known and moment == CODES[0]:
+        return f"its moments are of 32 bits: leave out moments='8bit'. {BLOCKS}"
+    return "it is a checkpoint of another model or optimizer"
 
 
 def weights_of(folder: Path) -> Iterator[SavedShard]:

@@ -9,6 +9,7 @@ from torch.optim.adamw import adamw
 
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
+from rlgraph.engines.fsdp.eight_bit import EightBitAdamW
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.sharding import full, local, placed
 
@@ -21,8 +22,10 @@ def made(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.op
     """Make the optimizer of a model whose parameters are sharded; AdamW's moments may be in host memory."""
     if isinstance(settings, Muon):
         return MuonWithAdamW(head, settings)
-    kind = HostMomentsAdamW if host_moments else torch.optim.AdamW
     learnt = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    if settings.moments == "8bit":
+        return EightBitAdamW(learnt, settings)
+    kind = HostMomentsAdamW if host_moments else torch.optim.AdamW
     return kind(learnt, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
 
 
@@ -30,6 +33,8 @@ def first_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     """Make the moments of a parameter as an optimizer would at its first step."""
     if isinstance(optimizer, MuonWithAdamW) and optimizer.takes(parameter):
         return {MOMENTUM: torch.zeros_like(parameter)}
+    if isinstance(optimizer, EightBitAdamW):
+        return optimizer.first_moments(parameter)
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 

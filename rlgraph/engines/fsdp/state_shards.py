@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-DTYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
+KINDS = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8
+DTYPES = {str(kind).removeprefix("torch."): kind for kind in KINDS}
 FILE = r"__\d+_\d+\.distcp"
 Numbers = tuple[int, ...]
 

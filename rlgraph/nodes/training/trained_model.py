@@ -13,6 +13,7 @@ from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
 from rlgraph.nodes.training.exact import check_exact_settings
+from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype
 
@@ -89,6 +90,8 @@ class TrainedModel(Model):
             raise GraphError(
                 f"{type(self).__name__}(optimizer=rg.Muon(), offload='moments'): only AdamW's moments can be in host memory; leave out one"
             )
+        if self.optimizer.moments == "8bit":
+            check_eight_bits(self)
         if self.adapter is not None:
             check_adapter(self)
         if self.exact:
@@ -144,6 +147,7 @@ class TrainedModel(Model):
             host_moments=self.offload == "moments",
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
+            eight_bit_moments=self.optimizer.moments == "8bit",
             adapter=self.adapter,
             exact=self.exact,
             tensor_parallel=self.tensor_parallel,
@@ -187,6 +191,7 @@ def check_trained(model: TrainedModel) -> None:
 
     if model.traits.sharing > 1:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
+    check_installed(model)
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
     if model.exact:
