@@ -104,3 +104,23 @@ def moments(smoke: bool) -> dict[str, Any]:
             f"{run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} planned"
         )
     return found
+
+
+def moments_8bit(smoke: bool) -> dict[str, Any]:
+    """Updates with AdamW's moments in 8 bits, beside those in 32: seconds, and the peak of the GPU beside the plan's bytes."""
+    size = (4, 32) if smoke else (8, 2048)
+    runs = (("toy", "32bit"), ("toy", "8bit")) if smoke else (("1.7B", "32bit"), ("1.7B", "8bit"), ("4B", "8bit"))
+    found: dict[str, Any] = {"runs": {}}
+    for shape, bits in runs:
+        optimizer = rg.AdamW() if bits == "32bit" else rg.AdamW(moments="8bit")
+        way = {"recompute": True, "micro_batch_tokens": 8192}
+        counted = planned(shape, fused_head=True, optimizer=optimizer, **way)
+        run = trained(shape, size, fused=True, optimizer=optimizer, **way)
+        total = sum(counted.values())
+        run |= {"planned_bytes": total, "planned": counted, "peak_to_plan": run["peak_bytes"] / total}
+        found["runs"][f"{shape}, {bits}"] = run
+        say(
+            f"{shape}, moments of {bits}: update {run['update_s']:.3f} s, peak {run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} "
+            f"planned ({run['peak_to_plan']:.3f})"
+        )
+    return found

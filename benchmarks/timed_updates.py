@@ -21,7 +21,9 @@ def begin_rank(rank: int) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def made_engine(shape: str, rank: int, world: int, rendezvous: str, device: str, *, fused: bool, **settings: Any) -> Any:
+def made_engine(
+    shape: str, rank: int, world: int, rendezvous: str, device: str, *, fused: bool, optimizer: Any = None, **settings: Any
+) -> Any:
     """A trainer of random weights of this shape on this rank."""
     import torch
     import torch.distributed as dist
@@ -40,7 +42,7 @@ def made_engine(shape: str, rank: int, world: int, rendezvous: str, device: str,
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     head = PolicyHead(model, fused=fused)
-    return FsdpEngine(head, optimizer=rg.AdamW(), rank=rank, world=world, device=device, dtype=dtype, **settings)
+    return FsdpEngine(head, optimizer=optimizer or rg.AdamW(), rank=rank, world=world, device=device, dtype=dtype, **settings)
 
 
 def timed_updates(engine: Any, size: tuple[int, int], steps: int) -> list[float]:
