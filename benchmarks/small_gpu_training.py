@@ -69,9 +69,10 @@ def lora_memory(smoke: bool) -> dict[str, Any]:
     ways = {
         "recompute": {"recompute": True, "micro_batch_tokens": 8192},
         "activations kept": {"recompute": False, "micro_batch_tokens": 4096},
+        "recompute, base in 4 bits": {"recompute": True, "micro_batch_tokens": 8192},
     }
-    for name, way in list(ways.items())[: 1 if smoke else None]:
-        lora = rg.LoRA(rank=4 if smoke else RANK)
+    for name, way in list(ways.items())[:: 2 if smoke else 1]:
+        lora = rg.LoRA(rank=4 if smoke else RANK, base="nf4" if "4 bits" in name else None)
         counted = planned(shape, adapter=lora, fused_head=True, **way)
         run = trained(shape, size, fused=True, adapter=lora, **way)
         total = sum(counted.values())

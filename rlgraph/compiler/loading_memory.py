@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
-from rlgraph.costs.adapters import adapter_size
+from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.estimates import being_read, default_estimates
 from rlgraph.costs.model_shapes import Shapes
 from rlgraph.graph.nodes import Graph
@@ -37,7 +37,7 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
         if adapter is None:
             size = estimates.loading_bytes(shape.parameters, itemsize_of(model, cluster))
         else:
-            size = shape.parameters * itemsize_of(model, cluster) + adapter.bytes
+            size = frozen_bytes(model, shape, adapter, itemsize_of(model, cluster)) + adapter.bytes
         whole, host = {f"whole weights of {worker.model}": size}, {f"whole weights of {worker.model}": size}
         if estimates.reads_shards:
             piece = {f"pieces of files of {worker.model}": being_read(shape)}

@@ -10,7 +10,7 @@ from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
-from rlgraph.costs.adapters import adapter_size
+from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths
@@ -119,7 +119,9 @@ def _need(
         in_fp8=model.traits.weights_dtype is not None,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
-    work = replace(work, adapter=None if own is None else own.parameters)
+    if own is not None:
+        frozen = frozen_bytes(model, shape, own, work.itemsize)
+        work = replace(work, adapter=own.parameters, frozen_bytes=frozen, remade=frozen < shape.parameters * work.itemsize)
     if cluster.gpus:  # on a host the base that is kept is mapped from its files
         work = replace(work, merged=max((size.matrices for size in followed if size is not None), default=0))
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)

@@ -2,18 +2,24 @@
 
 from dataclasses import dataclass
 
-from rlgraph.costs.adapters import adapter_size
+from rlgraph.costs.adapters import ALL_LINEAR, adapter_size
 from rlgraph.costs.model_shapes import Shapes
 from rlgraph.graph.nodes import Model
 
 
 @dataclass(frozen=True)
 class PlannedAdapter:
-    """An adapter of this `rank`; a reader adds its product, times `scale`, to the base that it keeps. `bytes` of a version, where known."""
+    """An adapter of this `rank`; a reader adds its product, times `scale`, to the base that it keeps, rounded as `base` says.
+
+    It has these `targets`, and begins as it is in `folder`, or as nothing. `bytes` of a version, where known.
+    """
 
     rank: int
     scale: float
     bytes: int | None
+    base: str | None = None
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    folder: str | None = None
 
     @classmethod
     def of(cls, model: Model | None, shapes: Shapes) -> "PlannedAdapter | None":
@@ -22,4 +28,5 @@ class PlannedAdapter:
         if model is None or adapter is None:
             return None
         size = adapter_size(model, shapes.get(model.path))
-        return cls(adapter.rank, adapter.scale, None if size is None else size.bytes)
+        own = None if size is None else size.bytes
+        return cls(adapter.rank, adapter.scale, own, adapter.base, adapter.targets, adapter.folder)

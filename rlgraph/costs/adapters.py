@@ -7,6 +7,7 @@ from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.graph.nodes import Model
 
 FLOAT32 = 4
+NF4 = 1 / 2 + 4 / 64  # bytes of a number in 4 bits, with its part of the scale of 64
 ALL_LINEAR = "all-linear"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a dense layer
 
@@ -48,6 +49,12 @@ def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
         (shape.intermediate, shape.hidden),
     )
     return dict(zip(PROJECTIONS, into_and_out, strict=True))
+
+
+def frozen_bytes(model: Model, shape: ModelShape, size: AdapterSize, itemsize: int) -> int:
+    """Count the bytes of the model beside an adapter: in the dtype of passes, or in 4 bits where adapters change it."""
+    in_four_bits = size.matrices if model.traits.adapter is not None and model.traits.adapter.base is not None else 0
+    return int((shape.parameters - in_four_bits) * itemsize + in_four_bits * NF4)
 
 
 def adapter_size(model: Model | None, shape: ModelShape | None) -> AdapterSize | None:

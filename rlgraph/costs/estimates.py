@@ -45,7 +45,8 @@ class Workload:
     pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
     with `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a
     layer, and with `context` others a pass.
-    Only the `adapter` numbers of a model that trains an adapter have gradients and moments. An engine that merges adapters keeps the
+    Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself has `frozen_bytes`, and if
+    its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges adapters keeps the
     `merged` numbers of the matrices that they change. An engine `in_fp8` has its layers in fp8; versions on their way are not. With
     `packed` each rank has all matrices a second time, as its kernels want them.
     """
@@ -68,6 +69,8 @@ class Workload:
     tensor: int = 1
     context: int = 1
     adapter: int | None = None
+    frozen_bytes: int = 0
+    remade: bool = False
     merged: int = 0
     packed: bool = False
     in_fp8: bool = False
@@ -122,7 +125,7 @@ def _ranks(work: Workload, weights: int) -> Need:
     stays = {what: int(size * shape.parameters) // work.workers for what, size in per_parameter.items()}
     if work.adapter is not None:
         stays = {what: int(size * work.adapter) // work.workers for what, size in per_parameter.items()}
-        stays["weights"] += work.itemsize * shape.parameters // work.workers  # frozen, in the dtype of passes
+        stays["weights"] += work.frozen_bytes // work.workers
     if work.trained and work.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
     if work.packed:
@@ -141,7 +144,7 @@ def _gathered(work: Workload, weights: int) -> int:
     no rank shares them, which are then cast once a pass."""
     shape, alone = work.shape, work.workers == work.tensor
     if alone and work.adapter is not None:  # frozen weights are used as they lie
-        return work.adapter * work.itemsize
+        return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
     if alone and weights != work.itemsize:
         return shape.parameters * work.itemsize // work.tensor
     return (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor

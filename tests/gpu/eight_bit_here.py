@@ -1,4 +1,7 @@
-"""Moments of 8 bits on a GPU: ten updates have the bits of bitsandbytes' own optimizer, and a checkpoint goes on with the same bits."""
+"""Moments of 8 bits on a GPU: ten updates have the bits of bitsandbytes' own optimizer, and a checkpoint goes on with the same bits.
+
+A base of 4 bits there: the log-probs of a trainer over it, beside those over the model with the rounded matrices.
+"""
 
 import sys
 from pathlib import Path
@@ -9,11 +12,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from bitsandbytes.optim import AdamW8bit
 from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from transformers import AutoModelForCausalLM
 
 import rlgraph as rg
 from rlgraph.engines.forward.heads import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.lora.four_bits import rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = rg.AdamW(lr=1e-2, weight_decay=0.1, warmup_steps=2, moments="8bit")
@@ -59,3 +64,21 @@ for adapter in (None, rg.LoRA(rank=64)):
     assert again.update(batch, WeightedLikelihood()) == slept
     again.close()
     print(f"{'adapter' if adapter else 'whole'}: equal, {eight} of {len(theirs)} parameters have moments of 8 bits", flush=True)
+
+
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+for name, parameter in model.named_parameters():
+    if "_proj" in name:
+        parameter.data = rounded(parameter.data)
+model.save_pretrained("rounded")
+found, updates = [], []
+for place, base in ((folder, "nf4"), ("rounded", None)):
+    lora = rg.LoRA(rank=16, base=base)  # type: ignore[arg-type]
+    engine = FsdpEngine(PolicyHead(place), optimizer=rg.AdamW(lr=1e-3), device=DEVICE, dtype=kind, adapter=lora)
+    found.append(engine.scores(batch))
+    updates.append([engine.update(batch, WeightedLikelihood()) for _ in range(3)])
+    engine.close()
+distance = (found[0] - found[1]).abs().max().item()
+norms = [[step["actor/grad_norm"] for step in steps] for steps in updates]
+print(f"4 bits: log-probs {distance:.1e} apart, norms of gradients {norms}", flush=True)
+assert distance < 0.05, distance

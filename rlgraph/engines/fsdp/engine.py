@@ -83,6 +83,8 @@ class FsdpEngine:
         self._routing = Routing(routers_of(head.model) if told else [], load_balance)
         self._adapters: list[LoraLinear] = []
         if adapter is not None:
+            if adapter.base is not None and world > 1:
+                raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
             head.begins = Beginning(adapter)
             self._adapters = attach(head, head.layers, adapter, dtype)
         self._made_group = join(rank, world)
@@ -106,6 +108,8 @@ class FsdpEngine:
         self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
             load_shards(head, self._device)
+        for projection in self._adapters:
+            projection.settle()
         self._host_moments = host_moments
         self._optimizer = made(optimizer, head, host_moments=host_moments)
         self._offloaded = OffloadedMoments(self._optimizer)

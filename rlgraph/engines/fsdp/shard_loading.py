@@ -5,6 +5,7 @@ from torch.distributed.tensor import DTensor
 
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.fsdp.sharding import local, placed
+from rlgraph.engines.lora.modules import LoraLinear
 
 
 def load_shards(head: Head, device: torch.device) -> None:
@@ -12,7 +13,8 @@ def load_shards(head: Head, device: torch.device) -> None:
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
     with torch.no_grad():
         for place, module in head.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
+            own = dict(module.named_parameters(recurse=False))
+            for name, parameter in own.items():
                 if parameter not in made:
                     made[parameter] = _read(head, f"{place}.{name}", parameter, device)
                 module.register_parameter(name, made[parameter])
@@ -20,6 +22,8 @@ def load_shards(head: Head, device: torch.device) -> None:
                 real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 head.fill(f"{place}.{name}", (0,) * buffer.dim(), real)
                 module.register_buffer(name, real, persistent=name not in module._non_persistent_buffers_set)
+            if isinstance(module, LoraLinear) and module.settle():
+                del made[own["weight"]]  # else the matrices of all layers would be in memory until the last is read
     head.folder = None
     head.to(device)  # lets FSDP2 find the new tensors, as after any change of them
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
+from rlgraph.engines.lora.four_bits import rounded
 from rlgraph.errors import DataError
 
 A, B = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's matrices, behind the name of their projection
@@ -28,12 +29,12 @@ def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, d
 class BaseWeights(Mapping[str, torch.Tensor]):
     """The tensors of a model's folder, mapped from their files: the base that is kept. Those that merge lie on the adapter's device.
 
-    Raises DataError for a folder without a model.
+    Those that merge are rounded as `base`, "nf4", says. Raises DataError for a folder without a model.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, base: str | None = None) -> None:
         shapes = parameter_shapes(folder)
-        self._folder = folder
+        self._folder, self._rounds = folder, base is not None
         self._tensors: dict[str, torch.Tensor] = {}
         for file in sorted(check_model(folder).path.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
@@ -50,9 +51,10 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def on(self, device: torch.device, name: str) -> torch.Tensor:
-        """A tensor on a device, where it is kept from now on."""
+        """A tensor that merges, on a device, where it is kept from now on."""
         if name not in self._on_device or self._on_device[name].device != device:
-            self._on_device[name] = self._tensors[name].to(device)
+            tensor = self._tensors[name].to(device)
+            self._on_device[name] = rounded(tensor) if self._rounds else tensor
         return self._on_device[name]
 
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype) -> "MergedWeights":

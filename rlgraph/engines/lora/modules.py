@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch.nn.functional import linear
 
 from rlgraph.costs.adapters import ALL_LINEAR
+from rlgraph.engines.lora.four_bits import FourBits
 from rlgraph.engines.lora.merging import A, B
 from rlgraph.engines.lora.settings import TENSORS, LoRA
 from rlgraph.errors import DataError
@@ -28,9 +29,19 @@ class LoraLinear(torch.nn.Linear):
         self.lora_A = torch.nn.Linear(base.in_features, lora.rank, **kind)
         self.lora_B = torch.nn.Linear(lora.rank, base.out_features, **kind)
         self.scale, self.on = lora.scale, True
+        self._in_four_bits = lora.base is not None
+        self._four_bits: FourBits | None = None
+
+    def settle(self) -> bool:
+        """Keep the matrix, which is in memory now, in 4 bits if the settings say so; return whether this call did it."""
+        if not self._in_four_bits or self._four_bits is not None:
+            return False
+        self._four_bits = FourBits(self.weight, self.weight.dtype)
+        del self.weight
+        return True
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        found = super().forward(states)
+        found = super().forward(states) if self._four_bits is None else self._four_bits.linear(states, self.bias)
         return found + linear(linear(states, self.lora_A.weight), self.lora_B.weight) * self.scale if self.on else found
 
 

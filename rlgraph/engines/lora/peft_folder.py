@@ -21,11 +21,12 @@ class SavedAdapter(msgspec.Struct, frozen=True):
     rank: int
     alpha: float
     targets: Literal["all-linear"] | tuple[str, ...]
+    base: str | None = None  # how its model was rounded
 
     @classmethod
     def of(cls, lora: LoRA) -> "SavedAdapter":
         """The settings of a trained adapter."""
-        return cls(lora.rank, lora.alpha, lora.targets)
+        return cls(lora.rank, lora.alpha, lora.targets, lora.base)
 
     @property
     def scale(self) -> float:

@@ -39,6 +39,10 @@ class LoRA:
     and A as PEFT's does, drawn by `seed`; with `folder`, an adapter that PEFT or rlgraph wrote, both begin as they are there. There is no
     dropout: log-probs of one policy would differ between two passes, and a step would depend on how its batch is cut into passes.
 
+    With `base="nf4"` the frozen matrices beside which there are adapters have 4 bits a number (QLoRA, arXiv:2305.14314), by bitsandbytes,
+    which the extra `lowbit` installs. The model is then the rounded one, for `base_log_probs`, for generators and for exports alike. It is
+    for one process.
+
     Learning rates of about ten times those of full training are usual. Raises GraphError for a value out of its range.
     Source: Hu et al. 2021, arXiv:2106.09685.
 
@@ -55,6 +59,7 @@ class LoRA:
     targets: Literal["all-linear"] | tuple[Name, ...] = ALL_LINEAR  # type: ignore[assignment]
     seed: Natural = 0
     folder: Name | None = None
+    base: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)

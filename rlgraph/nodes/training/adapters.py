@@ -7,6 +7,7 @@ from rlgraph.engines.fsdp.adamw import Muon
 from rlgraph.engines.hf_models.pretrained import ModelSummary
 from rlgraph.engines.lora.settings import FAMILIES, LoRA
 from rlgraph.errors import GraphError
+from rlgraph.nodes.training.low_bits import check_four_bits
 
 
 def check_adapter(model: Any) -> None:
@@ -19,6 +20,8 @@ def check_adapter(model: Any) -> None:
             f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices would have to share the adapter's too, which is "
             "not supported; use data_parallel or context_parallel"
         )
+    if model.adapter.base is not None:
+        check_four_bits(model)
     if model.load_balance:
         raise GraphError(f"{where}, load_balance={model.load_balance}): routers of experts are frozen; leave out load_balance")
 

@@ -1,4 +1,4 @@
-"""Checks of a model that is trained with moments of 8 bits."""
+"""Checks of a model that is trained with moments of 8 bits, or with a frozen base of 4."""
 
 from typing import Any
 
@@ -18,9 +18,19 @@ def check_eight_bits(model: Any) -> None:
         )
 
 
+def check_four_bits(model: Any) -> None:
+    """Raise GraphError for settings that a base of 4 bits does not work with."""
+    where = f"{type(model).__name__}(adapter=LoRA(base='{model.adapter.base}')"
+    if model.compiled:
+        raise GraphError(f"{where}, compiled=True): products with matrices of 4 bits are not compiled; leave out compiled")
+    for name, ranks in (("data_parallel", model.data_parallel or 1), ("context_parallel", model.context_parallel)):
+        if ranks > 1:
+            raise GraphError(f"{where}, {name}={ranks}): a base of 4 bits is whole on one rank; leave out one")
+
+
 def check_installed(model: Any) -> None:
     """Raise GraphError for a model that needs bitsandbytes where it is not installed."""
-    if model.optimizer.moments == "8bit" and not is_installed():
-        raise GraphError(
-            f"{type(model).__name__}(optimizer=rg.AdamW(moments='8bit')): the package bitsandbytes is not installed: {INSTALL}"
-        )
+    eight, four = model.optimizer.moments == "8bit", model.adapter is not None and model.adapter.base is not None
+    if (eight or four) and not is_installed():
+        given = "optimizer=rg.AdamW(moments='8bit')" if eight else f"adapter=LoRA(base='{model.adapter.base}')"
+        raise GraphError(f"{type(model).__name__}({given}): the package bitsandbytes is not installed: {INSTALL}")

@@ -127,7 +127,7 @@ class TrainedModel(Model):
 
     @property
     def ranks(self) -> int | None:
-        if self.spec.only_scores:
+        if self.spec.only_scores or (self.adapter is not None and self.adapter.base is not None):
             return 1
         return None if self.data_parallel is None else self.data_parallel * self.tensor_parallel * self.context_parallel
 

@@ -60,7 +60,7 @@ class AdapterExport:
                 self.write(apart, own)
                 write_companions(growing.path, Path(path), self.dtype, "log_probs")
                 self._add_files(growing.path)
-                write_shards(growing.path, layout, _merged(path, apart, self.adapter.scale, DTYPES[self.dtype][1]))
+                write_shards(growing.path, layout, _merged(path, apart, self.adapter, DTYPES[self.dtype][1]))
                 shutil.rmtree(apart)
             except OSError as error:
                 raise growing.failed(error) from error
@@ -76,8 +76,8 @@ def _layout(shapes: Mapping[str, Numbers], dtype: ExportDtype) -> ExportLayout:
     return planned(peft_names(shapes), dtype, most_bytes=1 << 62, single=TENSORS)
 
 
-def _merged(path: str, apart: Path, scale: float, dtype: torch.dtype) -> Iterator[WeightShard]:
-    weights = BaseWeights(path).with_adapter(read_adapter(apart), scale, dtype)
+def _merged(path: str, apart: Path, adapter: SavedAdapter, dtype: torch.dtype) -> Iterator[WeightShard]:
+    weights = BaseWeights(path, adapter.base).with_adapter(read_adapter(apart), adapter.scale, dtype)
     for name in weights:
         tensor = weights[name]
         yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)

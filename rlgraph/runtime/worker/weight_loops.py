@@ -27,6 +27,7 @@ class Loop:
     plan: PlannedLoop
     writer: WeightsWriter | None = None
     reader: WeightsReader | None = None
+    begun: bool = False  # whether the engine has what an adapter begins with
 
 
 @dataclass
@@ -79,6 +80,7 @@ class WeightLoops:
 
     def load(self, loop: Loop, node: str, step: int) -> None:
         """Load exactly version `step - depth`, or with `latest` every version up to the newest that has arrived."""
+        self._begin(loop, node, step)
         if loop.plan.due is not None:  # an evaluation of what this step publishes
             if loop.plan.carries(step):
                 self._load_next(loop, node, step, step + 1)
@@ -86,6 +88,16 @@ class WeightLoops:
         self.load_up_to(loop, node, step, step - loop.plan.depth)
         if loop.plan.latest:
             self.load_published(loop, node, step)
+
+    def _begin(self, loop: Loop, node: str, step: int) -> None:
+        """Give an engine, which starts with the weights of its folder, what an adapter begins with, if that is more."""
+        if loop.begun or loop.plan.adapter is None:
+            return
+        loop.begun = True
+        resumed = self.spec.resume is not None  # then the first version that it samples with is one of the checkpoint
+        weights = None if resumed else self.merging.beginning(loop.plan.adapter, torch.device(self.context.device))
+        if weights is not None:
+            self._take(loop, node, step, self.context.version, weights)
 
     def _newest(self, step: int) -> float:
         """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
@@ -119,7 +131,12 @@ class WeightLoops:
 
     def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         assert loop.reader is not None
-        engine, weights = self.context.engine, self.merging.weights(loop.plan.adapter, weights)
+        self._take(loop, node, step, version, self.merging.weights(loop.plan.adapter, weights))
+        loop.reader.done()
+        self.context.version = version
+
+    def _take(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        engine = self.context.engine
         self.wake(step)
         self.enter(step, Activity("load", node, loop.plan.name, version))
         with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
@@ -127,8 +144,6 @@ class WeightLoops:
                 engine.load_weights(weights, version=version, running=self.spec.node(node).traits.running)
             else:  # a user's own
                 engine.load_weights(weights)
-        loop.reader.done()
-        self.context.version = version
 
     def published_bytes(self) -> int:
         """Count the bytes of a weight version that this worker publishes: those of its own shards."""
