@@ -1,6 +1,9 @@
 """Moments of 8 bits: the steps of bitsandbytes to the bit, the same on several ranks, and checkpoints go on with the same bits."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -158,3 +161,14 @@ def compiled(model: Path, optimizer: rg.AdamW, **given: Any) -> rg.Plan:
     rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], rollout)
     step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
     return rg.compile(rg.Graph("memory", step.metrics), rg.Cluster(gpus=2, gpu="H100"))
+
+
+@installed
+def test_its_import_downloads_no_kernels(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("print('asked')\ndef get_kernel(*_, **__): raise ValueError\n")
+    code = "from rlgraph.engines.low_bits import bitsandbytes as b; b().functional; print('between', flush=True); import kernels"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(rg.__file__).parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "between\nasked\n"
+    assert "Failed to load" not in done.stderr

@@ -81,12 +81,7 @@ class FsdpEngine:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         told = not compiled and tensor_parallel * context_parallel == 1  # layers tell which experts they chose
         self._routing = Routing(routers_of(head.model) if told else [], load_balance)
-        self._adapters: list[LoraLinear] = []
-        if adapter is not None:
-            if adapter.base is not None and world > 1:
-                raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
-            head.begins = Beginning(adapter)
-            self._adapters = attach(head, head.layers, adapter, dtype)
+        self._adapters = [] if adapter is None else _attached(head, adapter, dtype, world)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
         self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel)
@@ -313,6 +308,13 @@ class FsdpEngine:
         del self._optimizer, self._head, self._units, self._shards, self._held
         if self._made_group:
             dist.destroy_process_group()
+
+
+def _attached(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list[LoraLinear]:
+    if adapter.base is not None and world > 1:
+        raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
+    head.begins = Beginning(adapter)
+    return attach(head, head.layers, adapter, dtype)
 
 
 def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
