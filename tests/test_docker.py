@@ -63,3 +63,11 @@ def test_the_lock_of_the_cpu_image_holds_versions_that_are_supported() -> None:
     known = {name: version for name, version in locked.items() if name in ranges and name != "vllm"}
     assert len(known) > 15
     assert {name: version for name, version in known.items() if version not in ranges[name].specifier} == {}
+
+
+def test_the_cpu_image_installs_every_lock_that_the_makefile_does_and_a_compiler_for_it() -> None:
+    steps = instructions(ROOT / "docker" / "cpu.Dockerfile")
+    locks = {name for name in re.findall(r"requirements/[\w.-]+\.lock", (ROOT / "Makefile").read_text()) if "sglang" not in name}
+    runs = " ".join(what for name, what in steps if name == "RUN")
+    assert {found for found in re.findall(r"-r (\S+)", runs)} == locks == {"requirements/cpu.lock", "requirements/from_source.lock"}
+    assert "g++" in runs.split()

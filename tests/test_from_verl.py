@@ -25,6 +25,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "reference.old_log_probs": rg.Reference.old_log_probs,
     "job.steps": lambda count: None,
     "job.costs": lambda: None,
+    "job.export": lambda folder: None,
     "plan.launch": rg.Plan.launch,
     "launch": rg.Plan.launch,
 }

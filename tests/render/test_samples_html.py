@@ -37,6 +37,11 @@ found.turns = [...document.querySelectorAll(".turn")].map((turn) => [inTurn(turn
 const tokens = () => [...document.querySelectorAll(".token")];
 const colours = () => new Set(tokens().map((token) => getComputedStyle(token).backgroundColor)).size;
 found.advantage = colours();
+const colour = () => getComputedStyle(tokens()[0]).backgroundColor;
+const colourOf = (order) => { clear(); set("sort", order); rows()[0].click(); return colour(); };
+found.signs = [colourOf("best"), colourOf("worst")];
+set("colour", "none"); found.signs.push(colour());
+set("colour", "advantage"); set("sort", "newest"); set("text", "the tool"); rows()[0].click();
 set("colour", "diff"); found.diff = colours();
 set("colour", "none"); found.none = colours();
 found.title = tokens()[0].title;
@@ -83,7 +88,8 @@ def test_a_browser_filters_sorts_and_colours_samples_and_no_text_becomes_markup(
     assert found["turns"][4][0] == "policy, turn 2 of 2 · 2 tokens · reward 0.25"
     assert found["turns"][3][1] == "42 <b>rows</b>"
     assert found["turns"][4][1] == "The tool agrees."
-    assert found["advantage"] == 1
+    assert found["advantage"] == 1, "all tokens of a response have its advantage"
+    assert len({*found["signs"]}) == 3, "of a good response, of a bad one, and without colours"
     assert found["diff"] > 5
     assert found["none"] == 1
     assert "advantage" in found["title"]
