@@ -50,8 +50,7 @@ def serve(pickled: bytes, driver: str) -> None:
     """Be a worker until the driver says stop."""
     worker = Process(cloudpickle.loads(pickled), driver)
     worker.prepare()
-    step = worker.spec.resume.step if worker.spec.resume else 0
-    worker._sleep(step - 1)
+    step = worker.spec.resume.step - 1 if worker.spec.resume else -1
     while not worker.stopped:
         worker.step(step)
         step += 1

@@ -9,10 +9,15 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import pytest
+from huggingface_hub import constants
 from tiny import tiny
+
+import rlgraph as rg
+from rlgraph.engines.transformers.spec import SPEC
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -117,3 +122,34 @@ def test_a_model_that_no_hub_gives_is_one_error_at_once(
     assert told.startswith(f"DataError model '{model}': ")
     assert said in told
     assert sum(path.startswith("/api/models/") for path in asked) == (model == "org/other")  # and not again and again
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_an_engine_loads_offline_and_a_reward_in_its_process_finds_what_the_user_set(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    else:
+        monkeypatch.setenv("HF_HUB_OFFLINE", given)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", given == "1")
+    seen: list[tuple[str, str | None, bool]] = []
+
+    def note(who: str) -> None:
+        seen.append((who, os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE))
+
+    def load(generator: Any, place: Any) -> Any:
+        note("engine")
+        return SPEC.load(generator, place)
+
+    def reward(responses: list[str]) -> list[float]:
+        note("reward")
+        return [float(number) for number, _ in enumerate(responses)]
+
+    engine = rg.EngineSpec(name="noted", load=load)
+    generator = rg.Generator(str(tiny(tmp_path)), pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=2))
+    prompts = rg.prompts([{"prompt": "1"}], count=1)
+    rollout = generator.rollout(prompts, group_size=2, refill=rg.Refill(reward=reward))
+    with rg.compile(rg.Graph("own", rollout), rg.Cluster(cpus=2)).run_here() as job:
+        assert len(list(job.steps(1))) == 1
+    assert {*seen} == {("engine", "1", True), ("reward", given, given == "1")}

@@ -198,6 +198,39 @@ def test_names_that_mlflow_refuses_are_mapped_and_numbers_that_are_none_left_out
     assert data.params == {"a_at_b": "x" * 500}
 
 
+def test_a_metric_whose_name_is_a_folder_of_another_is_kept_in_a_store_of_files(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    sink = rg.sinks.MLflow(uri=str(tmp_path / "store"))
+    id = sink.start(RecordedRun("run", tmp_path, {}, "0"))
+    for step in range(2):
+        sink.scalars(step, {"turns": 3.0, "turns/p90": 5.0, "loss/mean": 0.5, "loss": 0.25})
+    assert MlflowClient((tmp_path / "store").as_uri()).get_run(id).data.metrics == {
+        "turns": 3.0, "turns.p90": 5.0, "loss/mean": 0.5, "loss_2": 0.25
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_tensorboard_had_in_part_when_the_run_was_killed_is_there_once_and_has_no_other_metrics(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = {step: {"loss": float(step)} for step in range(3)}
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "staleness": 1, **values}) + "\n" for step, values in losses.items())
+    )
+    for finished, steps in ((0, (0, 1)), (2, (2,))):
+        feeds = feeding.SinkFeeds([rg.sinks.TensorBoard()], RecordedRun("run", tmp_path, {}, "id", finished=finished), print)
+        for step in steps:
+            feeds.step(step, losses[step])
+        feeds.close("ended", [])
+        state = json.loads((tmp_path / feeding.FILE).read_text())
+        state["TensorBoard 0"]["next"] = 1  # killed before it was noted that step 1 is there
+        (tmp_path / feeding.FILE).write_text(json.dumps(state))
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, float(step)) for step in range(3)]
+    assert found.Tags()["scalars"] == ["loss"]
+
+
 def test_texts_of_samples_stay_in_their_cell_of_a_table_of_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

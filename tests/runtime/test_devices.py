@@ -23,3 +23,6 @@ def test_a_worker_sees_the_gpus_of_its_plan_alone_as_the_driver_numbers_them(
     seen = {s.worker.name: worker_environment(s)["CUDA_VISIBLE_DEVICES"] for s in worker_specs(graph, plan, "folder", b"key", 1.0)}
     assert (seen["generator[0]"], seen["generator[1]"], seen["policy"]) == expected
     assert seen["prompts"] == "", "a worker on the host sees none"
+    assert all("HF_HUB_OFFLINE" not in worker_environment(s) for s in worker_specs(graph, plan, "folder", b"key", 1.0)), (
+        "a reward or a tool in any worker may ask a hub; engines load without one by themselves"
+    )

@@ -55,10 +55,17 @@ def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
 def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
     with job(graph, dispatch) as running:
-        found = [bits(step) for step in running.steps(4)]
+        held = running._session.shards("policy")
+        running.recorder.request_samples(1.0)
+        found, recorded = [], []
+        for step in running.steps(4):
+            found.append(bits(step))
+            recorded.append(len(running.recorder.sampled_rows(step.index)) > 0)
         nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in running.pids.values()}
         found += [bits(step) for step in running.steps(3)]
     assert found == oracle(graph, 7)
+    assert [shards.step for shards in held] == [0], "workers answer before the first step, as an export there needs"
+    assert recorded == [True] * 4, "what is asked for before the first step holds for it"
     assert nice == {os.getpriority(os.PRIO_PROCESS, 0)}  # else any other process of the machine would starve the workers
     assert [staleness for *_, staleness in found] == [min(step, depth) for step in range(7)]
 

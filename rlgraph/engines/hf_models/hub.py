@@ -1,6 +1,7 @@
 """Models by hub id: found in the cache of huggingface_hub, or downloaded once; a folder of that cache names its revision."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from rlgraph.errors import DataError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # of a model's repository; code that comes with it is not run
+OFFLINE = "HF_HUB_OFFLINE"  # the environment variable that keeps libraries from asking a hub
 PROBE_S = 5.0  # in which a hub that can be reached answers
 
 
@@ -83,3 +85,19 @@ def no_hub() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Keep this process, and those that it starts meanwhile, from asking a hub while an engine loads.
+
+    Afterwards the environment is as it was: a reward or a tool in the same process is a user's own, and may ask.
+    """
+    with no_hub():  # which reads the variable as the user has it, so before it is set
+        given = os.environ.get(OFFLINE)
+        os.environ[OFFLINE] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(OFFLINE, None)
+            os.environ.update({} if given is None else {OFFLINE: given})

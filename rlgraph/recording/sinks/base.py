@@ -19,8 +19,9 @@ COLUMNS = ("step", "row", "prompt", "response", "reward", "advantage", "finish",
 class RecordedRun:
     """What a sink is told at the start: the run's `name` and `folder`, its settings as text, and how far it was if it resumed.
 
-    `finished` steps are in the checkpoint from which the run goes on; 0 for a new run. `id` is the same for all parts of one run, and
-    `resumed` says whether the sink has begun it before.
+    `finished` steps are in the checkpoint from which the run goes on; 0 for a new run. `first` is the first step that the sink is given:
+    an earlier one, if some of these steps had not come to it. `id` is the same for all parts of one run, and `resumed` says whether the
+    sink has begun it before.
 
     >>> RecordedRun("math", Path("runs/math"), {"rollout.group_size": "8"}, "1f3870be", finished=20, resumed=True).id
     '1f3870be'
@@ -32,6 +33,7 @@ class RecordedRun:
     id: str
     finished: int = 0
     resumed: bool = False
+    first: int = 0
 
 
 class Sink(ABC):
@@ -77,24 +79,34 @@ def needs(sink: Sink, package: str, extra: str) -> None:
 class Names:
     """Metric names as a sink takes them: `@` becomes `_at_`, other characters that it refuses `_`; no two names become one.
 
+    With `files` each name is a path of a file, so none is the folder of another.
+
     >>> names = Names(r"[^\\w./-]")
     >>> names["val/acc/mean@8"], names["a b"], names["a_b"], names["a b"]
     ('val/acc/mean_at_8', 'a_b', 'a_b_2', 'a_b')
+    >>> files = Names(r"[^\\w./-]", files=True)
+    >>> files["turns"], files["turns/p90"], files["loss/mean"], files["loss"]
+    ('turns', 'turns.p90', 'loss/mean', 'loss_2')
     """
 
-    def __init__(self, refused: str) -> None:
-        self._refused = re.compile(refused)
+    def __init__(self, refused: str, files: bool = False) -> None:
+        self._refused, self._files = re.compile(refused), files
         self._given: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> str:
         if name not in self._given:
             plain = self._refused.sub("_", self._refused.sub(lambda found: "_at_" if found[0] == "@" else found[0], name))
-            taken, number, given = set(self._given.values()), 1, plain
-            while given in taken:
+            if self._files and any(plain.startswith(f"{other}/") for other in self._given.values()):
+                plain = plain.replace("/", ".")
+            number, given = 1, plain
+            while self._is_taken(given):
                 number += 1
                 given = f"{plain}_{number}"
             self._given[name] = given
         return self._given[name]
+
+    def _is_taken(self, name: str) -> bool:
+        return any(name == other or (self._files and other.startswith(f"{name}/")) for other in self._given.values())
 
 
 def table(rows: Sequence[Sample]) -> list[list[object]]:

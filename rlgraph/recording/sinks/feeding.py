@@ -30,7 +30,7 @@ class SinkFeed:
         self.first = min(logged, run.finished) if sink.rewinds else logged  # the first step that it is given
         self._logged = logged
         self.name = type(sink).__name__
-        self._run, self._save, self._notice = run, save, notice
+        self._run, self._save, self._notice = replace(run, first=self.first), save, notice
         self._work: queue.Queue[Work | None] = queue.Queue(WAITING)
         self._started = False
         self._thread = threading.Thread(target=self._serve, name=f"sink {self.name}", daemon=True)
@@ -120,7 +120,7 @@ class SinkFeeds:
         samples = {step: [sample for _, sample in found] for step, found in groupby(steps, key=lambda pair: pair[0])}
         with (folder / "metrics.jsonl").open() as lines:
             for values in map(json.loads, lines):
-                step = values.pop("step")
+                step, _ = values.pop("step"), values.pop("staleness", None)  # which is no metric of a step's own
                 if least <= step < finished:
                     self.step(step, values, samples.get(step, ()))
 

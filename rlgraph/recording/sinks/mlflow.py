@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
@@ -45,9 +46,10 @@ class MLflow(Sink):
 
         from mlflow import MlflowClient
 
-        self._names = Names(REFUSED)
         uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI") or local_store(run.folder)
-        if uri.startswith("file:"):
+        in_files = urlsplit(uri).scheme in ("", "file") and not uri.startswith("databricks")  # a metric is one, in folders of its name
+        self._names = Names(REFUSED, files=in_files)
+        if in_files:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # asked for by choosing it; mlflow would refuse it else
         self._client = MlflowClient(uri)
         self._resumed = run.resumed

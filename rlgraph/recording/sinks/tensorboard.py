@@ -40,7 +40,9 @@ class TensorBoard(Sink):
 
         self._names = Names(r"[^\w./-]")
         folder = Path(self.folder) if self.folder is not None else run.folder / "tensorboard"
-        self._writer = SummaryWriter(str(folder), purge_step=run.finished, flush_secs=FLUSH_S)
+        # Files are named by the second, and read in the order of their names.
+        options = {"purge_step": run.first, "filename_suffix": f".{run.first:08d}"}
+        self._writer = SummaryWriter(str(folder), flush_secs=FLUSH_S, **options)
         rows = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in run.settings.items())
         self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.finished)
 

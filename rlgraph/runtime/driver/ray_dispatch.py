@@ -23,7 +23,7 @@ from rlgraph.runtime.driver.worker_environment import worker_environment
 from rlgraph.runtime.worker.process import Process
 from rlgraph.runtime.worker.spec import WorkerSpec
 
-REHEARSAL = -1  # a tick before the first step, at which no node fires
+REHEARSAL = -2  # a tick before all others, at which a worker returns at once
 KILL_S = 5  # for Ray to take note that an actor is to end
 
 

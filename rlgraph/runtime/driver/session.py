@@ -105,6 +105,7 @@ class Session:
         start_workers(self._dispatch, self._group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
         orphan_cleanup.claim(Path(self.folder), self._group.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)
+        self._dispatch.tick(self.first - 1)  # nothing fires: the workers listen, also where an export comes before the first step
         self._dispatching = True
 
     def _made_hosts(self, found: FoundHosts) -> Hosts:
@@ -138,8 +139,7 @@ class Session:
             self._group.tell(messages.Go(self.ticked))
             self.ticked += 1
         reports = self._group.reports(step)
-        if step > self.first:  # every worker works on this step, so Ray already holds what they returned for the step before
-            self._dispatch.report(step - 1)
+        self._dispatch.report(step - 1)  # every worker works on this step, so Ray already holds what they returned for the one before
         self.reported = step + 1
         return reports
 

@@ -21,7 +21,6 @@ def worker_environment(spec: WorkerSpec, reserved: Sequence[str] | None = None) 
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        **({"HF_HUB_OFFLINE": "1"} if spec.model is not None else {}),  # not in the way of a user's own functions
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # vLLM warns at each start that it binds memory to a node
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # a worker imports what the driver can

@@ -19,6 +19,7 @@ from rlgraph.compiler.events import fire_event
 from rlgraph.compiler.plan import ChannelEnd, PlannedChannel, PlannedLoop
 from rlgraph.compiler.schedule import Sampled, Span
 from rlgraph.compiler.time_sharing import TimeSlice
+from rlgraph.engines.hf_models.hub import offline
 from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
@@ -142,7 +143,8 @@ class Worker:
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
         if self.spec.model is not None:
-            self.context.engine = self.spec.model.load(self.context)
+            with offline():
+                self.context.engine = self.spec.model.load(self.context)
         self.stages = {node.name: checked_stage(node.name, node.operation.start(self.context)) for node in self.spec.nodes}
 
     def step(self, step: int) -> None:

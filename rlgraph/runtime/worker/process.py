@@ -44,7 +44,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Process:
-    """The body of an actor: `prepare` once, then `step` again and again."""
+    """The body of an actor: `prepare` once, then `step` again and again, from the tick before the first step on."""
 
     def __init__(self, spec: WorkerSpec, driver: str) -> None:
         notices.here.carried = True
@@ -145,10 +145,14 @@ class Process:
         return loop
 
     def step(self, step: int) -> int:
-        """Fire every node for `step`, report, and sleep until the next tick has been sent. Before the first step nothing fires."""
-        if self.stopped or self.progress is None or step < 0:
+        """Fire every node for `step`, report, and sleep until the next tick has been sent.
+
+        At the tick before the first step it only sleeps, and does what the driver asks meanwhile. At an earlier one it does nothing.
+        """
+        first = self.spec.resume.step if self.spec.resume else 0
+        if self.stopped or step < first - 1:
             return step
-        if not self.failed:  # on a failure the last activity stays, for the driver to see
+        if step >= first and self.progress is not None and not self.failed:  # on a failure the last activity stays, for the driver to see
             self._fire(step, self.progress)
         self._sleep(step)
         return step
