@@ -17,7 +17,8 @@ after each part, beside the parts that it holds of earlier runs on such a machin
 * `fp8_learning`: reward of a job with fp8 rollouts, with and without truncated importance sampling, beside one in bfloat16.
 * `speculative`: rollouts with guessed tokens, beside those without, on responses that end early and late, by a model that never repeats
   itself; `speculative_best`: by one that always does.
-* `moments`: an update with AdamW's moments in host memory, beside one with them on the GPU; `moments_8bit`: in 8 bits, beside 32.
+* `moments`: an update with AdamW's moments in host memory, beside one with them on the GPU; `moments_8bit`: in 8 bits,
+  beside 32; `moments_learning`: how a small model learns with either.
 """
 
 import argparse
@@ -36,6 +37,7 @@ PARTS = {  # by the module that has a function of that name
     "lora_memory": "small_gpu_training",
     "moments": "small_gpu_training",
     "moments_8bit": "small_gpu_training",
+    "moments_learning": "small_gpu_training",
     "lora_publish": "small_gpu_adapters",
     "lora_stage": "small_gpu_adapters",
     "vllm_lora": "small_gpu_adapters",

@@ -2,6 +2,8 @@
 
 import gc
 import statistics
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,3 +127,47 @@ def moments_8bit(smoke: bool) -> dict[str, Any]:
             f"planned ({run['peak_to_plan']:.3f})"
         )
     return found
+
+
+def moments_learning(smoke: bool) -> dict[str, Any]:
+    """Losses of a model of bytes that learns this repository's pages from nothing, with moments of 32 and of 8 bits: the same batches."""
+    on_gpu = device() == "cuda"
+    hidden, layers, rows, length, steps = (1024, 12, 32, 512, 150) if on_gpu else (192, 4, 8, 128, 120)
+    seeds, steps = (range(1), 2) if smoke else (range(3), steps)
+    found: dict[str, Any] = {"hidden": hidden, "layers": layers, "tokens": rows * length, "runs": {}}
+    for seed in seeds:
+        for bits in ("32bit", "8bit"):
+            start = time.monotonic()
+            losses = learnt(seed, bits, hidden, layers, (rows, length), steps)
+            last = statistics.mean(losses[-20:])
+            found["runs"][f"{bits}, seed {seed}"] = {"last_20": last, "losses": [round(loss, 4) for loss in losses]}
+            seconds = time.monotonic() - start
+            say(f"moments of {bits}, seed {seed}: {losses[0]:.3f} to {last:.4f} nats a byte in {steps} updates, {seconds:.0f} s")
+    return found
+
+
+def learnt(seed: int, bits: str, hidden: int, layers: int, size: tuple[int, int], steps: int) -> list[float]:
+    """The losses of a run."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.fsdp.engine import FsdpEngine
+
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+    torch.manual_seed(seed)
+    config = Qwen3Config(vocab_size=256, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=3 * hidden, **heads)
+    head = PolicyHead(Qwen3ForCausalLM(config).eval())
+    schedule = rg.Cosine(warmup_steps=10, steps=max(steps, 11))
+    adam = rg.AdamW(lr=2e-3, betas=(0.9, 0.95), schedule=schedule, moments="8bit" if bits == "8bit" else "32bit")
+    dtype = torch.bfloat16 if device() == "cuda" else torch.float32
+    engine = FsdpEngine(head, optimizer=adam, device=device(), dtype=dtype)
+    text = torch.frombuffer(
+        bytearray(b"\n".join(page.read_bytes() for page in sorted(Path("docs").glob("*.md")))), dtype=torch.uint8
+    ).long()
+    draw, (rows, length), losses = torch.Generator().manual_seed(seed), size, []
+    for _ in range(steps):
+        batch = torch.stack([text[at : at + length] for at in torch.randint(len(text) - length, (rows,), generator=draw).tolist()])
+        masks = {"prompt_mask": torch.ones(rows, 1, dtype=torch.bool), "response_mask": torch.ones(rows, length - 1, dtype=torch.bool)}
+        losses.append(engine.update({"prompts": batch[:, :1], "responses": batch[:, 1:], **masks}, rg.SFTLoss())["actor/pg_loss"])
+    engine.close()
+    return losses
