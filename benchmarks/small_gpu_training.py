@@ -132,7 +132,7 @@ def moments_8bit(smoke: bool) -> dict[str, Any]:
 def moments_learning(smoke: bool) -> dict[str, Any]:
     """Losses of a model of bytes that learns this repository's pages from nothing, with moments of 32 and of 8 bits: the same batches."""
     on_gpu = device() == "cuda"
-    hidden, layers, rows, length, steps = (1024, 12, 32, 512, 150) if on_gpu else (192, 4, 8, 128, 120)
+    hidden, layers, rows, length, steps = (1024, 12, 32, 512, 150) if on_gpu else (128, 3, 8, 96, 100)
     seeds, steps = (range(1), 2) if smoke else (range(3), steps)
     found: dict[str, Any] = {"hidden": hidden, "layers": layers, "tokens": rows * length, "runs": {}}
     for seed in seeds:

@@ -79,9 +79,10 @@ def scales_shape(parameter: torch.Tensor) -> tuple[int, int] | None:
     >>> scales_shape(torch.empty(512, 32)), scales_shape(torch.empty(576, 1536)), scales_shape(torch.empty(100))
     ((64, 1), (576, 6), None)
     """
-    rows, whole = parameter.shape[0], parameter.numel()
+    whole = parameter.numel()
     if whole < LEAST:
         return None
+    rows = parameter.shape[0]
     together = BLOCK // math.gcd(whole // rows, BLOCK)  # rows that fill whole blocks
     ranks = 1
     if isinstance(parameter, DTensor):
