@@ -6,7 +6,7 @@ numbers only), and plain actor calls.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -20,7 +20,6 @@ from rlgraph.runtime.driver.ray_cluster import awaited_hosts, on_host, ray_hosts
 from rlgraph.runtime.driver.ray_reservation import Reservation
 from rlgraph.runtime.driver.signals import held
 from rlgraph.runtime.driver.worker_environment import worker_environment
-from rlgraph.runtime.worker.process import Process
 from rlgraph.runtime.worker.spec import WorkerSpec
 
 REHEARSAL = -2  # a tick before all others, at which a worker returns at once
@@ -112,17 +111,16 @@ class Actors:
 
     @said_by_ray()
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": worker_environment(spec, self._reserved.gpus.get(host) if self._reserved else None)},
-        }
+        variables = worker_environment(spec, self._reserved.gpus.get(host) if self._reserved else None)
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        if not self._started_ray:  # in a Ray of others the process may have run their tasks, and imported what reads the variables
+            options["runtime_env"] = {"env_vars": variables}
         if host:
             options["scheduling_strategy"] = on_host(host)
 
         def make() -> tuple[Any, Any]:
-            actor = ray.remote(Process).options(**options).remote(spec, driver)
-            return actor, actor.prepare.remote()
+            actor = ray.remote(_actor_class()).options(**options).remote(variables)
+            return actor, actor.prepare.remote(spec, driver)  # unpickled there once the variables are set
 
         actor, preparing = within(f"Ray made no actor for worker '{spec.worker.name}'", make)
         self._preparing[preparing] = spec.worker.name
@@ -194,6 +192,38 @@ class ActorCalls(Actors):
 
 
 DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
+
+
+def _actor_class() -> type:
+    """Make the class of the actors, which sets a worker's variables before it imports anything that reads them.
+
+    A local class is pickled by value: its process needs to find rlgraph only once it has the driver's path. Variables that Ray itself
+    sets (`runtime_env`) cost each worker the start of one more interpreter.
+    """
+
+    class Process:
+        def __init__(self, variables: Mapping[str, str]) -> None:
+            import gc
+            import os
+            import sys
+
+            os.environ.update(variables)
+            path = variables["PYTHONPATH"].split(os.pathsep)
+            sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
+            gc.disable()  # a sixth of the time of the imports
+            from rlgraph.runtime.worker import process
+
+            gc.enable()
+            self._begin = process.Process
+
+        def prepare(self, spec: "WorkerSpec", driver: str) -> None:  # as text, since an annotation is pickled too, and imports
+            self._worker = self._begin(spec, driver)
+            self._worker.prepare()
+
+        def step(self, step: int) -> int:
+            return self._worker.step(step)
+
+    return Process
 
 
 def _asking(actor: Any) -> Ask:
