@@ -15,7 +15,7 @@ from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
 from rlgraph.recording.live import LiveFiles
-from rlgraph.recording.profile import Profile
+from rlgraph.recording.profile import Profile, asked
 from rlgraph.recording.samples import SampleRecorder, Samples
 from rlgraph.recording.sinks.base import RecordedRun, Sink
 from rlgraph.recording.sinks.feeding import SinkFeeds, new_id
@@ -76,6 +76,7 @@ def record(
     run: one that fails is said once and never stops it. A job that resumed goes on in the same run of each.
 
     `profile=rg.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to `profiles/`.
+    `rlgraph run RECIPE.py --profile 3-5 --worker policy` asks for the same, whatever the recipe says.
 
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
     each step, and reports on the steps since then. `quiet` prints nothing.
@@ -90,6 +91,7 @@ def record(
     [0, 1, 2]
     """
     folder = prepared_folder(job, Path(out))
+    profile = asked() or profile
     if profile is not None:
         job.recorder.request_profile(profile.request(job.plan, steps, folder))
     with recorded(job, steps, folder, samples, to, Console(quiet=quiet)) as keep:

@@ -111,11 +111,18 @@ def plan(
 
 
 @app.command()
-def run(recipe: RecipePath, settings: Settings = None) -> None:
+def run(
+    recipe: RecipePath,
+    settings: Settings = None,
+    profile: Annotated[str | None, typer.Option(metavar="STEP[-LAST]", help="Profile these steps, as 3-5, into RUN/profiles.")] = None,
+    worker: Annotated[list[str] | None, typer.Option(help="Which to profile: a worker, model or node; may be given several times.")] = None,
+) -> None:
     """Run a recipe, as `python RECIPE.py key=value` does."""
     from rlgraph_cli import recipe as recipes
 
-    recipes.run(recipe, settings or [])
+    if worker and profile is None:
+        raise typer.BadParameter("--worker says which worker --profile is for; give both")
+    recipes.run(recipe, settings or [], profile, worker or ())
 
 
 @app.command()

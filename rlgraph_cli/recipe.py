@@ -15,6 +15,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.config import config
 from rlgraph.errors import ConfigError, shown
 from rlgraph.graph.nodes import Graph
+from rlgraph.recording import profile as profiles
 
 RULE = "a recipe defines a dataclass `Config` and a function `graph(cfg)` that returns an rlgraph.Graph"
 
@@ -53,14 +54,21 @@ def read(path: Path) -> Recipe:
     return Recipe(path, config_class, graph_of, vars(module).get("cluster"))  # type: ignore[arg-type]
 
 
-def run(path: Path, settings: Sequence[str]) -> None:
-    """Run a recipe as `python recipe.py key=value` does. Raises ConfigError if it has no `__main__` block, which would do nothing."""
+def run(path: Path, settings: Sequence[str], profile: str | None = None, workers: Sequence[str] = ()) -> None:
+    """Run a recipe as `python recipe.py key=value` does, and profile steps of these workers.
+
+    Raises ConfigError if it has no `__main__` block, which would do nothing, and if nothing was there to profile.
+    """
     tree = ast.parse(_source(path), str(path))
     if not any(isinstance(part, ast.If) and "__name__" in ast.dump(part.test) for part in tree.body):
         raise ConfigError(f"recipe '{path}' has no block `if __name__ == \"__main__\":`, so nothing would run; launch the plan there")
     sys.argv = [str(path), *settings]  # Ray lets its workers import from the folder of argv[0], as from the recipe's own
     sys.path.insert(0, str(path.resolve().parent))
+    if profile is not None:
+        profiles.ask(profiles.profile_of(profile, workers))
     runpy.run_path(str(path), run_name="__main__")
+    if profiles.asked() is not None:
+        raise ConfigError(f"--profile {profile}: recipe '{path}' records no run by rg.record, so nothing was profiled")
 
 
 def _imported(path: Path) -> ModuleType:

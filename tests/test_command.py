@@ -128,6 +128,12 @@ def test_tune_ranks_the_values_that_a_setting_lists(recipe: Path) -> None:
 
 REFUSED = {
     "a page both served and written": (["report", "a", "--watch", "--out", "page.html"], 2, "--watch serves the page and --out writes it"),
+    "a profile of nothing": (
+        ["run", "lengths.py", "--profile", "0"],
+        2,
+        "error: --profile 0: recipe 'lengths.py' records no run by rg.record",
+    ),
+    "a worker without a profile": (["run", "lengths.py", "--worker", "policy"], 2, "--worker says which worker --profile is for"),
     "an unknown option": (["plan", "lengths.py", "--drow", "x.svg"], 2, "No such option: --drow"),
     "an unknown key": (["plan", "lengths.py", "cuont=3"], 2, "error: setting 'cuont': Key 'cuont' not in 'Config'. Did you mean: 'count'?"),
     "a picture of another kind": (["plan", "lengths.py", "--draw", "x.png"], 1, "error: draw('x.png'): a plan is drawn as .svg or .mmd"),

@@ -113,7 +113,9 @@ class Lines:
         try:
             row = json.loads(text)
         except ValueError as error:
-            raise DataError(f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {shown(text)}") from None
+            raise DataError(
+                f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {shown(text)}; write a row a line, or a list of rows"
+            ) from None
         if not isinstance(row, Mapping):
             raise DataError(f"line {number} of '{self.file}' is {shown(row)}; each line is a mapping, as {{\"prompt\": …}}")
         return row

@@ -14,6 +14,7 @@ import rlgraph as rg
 from rlgraph.analysis.profiles import OPERATORS, TRACE
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError
+from rlgraph.recording import profile as profiles
 from rlgraph.runtime.driver.job import Job
 
 
@@ -22,7 +23,7 @@ def plan() -> Plan:
     return rg.compile(fakes.vector_loop(1), rg.Cluster(cpus=2))
 
 
-def recorded(plan: Plan, folder: Path, profile: rg.Profile) -> Job:
+def recorded(plan: Plan, folder: Path, profile: rg.Profile | None) -> Job:
     assert isinstance(plan.source, rg.Graph)
     with Job(plan.source, plan, dispatch_name="forked", deadline_s=60.0) as job:
         assert len(list(rg.record(job, 6, folder, profile=profile, quiet=True))) == 6
@@ -42,6 +43,16 @@ def test_a_worker_is_profiled_at_the_steps_asked_for_and_the_report_links_its_fi
     assert re.findall(r'href="(profiles/[^"]*)"', page) == [f"profiles/{name}" for name in names]
     assert calls(tmp_path / "profiles" / names[1], "aten::mul_") == 3, "one in each of the three updates"
     assert "aten::mul_" in (tmp_path / "profiles" / names[0]).read_text()
+
+
+def test_the_command_line_asks_for_the_profile_of_the_first_run_that_is_recorded(plan: Plan, tmp_path: Path) -> None:
+    profiles.ask(profiles.profile_of("1-2", ["policy"]))
+    recorded(plan, tmp_path / "a", None)
+    recorded(plan, tmp_path / "b", None)
+    assert sorted(path.name for path in (tmp_path / "a" / "profiles").iterdir()) == [f"policy-steps-1-2{end}" for end in (OPERATORS, TRACE)]
+    assert not (tmp_path / "b" / "profiles").exists()
+    with pytest.raises(PlanError, match=r"profile '3\.\.5': give a step, as 3, or the first and the last one"):
+        profiles.profile_of("3..5")
 
 
 def test_one_step_of_all_workers(plan: Plan, tmp_path: Path) -> None:
