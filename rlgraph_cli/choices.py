@@ -1,4 +1,4 @@
-"""The settings of `rlgraph tune`: `depth=0,1,2` gives values to try, `prompts=64` only sets one."""
+"""What a command line lists: `depth=0,1,2` gives `tune` values to try, `--profile 3-5` gives `run` steps."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -30,3 +30,15 @@ def choices_of(settings: Sequence[str], check: Callable[[Sequence[str]], object]
     if not choices:
         raise ConfigError(f"tune {' '.join(settings)}: no setting has several values; give those to try, as depth=0,1,2")
     return fixed, choices
+
+
+def steps_of(text: str) -> int | tuple[int, int]:
+    """Read the steps of a profile: "3", or the first and the last one, "3-5". Raises ConfigError for another text.
+
+    >>> steps_of("3"), steps_of("3-5")
+    (3, (3, 5))
+    """
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"--profile {text}: give a step, as 3, or the first and the last one, as 3-5")
+    return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))

@@ -16,6 +16,7 @@ from rlgraph.config import config
 from rlgraph.errors import ConfigError, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.recording import profile as profiles
+from rlgraph_cli.choices import steps_of
 
 RULE = "a recipe defines a dataclass `Config` and a function `graph(cfg)` that returns an rlgraph.Graph"
 
@@ -65,7 +66,7 @@ def run(path: Path, settings: Sequence[str], profile: str | None = None, workers
     sys.argv = [str(path), *settings]  # Ray lets its workers import from the folder of argv[0], as from the recipe's own
     sys.path.insert(0, str(path.resolve().parent))
     if profile is not None:
-        profiles.ask(profiles.profile_of(profile, workers))
+        profiles.ask(profiles.Profile(steps_of(profile), tuple(workers) or None))
     runpy.run_path(str(path), run_name="__main__")
     if profiles.asked() is not None:
         raise ConfigError(f"--profile {profile}: recipe '{path}' records no run by rg.record, so nothing was profiled")

@@ -133,6 +133,7 @@ REFUSED = {
         2,
         "error: --profile 0: recipe 'lengths.py' records no run by rg.record",
     ),
+    "a profile of no steps": (["run", "lengths.py", "--profile", "3..5"], 2, "error: --profile 3..5: give a step, as 3, or the first"),
     "a worker without a profile": (["run", "lengths.py", "--worker", "policy"], 2, "--worker says which worker --profile is for"),
     "an unknown option": (["plan", "lengths.py", "--drow", "x.svg"], 2, "No such option: --drow"),
     "an unknown key": (["plan", "lengths.py", "cuont=3"], 2, "error: setting 'cuont': Key 'cuont' not in 'Config'. Did you mean: 'count'?"),

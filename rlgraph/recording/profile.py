@@ -1,7 +1,5 @@
 """The setting for profiles of some steps of some workers."""
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -69,19 +67,6 @@ class Profile:
             raise PlanError(f"Profile(memory=True): none of the workers {names} has a GPU; only CUDA's memory has a history: leave it out")
         target = str((folder / FOLDER).absolute())
         return ProfileRequest(first, last, names, target, memory=self.memory is not False, stacks=self.stacks, shapes=self.shapes)
-
-
-def profile_of(text: str, workers: Sequence[str] = ()) -> Profile:
-    """Read the steps of a profile as a command line gives them, "3-5" or "3". Raises PlanError for another text.
-
-    >>> profile_of("3-5", ["policy"]).steps, profile_of("3").steps
-    ((3, 5), 3)
-    """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if found is None:
-        raise PlanError(f"profile {text!r}: give a step, as 3, or the first and the last one, as 3-5")
-    steps: StepRange | int = int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
-    return Profile(steps, tuple(workers) or None)
 
 
 def ask(profile: Profile) -> None:
