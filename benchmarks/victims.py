@@ -31,7 +31,7 @@ def _name(pid: int) -> str:
         return "gone"
     for part, name in (
         ("kills.py drive", "driver"),
-        ("ray::Process", "worker"),
+        ("ray::WorkerProcess", "worker"),
         ("gcs_server", "gcs_server"),
         ("raylet/raylet", "raylet"),
     ):

@@ -201,7 +201,7 @@ def _actor_class() -> type:
     sets (`runtime_env`) cost each worker the start of one more interpreter.
     """
 
-    class Process:
+    class WorkerProcess:
         def __init__(self, variables: Mapping[str, str]) -> None:
             import gc
             import os
@@ -223,7 +223,7 @@ def _actor_class() -> type:
         def step(self, step: int) -> int:
             return self._worker.step(step)
 
-    return Process
+    return WorkerProcess
 
 
 def _asking(actor: Any) -> Ask:
