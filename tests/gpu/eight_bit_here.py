@@ -69,7 +69,7 @@ for adapter in (None, rg.LoRA(rank=64)):
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
 for name, parameter in model.named_parameters():
     if "_proj" in name:
-        parameter.data = rounded(parameter.data)
+        parameter.data = rounded(parameter.data, torch.float32)
 model.save_pretrained("rounded")
 found, updates = [], []
 for place, base in ((folder, "nf4"), ("rounded", None)):

@@ -22,10 +22,7 @@ NF4 = rg.LoRA(rank=4, alpha=8.0, base="nf4")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_qwen(tmp_path_factory.mktemp("models"), "qwen3", vocab=320, head=16)
-    weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return tiny_qwen(tmp_path_factory.mktemp("models"), "qwen3", vocab=320, head=16)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +34,7 @@ def rounded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models") / "rounded"
     shutil.copytree(model, folder)
-    weights = load_file(model / "model.safetensors")
+    weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}  # the folder's are in bfloat16
     for name, tensor in weights.items():
         if "_proj" in name:
             weights[name] = dequantize_4bit(*quantize_4bit(tensor, blocksize=64, quant_type="nf4"))

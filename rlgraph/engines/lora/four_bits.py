@@ -26,12 +26,12 @@ class FourBits:
         return found
 
 
-def rounded(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix that `FourBits` multiplies with, in the dtype of the one given."""
+def rounded(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix that `FourBits` multiplies with in `dtype`."""
     library = bitsandbytes()
     codes, state = _quantised(library, matrix)
     found: torch.Tensor = library.functional.dequantize_4bit(codes, state)
-    return found.to(matrix.dtype)
+    return found.to(dtype)
 
 
 def _quantised(library: Any, matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:

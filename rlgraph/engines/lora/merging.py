@@ -50,11 +50,11 @@ class BaseWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def on(self, device: torch.device, name: str) -> torch.Tensor:
-        """A tensor that merges, on a device, where it is kept from now on."""
+    def on(self, device: torch.device, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that merges, on a device, where it is kept from now on: as it is in the folder, or rounded, in `dtype`."""
         if name not in self._on_device or self._on_device[name].device != device:
             tensor = self._tensors[name].to(device)
-            self._on_device[name] = rounded(tensor) if self._rounds else tensor
+            self._on_device[name] = rounded(tensor, dtype) if self._rounds else tensor
         return self._on_device[name]
 
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype) -> "MergedWeights":
@@ -91,7 +91,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         a = self._adapter.get(module + A)
         if a is None:
             return self.base[name].to(self._dtype)
-        return merged(self.base.on(a.device, name), a, self._adapter[module + B], self._scale, self._dtype)
+        return merged(self.base.on(a.device, name, self._dtype), a, self._adapter[module + B], self._scale, self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)
