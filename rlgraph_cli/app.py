@@ -211,5 +211,8 @@ def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any
     given = {"gpus": gpus, "gpu": gpu, "gpus_per_node": gpus_per_host, "cpus": cpus or (8 * gpus if gpus else None), "hosts": hosts}
     given = {name: value for name, value in given.items() if value is not None}
     if given:
-        return rg.Cluster(**given)
+        from rlgraph.costs.roofline import device_of
+
+        kind = device_of(gpu) if gpu and gpus else None  # of a kind that is known the memory is too, and a plan that needs more is refused
+        return rg.Cluster(**given, gpu_memory_bytes=kind.memory_bytes if kind else None)
     return recipe.cluster_of(cfg) if recipe.cluster_of is not None else rg.local_cluster()

@@ -109,6 +109,9 @@ def test_plan_prints_and_draws_the_plan_and_starts_nothing(recipe: Path) -> None
 def test_plan_is_for_another_machine_where_its_options_say_so(recipe: Path) -> None:
     ended = rlgraph("plan", "lengths.py", "cores=3", "--cpus", "24", "--json", cwd=recipe.parent)
     assert rg.Plan.from_json(ended.stdout).cluster == rg.Cluster(cpus=24)
+    for kind, memory in (("H100", 80 * 10**9), ("XYZ", None)):  # of a kind that is known the memory is too
+        ended = rlgraph("plan", "lengths.py", "--gpus", "8", "--gpu", kind, "--json", cwd=recipe.parent)
+        assert rg.Plan.from_json(ended.stdout).cluster == rg.Cluster(gpus=8, cpus=64, gpu=kind, gpu_memory_bytes=memory)
     found = recipes.read(recipe)
     assert found.cluster_of is not None
     assert found.cluster_of(found.configured(["cores=3"])) == rg.Cluster(cpus=3)
