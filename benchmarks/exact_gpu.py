@@ -1,13 +1,15 @@
 """exact=True on an NVIDIA GPU: tokens whose log-probs equal vLLM's in every bit, and what the trainer's part of a step costs.
 
     python benchmarks/exact_gpu.py [--models smollm2,1.7B,8B-4] [--limit 150] --json OUT.json
+    python benchmarks/exact_gpu.py --models smollm2 --decode smollm2,1.7B     # with tokens a second
     python benchmarks/exact_gpu.py --smoke                # its first seconds, on a CPU
 
 For each model one process samples and one trains, in bfloat16. In each step the engine samples for hundreds of prompts at once, and in
 every fourth also for one alone, for 7 and for 64; at temperatures 1 and 0.7 in turns. Every third step has prompts of 3 to 4 thousand
 tokens, which are read in chunks and, the second time, found in the cache; every fourth begins after sleep. The trainer scores every
 token, in passes of other sizes in other steps. With SmolLM2 it then learns and the engine takes the new weights. In the end trainers with
-and without exact take turns at one batch.
+and without exact take turns at one batch, and so do engines; and the gradients of both trainers are compared with that of one in float32,
+each by its own log-probs of the weights that sampled.
 """
 
 import argparse
@@ -18,67 +20,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-BEGAN = time.time()
+from served import BEGAN, Served, say
+
 LOW, HIGH = 5, 200  # ids that every model has
 Row = tuple[list[int], list[int], list[float]]  # a prompt, its response and the response's log-probs
-
-
-def say(*words: object) -> None:
-    print(f"[{time.time() - BEGAN:4.0f} s]", *words, flush=True)
-
-
-def serve(made: str, conn: Any, settings: dict[str, Any]) -> None:
-    """Answer what is asked over a pipe by the methods of an object."""
-    served = None
-    while True:
-        try:
-            method, given = ("start", {}) if served is None else conn.recv()
-            if served is None:
-                served, answer = globals()[made](**settings), None
-            else:
-                answer = getattr(served, method)(**given)
-            conn.send((True, answer))
-        except EOFError:
-            return
-        except Exception:  # noqa: BLE001 (the process that asked is told)
-            conn.send((False, traceback.format_exc()))
-            if served is None:
-                return
-
-
-class Served:
-    """An object in a process of its own."""
-
-    def __init__(self, made: str, deadline: float, **settings: Any) -> None:
-        self.deadline = deadline
-        self.conn, other = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(made, other, settings))
-        self.process.start()
-        other.close()
-
-    def ask(self, method: str, **given: Any) -> Any:
-        self.conn.send((method, given))
-        return self.answer()
-
-    def answer(self) -> Any:
-        while not self.conn.poll(0.2):
-            if time.time() - BEGAN > self.deadline:
-                raise TimeoutError("no time left")
-        good, value = self.conn.recv()
-        if not good:
-            raise RuntimeError(value)
-        return value
-
-    def leave(self) -> None:
-        with suppress(OSError):
-            self.conn.close()
-        self.process.join(8)
-        if self.process.is_alive():
-            self.process.kill()
 
 
 def texts(lengths: Sequence[int], seed: int) -> list[list[int]]:
@@ -103,11 +51,20 @@ def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
 class Engine:
     """A process with the engine."""
 
-    def __init__(self, folder: str, cuda: bool, sequences: int, kv: int, context: int) -> None:
+    def __init__(self, folder: str, cuda: bool, sequences: int, kv: int, context: int, exact: bool = True) -> None:
         from rlgraph.engines.vllm.engine import VllmEngine
 
         more: dict[str, Any] = {"shared": True, "memory": 0.08, "dtype": "bfloat16"} if cuda else {"threads": 1, "dtype": "float32"}
-        self.engine = VllmEngine(folder, max_model_len=context, kv_cache_bytes=kv, max_sequences=sequences, exact=True, **more)
+        self.engine = VllmEngine(folder, max_model_len=context, kv_cache_bytes=kv, max_sequences=sequences, exact=exact, **more)
+
+    def decode(self, sequences: int, prompt: int, tokens: int, seed: int) -> float:
+        """Count the tokens a second of so many responses at once."""
+        from rlgraph.engines.api import Sampling
+
+        prompts, sampling = texts([prompt] * sequences, seed), Sampling(max_tokens=tokens, ignore_eos=True)
+        start = time.perf_counter()
+        self.engine.generate(prompts, sampling, list(range(sequences)))
+        return sequences * tokens / (time.perf_counter() - start)
 
     def sample(self, step: int, groups: list[list[int]], tokens: int, out: str) -> None:
         import torch
@@ -142,7 +99,7 @@ class Trainer:
             torch.set_num_threads(1)
         self.engine = self._made(exact=True)
 
-    def _made(self, *, exact: bool) -> Any:
+    def _made(self, *, exact: bool, dtype: Any = None) -> Any:
         import torch
 
         import rlgraph as rg
@@ -150,6 +107,7 @@ class Trainer:
         from rlgraph.engines.fsdp.engine import FsdpEngine
 
         where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if self.cuda else {"dtype": torch.float32}
+        where |= {} if dtype is None else {"dtype": dtype}
         adam = rg.AdamW(lr=1e-5)
         return FsdpEngine(PolicyHead(self.folder), exact=exact, optimizer=adam, flat=True, micro_batch_tokens=self.passes, **where)
 
@@ -186,8 +144,7 @@ class Trainer:
         """Seconds of scores and updates of both trainers, in turns."""
         import rlgraph as rg
 
-        both = {"exact": self.engine, "plain": self._made(exact=False)}
-        both["plain"].load_weights({name: tensor.detach().clone() for name, tensor in self.engine.weights().items()})
+        both = {"exact": self.engine, "plain": self._twin()}
         for engine in both.values():
             engine._micro_batch_tokens = self.passes
         batch = self._batch(list(zip(texts([prompt] * rows, 5), texts([response] * rows, 6), strict=True)), self.engine)
@@ -209,6 +166,26 @@ class Trainer:
             found[name] |= {"ratio": round(statistics.median(ratios), 3), "spread": [round(min(ratios), 3), round(max(ratios), 3)]}
         return found
 
+    def gradients(self, rows: int, prompt: int, response: int) -> dict[str, float]:
+        """How far the gradients of both trainers are from that of float32, as parts of its length."""
+        import torch
+
+        engines = {"exact": self.engine, "plain": self._twin(), "float32": self._twin(torch.float32)}
+        pairs = list(zip(texts([prompt] * rows, 7), texts([response] * rows, 8), strict=True))
+        found: dict[str, dict[str, Any]] = {}
+        for kind, engine in engines.items():
+            self._libraries(exact=kind == "exact")
+            engine._micro_batch_tokens = self.passes
+            found[kind] = gradient(engine, self._batch(pairs, engine))
+        away = {kind: distance(each, found["float32"]) for kind, each in found.items()}
+        return {"exact": away["exact"], "plain": away["plain"], "exact_from_plain": distance(found["exact"], found["plain"])}
+
+    def _twin(self, dtype: Any = None) -> Any:
+        """A trainer without exact, with the weights of the exact one."""
+        twin = self._made(exact=False, dtype=dtype)
+        twin.load_weights({name: tensor.detach().clone() for name, tensor in self.engine.weights().items()})
+        return twin
+
     def _libraries(self, *, exact: bool) -> None:
         """The settings of cuBLAS that a process with that trainer alone has."""
         import torch
@@ -220,6 +197,29 @@ class Trainer:
         elif self.cuda:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
             torch.backends.cuda.preferred_blas_library("cublas")
+
+
+def gradient(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The gradient of a batch, of which no step is taken."""
+    import rlgraph as rg
+
+    found: dict[str, Any] = {}
+
+    def look(metrics: dict[str, float]) -> bool:
+        for name, parameter in engine._named().items():
+            found[name] = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        scale = max(metrics["actor/grad_norm"] / engine._settings.grad_clip, 1.0)
+        found.update({name: tensor.float().cpu() * scale for name, tensor in found.items()})
+        return False
+
+    engine.update(batch, rg.ClippedLoss(), guard=look)
+    return found
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far a gradient is from another, as a part of the other's length."""
+    away = sum((one[name] - tensor).double().square().sum() for name, tensor in other.items())
+    return float((away / sum(tensor.double().square().sum() for tensor in other.values())).sqrt())
 
 
 def temperature(step: int) -> float:
@@ -236,9 +236,9 @@ class Model:
         self.most, self.tokens = most, 6 if given.smoke else 256 if self.small else 96
         passes = 200 if given.smoke else 8192 if self.small else 4096
         kv = 64 << 20 if given.smoke else 6 << 30 if self.small else 8 << 30 if name == "1.7B" else 2 << 30
-        self.trainer = Served("Trainer", given.limit, folder=folder, cuda=cuda, passes=passes)
-        settings = {"cuda": cuda, "sequences": most, "kv": kv, "context": 256 if given.smoke else 4608}
-        self.engine = Served("Engine", given.limit, folder=folder, **settings)
+        self.trainer = Served(Trainer, given.limit, folder=folder, cuda=cuda, passes=passes)
+        self.settings = {"folder": folder, "cuda": cuda, "sequences": most, "kv": kv, "context": 256 if given.smoke else 4608}
+        self.engine = Served(Engine, given.limit, **self.settings)
         self.found: dict[str, Any] = {"steps": 0, "tokens": 0, "different": 0, "most_nats": 0.0, "updates": 0}
 
     def groups(self, step: int) -> list[list[int]]:
@@ -282,11 +282,36 @@ class Model:
             sizes = {"rows": 4, "prompt": 9, "response": 9} if self.given.smoke else {"rows": 64, "prompt": 256, "response": 256}
             self.found["price"] = self.trainer.ask("price", **sizes, rounds=5 if self.small else 3)
             say(self.name, self.found["price"])
+            self.found["gradients"] = self.trainer.ask("gradients", **{**sizes, "rows": sizes["rows"] // 4})
+            say(self.name, "gradients", self.found["gradients"])
         except Exception:  # noqa: BLE001 (the other models go on)
             self.found["price"] = traceback.format_exc()[-2500:]
             say(self.name, self.found["price"])
         finally:
             self.trainer.leave()
+
+
+def decoded(model: Model) -> dict[str, Any]:
+    """Tokens a second of engines with and without exact, in turns."""
+    engines = {kind: Served(Engine, model.given.limit, **model.settings, exact=kind == "exact") for kind in ("exact", "plain")}
+    found: dict[str, Any] = {}
+    try:
+        for engine in engines.values():
+            engine.answer()
+        for sequences in sorted({1, min(64, model.most), model.most}):
+            sizes = {"sequences": sequences, "prompt": 9 if model.given.smoke else 256, "tokens": model.tokens}
+            pairs = [[engine.ask("decode", **sizes, seed=turn) for engine in engines.values()] for turn in range(5)][1:]
+            ratios = sorted(plain / exact for exact, plain in pairs)
+            each = dict(zip(("exact", "plain"), (statistics.median(one) for one in zip(*pairs, strict=True)), strict=True))
+            found[str(sequences)] = {**each, "ratio": statistics.median(ratios), "spread": [ratios[0], ratios[-1]]}
+            say(model.name, sequences, "at once:", found[str(sequences)])
+    except Exception:  # noqa: BLE001 (the other models go on)
+        found["error"] = traceback.format_exc()[-2500:]
+        say(model.name, found["error"])
+    finally:
+        for engine in engines.values():
+            engine.leave()
+    return found
 
 
 def folder_of(name: str, work: Path) -> str:
@@ -303,6 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="smollm2,1.7B,8B-4")
     parser.add_argument("--prices", default="1.7B,smollm2", help="models whose trainers are timed, in this order")
+    parser.add_argument("--decode", default="smollm2,1.7B", help="models whose engines are timed")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--until", type=float, default=600.0, help="seconds after which no step begins")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of the whole")
@@ -311,7 +337,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.smoke:
-        given.models, given.prices, given.steps = "tiny", "tiny", 3
+        given.models, given.prices, given.decode, given.steps = "tiny", "tiny", "tiny", 3
     given.work = given.work.resolve()
     given.work.mkdir(parents=True, exist_ok=True)
     models: dict[str, Model] = {}
@@ -330,6 +356,8 @@ def main() -> None:
             models[name].trainer.leave()
     for name in given.prices.split(","):
         models[name].price()
+    for name in given.decode.split(","):
+        models[name].found["tokens_a_second"] = decoded(models[name])
     found: dict[str, Any] = {name: model.found for name, model in models.items()}
     found["all"] = {count: sum(model.found[count] for model in models.values()) for count in ("tokens", "different")}
     say(json.dumps(found))

@@ -1,6 +1,7 @@
 """Runs of `recipes/mathematics.py` until held-out accuracy is flat, kept as JSON with one entry a run: `staleness.py` and `learning.py`."""
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -60,15 +61,25 @@ class Flat:
 
 
 class Results:
-    """The file of a benchmark: its settings, and an entry for each run that has ended. Runs of other settings are refused."""
+    """The file of a benchmark: its settings, and an entry for each run that has ended. Runs of other settings are refused.
+
+    Several processes may add runs to one file.
+    """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path = path
-        held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": dict(settings), "runs": {}}
-        if held["settings"] != dict(settings):
-            differ = {name: (held["settings"].get(name), value) for name, value in settings.items() if held["settings"].get(name) != value}
-            raise SystemExit(f"{path} holds runs of other settings (there, here): {differ}; give another --json, or the same settings")
-        self.held = held
+        self.path, self.settings = path, dict(settings)
+        self.held = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        held: dict[str, Any] = {"settings": self.settings, "runs": {}}
+        if self.path.exists():
+            held = json.loads(self.path.read_text(encoding="utf-8"))
+        there = held["settings"]
+        differ = {name: (there.get(name), self.settings.get(name)) for name in there | self.settings}
+        differ = {name: (one, other) for name, (one, other) in differ.items() if one != other}
+        if differ:
+            raise SystemExit(f"{self.path} holds runs of other settings (there, here): {differ}; give another --json, or the same settings")
+        return held
 
     @property
     def runs(self) -> dict[str, Run]:
@@ -76,12 +87,15 @@ class Results:
         return found
 
     def keep(self, key: str, run: Run) -> None:
-        """Add a run, and write the file whole or not at all."""
-        self.runs[key] = run
+        """Add a run to what the file holds by now, and write it whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".partial")
-        beside.write_text(json.dumps(self.held, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        with self.path.with_suffix(".lock").open("w") as alone:
+            fcntl.flock(alone, fcntl.LOCK_EX)
+            self.held = self._read()
+            self.runs[key] = run
+            beside = self.path.with_suffix(".partial")
+            beside.write_text(json.dumps(self.held, indent=1) + "\n", encoding="utf-8")
+            beside.replace(self.path)
 
 
 def named(key: Key) -> str:

@@ -9,7 +9,7 @@ The model's own chat template renders each question, so the same file trains a f
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tasks.school import by_task, questions, with_examples
 
@@ -39,6 +39,8 @@ class Config:
     lr: float = 2e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     shared: bool = False  # generator and trainer take turns on the same devices, as on one GPU
+    memory: float | None = None  # the engine's share of a GPU
+    exact: bool = False  # rollout and trainer give the same log-probs in every bit: on GPUs, with depth=0
     steps: int = 20
     every: int = 10  # steps between two evaluations
     samples: int = 4  # answers to each held-out question
@@ -68,9 +70,25 @@ def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
     pool = rg.Pool("rollout")
-    generator = rg.Generator(model, pool=pool, sampling=sampling, engine=cfg.engine, max_context=cfg.max_context, seed=cfg.seed)
-    optimizer = rg.AdamW(lr=cfg.lr)
-    policy = rg.Policy(model, pool=pool if cfg.shared else rg.Pool("train"), optimizer=optimizer, micro_batch_tokens=cfg.micro_batch_tokens)
+    dtype: Literal["auto", "bfloat16"] = "bfloat16" if cfg.exact else "auto"
+    generator = rg.Generator(
+        model,
+        pool=pool,
+        sampling=sampling,
+        engine=cfg.engine,
+        max_context=cfg.max_context,
+        memory=cfg.memory,
+        dtype=dtype,
+        seed=cfg.seed,
+    )
+    policy = rg.Policy(
+        model,
+        pool=pool if cfg.shared else rg.Pool("train"),
+        optimizer=rg.AdamW(lr=cfg.lr),
+        micro_batch_tokens=cfg.micro_batch_tokens,
+        dtype=dtype,
+        exact=cfg.exact,
+    )
     weights = rg.feedback("weights", depth=cfg.depth)
 
     prompts = rg.prompts(train, count=cfg.prompts, chat=chat, seed=cfg.seed)

@@ -70,6 +70,13 @@ def test_runs_that_are_in_the_file_are_skipped_and_other_settings_refused(tmp_pa
         Results(tmp_path / "runs.json", {"steps": 5})
 
 
+def test_processes_that_share_a_file_keep_the_runs_of_each_other(tmp_path: Path) -> None:
+    one, other = Results(tmp_path / "runs.json", {"steps": 4}), Results(tmp_path / "runs.json", {"steps": 4})
+    one.keep("seed=0", {"from": "one"})
+    other.keep("seed=1", {"from": "other"})
+    assert Results(tmp_path / "runs.json", {"steps": 4}).runs == {"seed=0": {"from": "one"}, "seed=1": {"from": "other"}}
+
+
 def finished(key: dict[str, Any], accuracy: float) -> dict[str, Any]:
     run = entry([line(0, 1.0, **evaluated(0, 0.1)), line(1, 1.0), line(2, 2.0, **evaluated(2, accuracy))], "flat", Flat(window=1))
     return run | {"key": key, "machine": {"gpus": []}}
