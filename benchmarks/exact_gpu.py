@@ -13,6 +13,7 @@ each by its own log-probs of the weights that sampled.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import statistics
@@ -164,21 +165,32 @@ class Trainer:
             ratios = [a / b for a, b in zip(times["exact"][1:], times["plain"][1:], strict=True)]
             found[name] = {f"{kind}_s": round(statistics.median(each[1:]), 4) for kind, each in times.items()}
             found[name] |= {"ratio": round(statistics.median(ratios), 3), "spread": [round(min(ratios), 3), round(max(ratios), 3)]}
+        del both, engine, works, work
+        self._forget_twins()
         return found
 
     def gradients(self, rows: int, prompt: int, response: int) -> dict[str, float]:
         """How far the gradients of both trainers are from that of float32, as parts of its length."""
         import torch
 
-        engines = {"exact": self.engine, "plain": self._twin(), "float32": self._twin(torch.float32)}
         pairs = list(zip(texts([prompt] * rows, 7), texts([response] * rows, 8), strict=True))
         found: dict[str, dict[str, Any]] = {}
-        for kind, engine in engines.items():
+        for kind, dtype in (("exact", None), ("plain", None), ("float32", torch.float32)):
             self._libraries(exact=kind == "exact")
+            engine = self.engine if kind == "exact" else self._twin(dtype)
             engine._micro_batch_tokens = self.passes
             found[kind] = gradient(engine, self._batch(pairs, engine))
+            del engine
+            self._forget_twins()
         away = {kind: distance(each, found["float32"]) for kind, each in found.items()}
         return {"exact": away["exact"], "plain": away["plain"], "exact_from_plain": distance(found["exact"], found["plain"])}
+
+    def _forget_twins(self) -> None:
+        import torch
+
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
 
     def _twin(self, dtype: Any = None) -> Any:
         """A trainer without exact, with the weights of the exact one."""
