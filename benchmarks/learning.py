@@ -95,6 +95,7 @@ def main() -> None:
     gpus = rg.local_cluster().gpus
     arguments = parser(__doc__ or "", "mathematics_gpu.json" if gpus else "mathematics_cpu.json")
     arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--learn-only", action="store_true", help="export nothing, so that vLLM alone has nothing to evaluate")
     given = arguments.parse_intermixed_args()
     cfg = given_settings(given, shared=gpus == 1, **(ON_GPU if gpus else {}))
     keys: list[Key] = [{"seed": seed} for seed in range(1 if given.smoke else given.seeds)]
@@ -104,7 +105,7 @@ def main() -> None:
     if not given.plot:
         for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):
             own, folder = replace(cfg, seed=int(key["seed"])), given.work / named(key)
-            run = run_until_flat(own, folder, flat, until_s, export=folder / "model")
+            run = run_until_flat(own, folder, flat, until_s, export=None if given.learn_only else folder / "model")
             if run is None:
                 print("  the time is over: saved, call again", flush=True)
                 break
