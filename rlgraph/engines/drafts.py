@@ -44,11 +44,13 @@ class PromptLookup:
 def guesses(tokens: torch.Tensor, lengths: torch.Tensor, count: int, *, longest: int, shortest: int) -> torch.Tensor:
     """Guess the next `count` tokens of each row of `tokens` `[rows, width]`, which has `lengths` `[rows]` of them; `[rows, count]`.
 
-    The last tokens, the `longest` number of them that stood in the row before, are looked up at their latest place before. Where nothing
-    is found, or the row ends behind the place, the guess is token 0.
+    The last tokens, the `longest` number of them that stood in the row before, are looked up at their latest place before. Where the row
+    ends, it is taken to go on from that place once more. Where nothing is found, the guess is token 0.
 
     >>> guesses(torch.tensor([[7, 8, 9, 5, 7, 8, 0, 0]]), torch.tensor([6]), 3, longest=2, shortest=1)
     tensor([[9, 5, 7]])
+    >>> guesses(torch.tensor([[7, 8, 7, 8]]), torch.tensor([4]), 3, longest=2, shortest=1)
+    tensor([[7, 8, 7]])
     """
     rows, width = tokens.shape
     places = torch.arange(width, device=tokens.device)
@@ -61,9 +63,8 @@ def guesses(tokens: torch.Tensor, lengths: torch.Tensor, count: int, *, longest:
         if n >= shortest:
             found = torch.where(alike & (places < lengths), places, -1).amax(1, keepdim=True)
             best = torch.where(found >= 0, found, best)
-    at = best + torch.arange(count, device=tokens.device)
-    guessed = tokens.gather(1, at.clamp(0, width - 1))
-    return torch.where((best >= 0) & (at < lengths), guessed, 0)
+    at = best + torch.arange(count, device=tokens.device) % (lengths - best)
+    return torch.where(best >= 0, tokens.gather(1, at.clamp(0, width - 1)), 0)
 
 
 def kept(drawn: torch.Tensor, read: torch.Tensor, begins: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,8 +17,7 @@ def looked_up(row: list[int], length: int, count: int, longest: int, shortest: i
     for n in range(min(longest, length - 1), shortest - 1, -1):
         for place in range(length - 1, n - 1, -1):
             if row[place - n : place] == row[length - n : length]:
-                found = row[place : min(place + count, length)]
-                return found + [0] * (count - len(found))
+                return (row[place:length] * count)[:count]
     return [0] * count
 
 

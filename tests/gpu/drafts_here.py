@@ -8,23 +8,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-ROWS, TOKENS = 12, 60
+ROWS, TOKENS = 8, 60
 
 
 def sampled(drafts: bool) -> dict[str, Any]:
+    import torch
     from tiny import tiny_qwen
+    from transformers import AutoModelForCausalLM
 
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.drafts import PromptLookup
     from rlgraph.engines.vllm.engine import VllmEngine
 
-    lookup = PromptLookup(tokens=3, longest=3, shortest=1, below=8) if drafts else None  # some steps guess, others are too large
+    lookup = PromptLookup(tokens=3, longest=3, shortest=1, below=ROWS) if drafts else None
     engine = VllmEngine(
         tiny_qwen(Path("model"), "qwen3", head=64), max_model_len=256, kv_cache_bytes=256 << 20, max_sequences=16, memory=0.2, drafts=lookup
     )
+    weights = AutoModelForCausalLM.from_pretrained(Path("model") / "qwen3", dtype=torch.bfloat16).state_dict()
+    weights = {name: tensor.cuda() for name, tensor in weights.items() if name != "lm_head.weight"}  # tied
     prompts = [[(7 * row + place % 5) % 250 + 1 for place in range(4 + 5 * row)] for row in range(ROWS)]
     found: dict[str, Any] = {"rows": []}
-    for temperature in (0.0, 0.5):
+    for temperature, repeats in ((0.0, False), (0.5, False), (0.0, True)):
+        # Without what layers add, the next token is the last one again, so that guesses are right.
+        off = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if "o_proj" in name or "down_proj" in name}
+        engine.load_weights(weights | (off if repeats else {}))
+        engine.decode_metrics()
         sampling = Sampling(max_tokens=TOKENS, ignore_eos=True, temperature=temperature)
         responses = engine.generate(prompts, sampling, list(range(ROWS)))
         assert responses == engine.generate(prompts, sampling, list(range(ROWS)))
@@ -45,9 +53,9 @@ for (tokens, log_probs), (others, other_log_probs) in zip(with_drafts["rows"], w
     equal = next((place for place in range(TOKENS) if tokens[place] != others[place]), TOKENS)
     same += equal
     distance = max([distance, *(abs(a - b) for a, b in zip(log_probs[:equal], other_log_probs[:equal], strict=True))])
-share = same / (2 * ROWS * TOKENS)
+share = same / (3 * ROWS * TOKENS)
 print(f"{with_drafts['accepted']:.2f} guesses accepted a step, {share:.3f} of the tokens are the same, log-probs {distance:.4f} apart")
-assert with_drafts["accepted"] > 0.1
+assert with_drafts["accepted"] > 2  # of 3, where the text repeats
 assert share > 0.7  # tokens that are all but equally likely change places by rounding, and what follows them is other text
 assert distance < 0.1
 print("equal")
