@@ -25,11 +25,11 @@ def odd(responses: list[str]) -> list[float]:
     return [float(len(response) % 2) for response in responses]
 
 
-def graph(folder: str, kind: str, prompts: int, group: int, tokens: int, *, on_gpu: bool) -> rg.Graph:
+def graph(folder: str, kind: str, prompts: int, group: int, tokens: int, *, memory: float | None, on_gpu: bool) -> rg.Graph:
     pool = rg.Pool("gpu", gpus=1) if on_gpu else rg.Pool("cpu", cpus=1)
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if on_gpu else "float32"
     sampling = rg.Sampling(max_tokens=tokens, ignore_eos=True)
-    generator = rg.Generator(folder, pool=pool, sampling=sampling, max_context=tokens + 64, dtype=dtype)
+    generator = rg.Generator(folder, pool=pool, sampling=sampling, max_context=tokens + 64, memory=memory, dtype=dtype)
     policy = rg.Policy(folder, pool=pool, optimizer=rg.AdamW(lr=1e-6), dtype=dtype, exact=kind == "exact")
     weights = rg.feedback("weights", depth=0)
     sums = [{"prompt": f"{a} + {b} ="} for a in range(1, 33) for b in range(1, 33)]
@@ -41,7 +41,7 @@ def graph(folder: str, kind: str, prompts: int, group: int, tokens: int, *, on_g
     return rg.Graph("exact_job", step.metrics)
 
 
-def run(folder: str, kind: str, steps: int, sizes: dict[str, int], *, on_gpu: bool) -> dict[str, Any]:
+def run(folder: str, kind: str, steps: int, sizes: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """Run a job, and give the seconds of its steps but the first two."""
     plan = rg.compile(graph(folder, kind, **sizes, on_gpu=on_gpu), rg.local_cluster())
     seconds, checked, apart = [], 0.0, []
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--models", default="smollm2,1.7B")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--memory", type=float, help="the engine's share of the GPU")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -70,7 +71,12 @@ def main() -> None:
 
         folder = folder_of(name, Path("exact_jobs_work").resolve())
         tokens = 8 if given.smoke else 256
-        sizes = {"prompts": 2 if given.smoke else 64, "group": 4 if name == "1.7B" else 8, "tokens": tokens}
+        sizes: dict[str, Any] = {
+            "memory": given.memory,
+            "prompts": 2 if given.smoke else 64,
+            "group": 4 if name == "1.7B" else 8,
+            "tokens": tokens,
+        }
         results[name] = dict(sizes)
         for kind in given.kinds:
             try:
