@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlgraph.engines.vllm.engine_arguments import arguments, environment, kv_cache_of_many, mixed_sizes
+from rlgraph.engines.vllm.engine_arguments import arguments, environment, kv_cache_of_many, mixed_sequences, mixed_sizes
 
 GIB = 1 << 30
 
@@ -21,10 +21,26 @@ def test_engines_of_a_gpu_divide_what_weights_and_a_step_leave_of_its_share() ->
 
 @pytest.mark.parametrize("most", [1, 16, 300, 1024])
 def test_recorded_steps_have_room_for_prompts_beside_all_sequences_and_vllm_knows_the_largest(most: int) -> None:
-    sizes = mixed_sizes(most)
+    sizes = mixed_sizes(most, 4096)
     assert sizes[0] == 8
     assert most + 512 <= sizes[-1] <= 1.25 * (most + 512)
     assert all(a < b <= max(a + 8, 1.25 * a) for a, b in itertools.pairwise(sizes))
-    found = arguments(on_cpu=False, context=64, max_sequences=most, kv_cache_bytes=None, share=0.9, shared=False)
+    found = arguments(on_cpu=False, context=4096, max_sequences=most, kv_cache_bytes=None, share=0.9, shared=False)
     assert max(found["compilation_config"]["cudagraph_capture_sizes"]) == sizes[-1]
     assert found["max_num_batched_tokens"] >= sizes[-1]
+
+
+@pytest.mark.parametrize(("context", "most", "left_out"), [(320, 512, [896]), (512, 512, []), (320, 384, []), (69, 128, [224])])
+def test_a_step_is_not_recorded_whose_last_sequence_would_be_longer_than_the_context(context: int, most: int, left_out: list[int]) -> None:
+    """On an H200 the first of these read behind its memory, and the second and third did not."""
+    sizes = mixed_sizes(most, context)
+    assert sorted({*mixed_sizes(most, 4096)} - {*sizes}) == left_out
+    for size in sizes:
+        lengths = [size // mixed_sequences(size, most)] * mixed_sequences(size, most)
+        lengths[-1] += size - sum(lengths)  # as InputBatch.make_dummy of vLLM 0.26 shares them out
+        assert max(lengths) <= context
+
+
+def test_an_engine_of_one_short_sequence_is_started() -> None:
+    found = arguments(on_cpu=False, context=4, max_sequences=1, kv_cache_bytes=None, share=0.9, shared=False)
+    assert found["compilation_config"]["cudagraph_capture_sizes"] == [1]

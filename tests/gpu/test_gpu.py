@@ -45,6 +45,12 @@ def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_l
 
 @pytest.mark.gpu
 @pytest.mark.vllm
+def test_more_sequences_than_tokens_of_the_context_start_and_repeat(alone: Alone) -> None:
+    assert alone("short_context_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
 def test_versions_of_fp8_weights_have_the_bits_of_the_loader(alone: Alone) -> None:
     assert alone("fp8_here.py").splitlines()[-1] == "equal"
 

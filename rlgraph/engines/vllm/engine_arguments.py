@@ -89,7 +89,7 @@ def arguments(
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [*recorded_sizes(most), mixed_sizes(most)[-1]],
+            "cudagraph_capture_sizes": [*recorded_sizes(most), *mixed_sizes(most, context)[-1:]],
         },
     }
 
@@ -113,9 +113,18 @@ def recorded_sizes(most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def mixed_sizes(most: int) -> list[int]:
-    """List the token counts of recorded steps that also read up to 512 tokens of prompts: 8 apart, or a quarter at most."""
+def mixed_sizes(most: int, context: int) -> list[int]:
+    """List the token counts of recorded steps that also read up to 512 tokens of prompts: 8 apart, or a quarter at most.
+
+    vLLM 0.26 records a step as if its last sequence read what is left when the others read equally much. Sizes at which that is longer
+    than `context` are left out: the kernels would read behind the sequence's blocks.
+    """
     sizes = [8]
     while sizes[-1] < most + 512:
         sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 3)))
-    return sizes
+    return [size for size in sizes if sum(divmod(size, mixed_sequences(size, most))) <= context]
+
+
+def mixed_sequences(tokens: int, most: int) -> int:
+    """The number of sequences of a recorded step of so many tokens, of which some sequence reads two."""
+    return min(tokens - 1, most)

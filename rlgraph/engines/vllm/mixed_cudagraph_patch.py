@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlgraph import notices
-from rlgraph.engines.vllm.engine_arguments import mixed_sizes
+from rlgraph.engines.vllm.engine_arguments import mixed_sequences, mixed_sizes
 
 NOT_RECORDED = "steps that read prompts beside decoding are not recorded as CUDA graphs, which makes them slower: {}"
 TOLD = 2  # tokens of the longest prompt, as kernels are told: with more than one they keep the causal mask
@@ -43,9 +43,9 @@ def record_prompts() -> None:
 
         def _init_candidates(self) -> None:
             super()._init_candidates()
-            sizes = mixed_sizes(self.max_num_reqs)
-            # Of `tokens` some sequence reads two, so there is one sequence less at most.
-            steps = [cudagraph_utils.BatchExecutionDescriptor(full, tokens, min(tokens - 1, self.max_num_reqs)) for tokens in sizes]
+            most, recorded = self.max_num_reqs, cudagraph_utils.BatchExecutionDescriptor
+            sizes = mixed_sizes(most, self.vllm_config.model_config.max_model_len)
+            steps = [recorded(full, tokens, mixed_sequences(tokens, most)) for tokens in sizes]
             # The largest comes first: the others are recorded in its memory.
             self._capture_descs[full] = sorted([*self._capture_descs[full], *steps], key=lambda step: -step.num_tokens)
             for before, step in zip([1, *sizes], steps, strict=False):
