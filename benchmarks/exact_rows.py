@@ -1,10 +1,11 @@
 """The rows of `benchmarks/exact.py` and `exact_gpu.py`: tokens that differ between vLLM and the trainer, and what equality takes."""
 
-from figures import count, times
+from figures import count, share, times
 from table import Row
 
 FILE, SCRIPT = "exact_cpu.json", "benchmarks/exact.py"
-GPU, GPU_SCRIPT = "exact_h200.json", "benchmarks/exact_gpu.py"
+GPU, STEPS, GPU_SCRIPT = "exact_h200.json", "exact_steps_h200.json", "benchmarks/exact_gpu.py"
+NAMES = (("SmolLM2", "smollm2"), ("the shape of Qwen 3 1.7B", "1.7B"))
 EXACT = [
     Row("SmolLM2, `exact=True`: of {all} tokens, those whose log-prob in the trainer differs from vLLM's in any bit",
         count(FILE, "exact", "different"), SCRIPT, "without exact", count(FILE, "without exact", "different"),
@@ -14,7 +15,16 @@ EXACT = [
     Row("one H200, `exact=True`, SmolLM2, the shape of Qwen 3 1.7B, and four layers of the 8B: of {all} tokens, those whose log-prob in "
         "the trainer differs from vLLM's in any bit",
         count(GPU, "all", "different"), GPU_SCRIPT, words={"all": count(GPU, "all", "tokens")}),
-    *(Row(f"one H200, `exact=True`, {name}: scores of 64 responses, beside those without",
-          times(GPU, key, "price", "scores", "ratio"), GPU_SCRIPT)
-      for name, key in (("SmolLM2", "smollm2"), ("the shape of Qwen 3 1.7B", "1.7B"))),
+    Row("the same, SmolLM2 over {small} steps with updates and the shape of 1.7B over {large}: of {all} tokens",
+        count(STEPS, "all", "different"), GPU_SCRIPT, words={
+            "all": count(STEPS, "all", "tokens"), "small": count(STEPS, "smollm2", "steps"), "large": count(STEPS, "1.7B", "steps")}),
+    *(Row(f"one H200, `exact=True`, {name}: {work} of 64 responses, beside those without",
+          times(STEPS, key, "price", field, "ratio"), GPU_SCRIPT)
+      for name, key in NAMES for work, field in (("scores", "scores"), ("an update", "update"))),
+    *(Row(f"one H200, `exact=True`, {name}: the gradient's distance from that of float32, as a part of it",
+          share(STEPS, key, "gradients", "exact"), GPU_SCRIPT, "without exact", share(STEPS, key, "gradients", "plain"))
+      for name, key in NAMES),
+    *(Row(f"one H200, `exact=True`, SmolLM2: the time of {sequences} responses at once, beside that without",
+          times(STEPS, "smollm2", "tokens_a_second", sequences, "ratio"), GPU_SCRIPT)
+      for sequences in ("1", "64", "512")),
 ]  # fmt: skip

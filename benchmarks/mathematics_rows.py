@@ -5,7 +5,7 @@ from typing import Any
 from figures import Each, Figure, count, share
 from table import Row
 
-MATHS, SEEDS, SEED_1, BY_SEED = "mathematics_cpu.json", ("runs", Each()), ("runs", "seed=1"), "benchmarks/learning.py"
+MATHS, SEEDS, BY_SEED = "mathematics_cpu.json", ("runs", Each()), "benchmarks/learning.py"
 
 
 def of_seeds(field: str, *path: Any) -> Figure:
@@ -19,6 +19,8 @@ MATHEMATICS = [
         {"steps": count(MATHS, "settings", "steps"), "seeds": count(MATHS, *SEEDS, "steps", reduce="count")}),
     Row("the same: of the worst seed", share(MATHS, *SEEDS, "final_accuracy", reduce="min"), BY_SEED),
     Row("the same: mean reward of the last 4 steps", of_seeds("last_reward"), BY_SEED, "the first 4", of_seeds("first_reward")),
-    Row("the same: the exported model of seed 1 (float32) by vLLM alone", share(MATHS, *SEED_1, "exported_by_vllm", "accuracy"), BY_SEED,
-        "by rlgraph at the end", share(MATHS, *SEED_1, "final_accuracy")),
+    *(Row(f"the same: the exported model of seed {seed} (float32) by vLLM alone",
+          share(MATHS, "runs", f"seed={seed}", "exported_by_vllm", "accuracy"), BY_SEED,
+          "by rlgraph at the end", share(MATHS, "runs", f"seed={seed}", "final_accuracy"))
+      for seed in (1, 2)),
 ]  # fmt: skip
