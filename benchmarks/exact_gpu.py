@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--until", type=float, default=600.0, help="seconds after which no step begins")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of the whole")
-    parser.add_argument("--work", type=Path, default=Path("exact_gpu_work"))
+    parser.add_argument("--work", type=Path, default=Path("runs/exact_gpu"))
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -69,7 +69,7 @@ def main() -> None:
     for name in names:
         from exact_gpu import folder_of
 
-        folder = folder_of(name, Path("exact_jobs_work").resolve())
+        folder = folder_of(name, Path("runs/exact_jobs").resolve())
         tokens = 8 if given.smoke else 256
         sizes: dict[str, Any] = {
             "memory": given.memory,

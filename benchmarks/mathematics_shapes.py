@@ -57,7 +57,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for shape in given.shapes:
         try:
-            results[shape] = run(shape, Path("shapes_work").resolve(), 2 if given.smoke else given.steps, small)
+            results[shape] = run(shape, Path("runs/mathematics_shapes").resolve(), 2 if given.smoke else given.steps, small)
         except Exception:  # noqa: BLE001 (the others run)
             results[shape] = {"error": traceback.format_exc()[-2000:]}
         print(shape, json.dumps(results[shape]), flush=True)
