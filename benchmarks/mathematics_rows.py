@@ -24,3 +24,8 @@ MATHEMATICS = [
           "by rlgraph at the end", share(MATHS, "runs", f"seed={seed}", "final_accuracy"))
       for seed in (1, 2)),
 ]  # fmt: skip
+MATHEMATICS_IN_TEXT = {
+    "mathematics-before": of_seeds("accuracy", 0, 2),
+    "mathematics-after": of_seeds("final_accuracy"),
+    "mathematics-by-vllm": share(MATHS, "runs", "seed=2", "exported_by_vllm", "accuracy"),
+}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from exact_rows import EXACT
 from figures import Each, Figure, count, gigabytes, ms, percent, seconds, share, times
-from mathematics_rows import MATHEMATICS
+from mathematics_rows import MATHEMATICS, MATHEMATICS_IN_TEXT
 from table import Row, table
 
 
@@ -360,7 +360,7 @@ TEN = [
 ]
 
 # Figures in running text, by the name in their comment.
-FIGURES: Mapping[str, Figure] = {
+FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "hop-shm": hop("rlgraph shm", 16 * MIB, file=HOPS_BY_RAY),
     "hop-ray": hop(BY_RAY, 16 * MIB, file=HOPS_BY_RAY),
     "two-gpus-gap": ms("weights_two_gpus_h200.json", "shapes", "8B", "median", "decode_gap_s", form="{:.0f} ms"),
