@@ -41,6 +41,7 @@ ON_GPU: dict[str, Any] = {
     "export_float32": False,  # the engine computes in bfloat16
 }
 Settings: TypeAlias = mathematics.Config
+USUAL = {field.name: field.default for field in fields(Settings)}
 Run = dict[str, Any]
 Key = Mapping[str, int | str]
 
@@ -74,7 +75,7 @@ class Results:
         held: dict[str, Any] = {"settings": self.settings, "runs": {}}
         if self.path.exists():
             held = json.loads(self.path.read_text(encoding="utf-8"))
-        there = held["settings"]
+        there = {name: USUAL[name] for name in self.settings if name in USUAL} | held["settings"]  # the recipe may have more by now
         differ = {name: (there.get(name), self.settings.get(name)) for name in there | self.settings}
         differ = {name: (one, other) for name, (one, other) in differ.items() if one != other}
         if differ:

@@ -68,6 +68,9 @@ def test_runs_that_are_in_the_file_are_skipped_and_other_settings_refused(tmp_pa
     assert "no time to begin" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"other settings \(there, here\): \{'steps': \(4, 5\)\}"):
         Results(tmp_path / "runs.json", {"steps": 5})
+    assert Results(tmp_path / "runs.json", {"steps": 4, "exact": False}).runs  # which the recipe did not have when the file was written
+    with pytest.raises(SystemExit, match="'exact': \\(False, True\\)"):
+        Results(tmp_path / "runs.json", {"steps": 4, "exact": True})
 
 
 def test_processes_that_share_a_file_keep_the_runs_of_each_other(tmp_path: Path) -> None:
