@@ -92,7 +92,7 @@ def test_a_version_is_quantised_into_the_tensors_that_the_engine_has() -> None:
 
 def test_of_an_adapter_only_what_it_changes_is_quantised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     base: Any = BaseWeights.__new__(BaseWeights)
-    base._tensors, base._on_device, base._folder = weights(1), {}, "base"
+    base._tensors, base._on_device, base._folder, base._rounds = weights(1), {}, "base", False
     module = "model.layers.0.self_attn.k_proj"
     adapter = {module + A: torch.randn(4, HIDDEN), module + B: torch.randn(KEYS, 4)}
     model = Model()
