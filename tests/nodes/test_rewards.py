@@ -15,6 +15,7 @@ from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rewards import mathematics
+from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 from rlgraph.nodes.rewards.reward import Reward
 
@@ -242,6 +243,25 @@ def test_math_verify_finds_equal_answers_and_ends_those_that_take_too_long() -> 
     assert equal("so it is $0.25$", "7").pred == equal("so it is $\\frac{1}{4}$", "7").pred == "1/4"
     assert (equal("I do not know", "7"), equal("I do not know", "7").pred) == (0.0, "")
     assert rg.scorers.math_verify(limit_s=0.5)("$9^{9^{9^{9^{9}}}}$", "$9^{9^{9^{9^{8}}}}$") == 0.0
+
+
+def test_math_verify_compares_as_many_at_a_time_as_there_are_cores_unless_scorer_or_node_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(mathematics.os, "cpu_count", lambda: 5)
+    none, own, retry = Calls(None, 1.0, None), Calls(3, 1.0, None), Calls(None, 1.0, rg.Retry(times=2))
+    assert none.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, None)
+    assert none.of("node 'reward'", rg.scorers.math_verify(concurrency=7)) == (7, 1.0, None)
+    assert own.of("node 'reward'", rg.scorers.math_verify(concurrency=7)) == (3, 1.0, None)
+    assert retry.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, rg.Retry(times=2))
+
+
+@pytest.mark.parametrize("wrong", [{"limit_s": 0}, {"limit_s": float("nan")}, {"concurrency": 0}, {"concurrency": 1.5}])
+def test_settings_of_math_verify_that_cannot_be_are_named(wrong: dict[str, Any]) -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(GraphError, match=next(iter(wrong))):
+        rg.scorers.math_verify(**wrong)
 
 
 def test_a_scorer_may_tell_the_answer_as_a_mapping_as_verls_do_or_as_a_score() -> None:

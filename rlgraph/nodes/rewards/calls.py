@@ -34,9 +34,9 @@ class Calls:
     retries: Retry | None
 
     def of(self, where: str, function: Callable[..., Any]) -> tuple[int, float, Retry | None]:
-        """Look up the settings for a function. Raises GraphError if both node and scorer give the same one."""
+        """Look up the settings for a function. Raises GraphError if both give retries."""
         if not isinstance(function, Scorer):
             return self.concurrency or CONCURRENCY, self.deadline_s, self.retries
-        if self.retries is not None:
+        if self.retries is not None and function.retries is not None:
             raise GraphError(f"{where} has retries={shown(self.retries)}, but {shown(function)} brings its own; set them there")
-        return self.concurrency or function.concurrency, self.deadline_s, function.retries
+        return self.concurrency or function.concurrency, self.deadline_s, self.retries or function.retries

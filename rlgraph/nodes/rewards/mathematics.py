@@ -3,6 +3,7 @@
 import atexit
 import importlib.util
 import json
+import os
 import queue
 import select
 import subprocess
@@ -10,17 +11,25 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlgraph import settings
 from rlgraph.errors import DataError, RlgraphError
+from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.rewards.score import Score
+from rlgraph.settings import Count, Seconds, checked
 
-START_S = 60.0  # for a process to load the package: a busy machine takes long
+START_S = 180.0  # for a process to load the package: a busy machine takes long
 
 
 @dataclass(frozen=True)
-class MathVerify:
+class MathVerify(Scorer):
     """Scores a response by `math-verify`: does it state a mathematical answer equal to the right one?"""
 
-    limit_s: float
+    limit_s: Seconds
+    concurrency: Count
+    retries: None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
     def __call__(self, response: str, answer: str) -> Score:
         """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit. `pred` is the answer found."""
@@ -33,17 +42,18 @@ class MathVerify:
         return "math_verify"
 
 
-def math_verify(*, limit_s: float = 10.0) -> MathVerify:
+@checked()
+def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) -> MathVerify:
     """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 
     The score tells the answer it found (`Score.pred`), so that `rg.evaluate` has `maj@k`; right answers count as one answer,
-    however they are written. Comparisons run in `concurrency` processes. A policy can write an expression that takes forever to
-    compare, so a comparison is killed after `limit_s` and scores 0.
+    however they are written. `concurrency` comparisons run at a time, each in a process of its own, as many as there are cores by default.
+    A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s` and scores 0.
     Raises DataError if the package `math-verify` is missing.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise DataError("math_verify: the package math-verify is not installed: pip install 'rlgraph-dataflow[rewards]'")
-    return MathVerify(limit_s)
+    return MathVerify(limit_s, concurrency or os.cpu_count() or 1)
 
 
 @dataclass
