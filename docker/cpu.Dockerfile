@@ -2,9 +2,10 @@
 #                                          docker run --rm --shm-size=2g rlgraph:cpu doctor
 FROM python:3.11-slim-bookworm
 
-# g++ compiles torch's kernels for this CPU while they run, and the packages without a wheel; libnuma places the threads of vLLM.
+# g++ compiles torch's kernels for this CPU while they run, and the packages without a wheel; libnuma places the threads of vLLM;
+# openssl makes the certificates of encrypted connections.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 openssl \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/rlgraph

@@ -4,7 +4,7 @@
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3.12-dev python3.12-venv g++ libnuma1 \
+    && apt-get install --yes --no-install-recommends python3.12-dev python3.12-venv g++ libnuma1 openssl \
     && rm -rf /var/lib/apt/lists/*
 RUN python3.12 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH

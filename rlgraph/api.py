@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlgraph.analysis.run import Run
-from rlgraph.compiler.channels import with_transport
+from rlgraph.compiler.channels import check_encrypted, with_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import DEADLINE_S, Plan
@@ -170,11 +170,13 @@ def launch(
     export_every: Count | None = None,
     transport: str | None = None,
     wait_for_hosts_s: Seconds | None = None,
+    encrypt: bool = False,
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.sendable import check_sendable
+    from rlgraph.runtime.driver.session import Links
     from rlgraph.runtime.exports.models import chosen, trained_models
 
     graph = checked_source(plan)
@@ -199,7 +201,10 @@ def launch(
     if export_every is not None:
         chosen(trained_models(graph, plan), None, "launch(export_every=)")
     plan = plan if transport is None else with_transport(plan, transport)
-    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, hosts_s=wait_for_hosts_s or 0.0)
+    if encrypt:
+        check_encrypted(plan)
+    links = Links(wait_for_hosts_s or 0.0, encrypt)
+    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links)
 
 
 @checked(PlanError)

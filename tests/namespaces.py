@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -153,6 +154,13 @@ class Network:
                     found.setdefault(socket.inet_ntop(family, words), []).append(int(port, 16))
         return found
 
+    def sniff(self, needle: bytes, ignored_port: int) -> None:
+        """Begin to look for some bytes in what passes the switch by TCP, but for that of one port; `sniffed` tells what came of it."""
+        self._sniffer = Sniffer(needle, ignored_port)
+
+    def sniffed(self) -> dict[str, int]:
+        return self._sniffer.end()
+
     def kill(self, n: int) -> None:
         """End a host with all its processes, at once."""
         first = self._first.pop(n)
@@ -208,6 +216,38 @@ class Network:
         shape = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "200ms"]
         run("tc", "qdisc", "add", "dev", self._port(n), *shape)
         self.on(n, "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+
+class Sniffer:
+    """Counts the packets on all interfaces of this network namespace, and those with some bytes in them."""
+
+    def __init__(self, needle: bytes, ignored_port: int) -> None:
+        self._needle, self._ignored = needle, ignored_port
+        self._bytes = self._found = 0
+        self._tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))  # ETH_P_ALL
+        self._tap.settimeout(0.2)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end(self) -> dict[str, int]:
+        self._over.set()
+        self._thread.join()
+        self._tap.close()
+        return {"bytes": self._bytes, "found": self._found}
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                packet = self._tap.recv(1 << 17)
+            except TimeoutError:
+                continue
+            header = 14 + 4 * (packet[14] & 15)
+            if packet[12:14] != b"\x08\x00" or packet[23] != socket.IPPROTO_TCP:
+                continue
+            if self._ignored not in struct.unpack_from("!HH", packet, header):
+                self._bytes += len(packet)
+                self._found += self._needle in packet
 
 
 def _net_of(process: Path) -> str:

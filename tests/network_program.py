@@ -28,6 +28,7 @@ from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.session import Links
 from rlgraph.runtime.local import LocalJob
 
 HOSTS = 3
@@ -54,9 +55,9 @@ def graph(generate_s: float = 0.02, count: int = 4) -> Graph:
     return fakes.vector_loop(1, generate_s=generate_s, count=count, middle=lambda rollout: fakes.scored_on(judged, rollout))
 
 
-def job(made: Graph, recovery: Recovery | None = None, deadline_s: float = 60.0) -> Job:
+def job(made: Graph, recovery: Recovery | None = None, deadline_s: float = 60.0, *, encrypt: bool = False) -> Job:
     plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=HOSTS))
-    return Job(made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery)
+    return Job(made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery, links=Links(encrypt=encrypt))
 
 
 def created(running: Job, worker: str) -> tuple[int, int]:
@@ -187,6 +188,17 @@ def clock_jumps(control: Control) -> Mapping[str, object]:
     return survives(control, set_to(86_400.0), set_to(0.0))
 
 
+def encrypted(control: Control) -> Mapping[str, object]:
+    """Run a job in plain and one by TLS; tell whether the numbers are the same, and how many packets named a column."""
+    made, steps, outcome, losses = graph(), 10, {"error": ""}, []
+    for how in ("plain", "secret"):
+        control("sniff", b"response_mask", placed.PORT)
+        with job(made, encrypt=how == "secret") as running:
+            losses.append([step.metrics["loss"] for step in running.steps(steps)])
+        outcome[how] = control("sniffed")
+    return {**outcome, "same": losses[0] == losses[1]}
+
+
 @rg.node(reads="response_mask", writes="rewards")
 def lengths(batch: rg.Columns) -> rg.Columns:
     return {"rewards": batch["response_mask"].sum(-1).float()}  # type: ignore[union-attr]
@@ -233,6 +245,7 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "clock jump": clock_jumps,
     "disk full": disk_full,
     "ports": listens,
+    "encrypted": encrypted,
     "host killed, and back": lambda c: goes_on(c, on("kill", 3), host_is_back(3)),
     "silent cut, and back": lambda c: goes_on(c, on("cut", 3), on("join", 3)),
     "short cut": lambda c: survives(c, both(on("cut", 3), both(lambda *_: time.sleep(1.5), on("join", 3))), lambda *_: None),

@@ -22,7 +22,7 @@ class Transport:
 
     `writer_keeps` is the memory in which the writer holds a copy of each slot, `reader_keeps` the memory in which each reader holds
     another: None if messages pass by reference, or if a reader maps the writer's. `carrier` is the library that sends columns on a GPU
-    to another host. With `needs_ray` both ends must be workers of one Ray.
+    to another host. With `needs_ray` both ends must be workers of one Ray. One that `encrypts` heeds `Site.encrypt` between hosts.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Transport:
     reader_keeps: Memory | None = None
     carrier: Literal["nccl", "gloo"] | None = None
     needs_ray: bool = False
+    encrypts: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Site:
     host: str = ""
     timeout_s: float = 0.0
     here: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    encrypt: bool = False  # what goes between hosts
 
 
 class ListeningWriter(Writer, Protocol):
@@ -66,7 +68,7 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
         Transport("local", "rlgraph.channels.local", "process", writer_keeps=None),
         Transport("shm", "rlgraph.channels.host.channel", "host", writer_keeps="host"),
         Transport("peer", "rlgraph.channels.host.channel", "host", writer_keeps="gpu"),
-        Transport("tcp", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host"),
+        Transport("tcp", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", encrypts=True),
         Transport("nccl", "rlgraph.channels.host.channel", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl"),
         Transport("gloo", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo"),
         Transport("ray", "rlgraph.channels.host.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),

@@ -204,6 +204,29 @@ def with_transport(plan: Plan, asked: str) -> Plan:
     )
 
 
+def check_encrypted(plan: Plan) -> None:
+    """Raise PlanError for a plan that `launch(encrypt=True)` cannot encrypt: one of a single host, or with a link of another library."""
+    if plan.cluster.hosts == 1:
+        raise PlanError(
+            "launch(encrypt=True): the plan runs on this host alone and sends nothing to another; leave encrypt out, or compile for a "
+            "cluster of several hosts"
+        )
+    ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
+    for end in ends:
+        found = TRANSPORTS[end.transport]
+        if found.reach == "hosts" and not found.encrypts:
+            raise PlanError(
+                f"launch(encrypt=True): '{end.name}' goes from host to host by '{found.name}', which encrypts nothing; place its two "
+                "ends on one host, or keep the hosts in a network that encrypts by itself"
+            )
+    for model in {worker.model for worker in plan.workers if worker.model}:
+        if len({worker.host for worker in plan.workers if worker.model == model}) > 1:
+            raise PlanError(
+                f"launch(encrypt=True): the ranks of '{model}' are on several hosts, and PyTorch's collectives encrypt nothing; give it as "
+                "many ranks as fit on one host, or keep the hosts in a network that encrypts by itself"
+            )
+
+
 def lies_in_ray(plan: Plan) -> bool:
     """Tell whether messages of the plan lie in Ray's object store."""
     taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}

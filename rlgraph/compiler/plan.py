@@ -284,6 +284,7 @@ class Plan:
         export_every: Count | None = None,
         transport: str | None = None,
         wait_for_hosts_s: Seconds | None = None,
+        encrypt: bool = False,
     ) -> "Job":
         """Make the job, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
@@ -296,6 +297,8 @@ class Plan:
         `export_every` also writes the policy as a Hugging Face folder, `exports/step-…` in the folder of checkpoints, every so many steps.
         `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
         `wait_for_hosts_s`: so long the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
+        `encrypt` encrypts, by TLS, every connection that rlgraph opens between hosts; a plan in which another library sends columns or
+        weights between hosts is refused.
 
         Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
@@ -312,6 +315,7 @@ class Plan:
             export_every=export_every,
             transport=transport,
             wait_for_hosts_s=wait_for_hosts_s,
+            encrypt=encrypt,
         )
 
     def run_here(self) -> "LocalJob":

@@ -18,6 +18,7 @@ WITHOUT_GPUS = [
     for found in (*TRANSPORTS.values(), FILES)
     if found.writer_keeps != "gpu"
 ]
+ENCRYPTED = [pytest.param(found, id=f"{found.name}, encrypted") for found in TRANSPORTS.values() if found.encrypts]
 
 
 @pytest.fixture
@@ -51,18 +52,19 @@ def ray_driver() -> Iterator[dict[str, object]]:
         stop_ray()
 
 
-@pytest.fixture(params=WITHOUT_GPUS)
+@pytest.fixture(params=[*WITHOUT_GPUS, *ENCRYPTED])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Ends]]:
     """Return a function of (slots, readers) that gives the ends of a new channel called 'edge'."""
     numbers, made, here = itertools.count(), [], {}
     if request.param.needs_ray:
         here |= request.getfixturevalue("ray_driver")
+    encrypt = "encrypted" in request.node.callspec.id
 
     def ends(slots: int = 2, readers: int = 1) -> Ends:
         path = str(tmp_path / str(next(numbers)))
-        writer = open_writer(request.param, Site("edge", slots, readers, path, b"key", "127.0.0.1", here=here))
+        writer = open_writer(request.param, Site("edge", slots, readers, path, b"key", "127.0.0.1", here=here, encrypt=encrypt))
         made.append(writer)
-        site = Site("edge", slots, readers, writer.address, b"key", timeout_s=10, here=here)
+        site = Site("edge", slots, readers, writer.address, b"key", timeout_s=10, here=here, encrypt=encrypt)
         found = [open_reader(request.param, site) for _ in range(readers)]
         made.extend(found)
         return writer, found

@@ -191,7 +191,7 @@ def told_reader(dice: random.Random) -> str:
 
 def _reader(near: Connection) -> HostReader:
     connect = protocol.connect
-    protocol.connect = lambda *arguments: (near, Welcome(2))
+    protocol.connect = lambda *arguments, **options: (near, Welcome(2))
     try:
         return HostReader("edge", b"key", "/nowhere", 1)
     finally:

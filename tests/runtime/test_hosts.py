@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
@@ -10,6 +11,7 @@ import forked
 import pytest
 
 from rlgraph.api import compile
+from rlgraph.compiler.channels import check_encrypted
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
@@ -92,6 +94,22 @@ def test_a_plan_of_one_host_waits_for_no_other() -> None:
     plan = compile(fakes.vector_loop(1), Cluster(cpus=2))
     with pytest.raises(PlanError, match=r"launch\(wait_for_hosts_s=60\): the plan runs on this host alone"):
         plan.launch(wait_for_hosts_s=60)
+
+
+def test_what_cannot_be_encrypted_is_refused_before_anything_starts() -> None:
+    with pytest.raises(PlanError, match=r"launch\(encrypt=True\): the plan runs on this host alone and sends nothing to another"):
+        compile(fakes.vector_loop(1), Cluster(cpus=2)).launch(encrypt=True)
+    check_encrypted(compile_plan(fakes.vector_loop(1), TWO))
+    on_gpus = compile_plan(fakes.vector_loop(1, pools=(Pool("rollout", gpus=8), Pool("train", gpus=8))), Cluster(gpus=16, cpus=64))
+    with pytest.raises(PlanError, match=r"'weights' goes from host to host by 'nccl', which encrypts nothing"):
+        check_encrypted(on_gpus)
+
+
+def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
+    plan = compile_plan(fakes.vector_loop(1), TWO)
+    spread = replace(plan, workers=tuple(replace(worker, model="vector") for worker in plan.workers))
+    with pytest.raises(PlanError, match="the ranks of 'vector' are on several hosts, and PyTorch's collectives encrypt nothing"):
+        check_encrypted(spread)
 
 
 @pytest.mark.ray

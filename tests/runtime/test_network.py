@@ -41,16 +41,16 @@ NAMED = {
 }
 SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
 
-PORTS = "ports"
+PORTS, ENCRYPTED = "ports", "encrypted"
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "5", PORTS, *SURVIVED, *NAMED])
+    command = namespaces.inside([sys.executable, str(PROGRAM), "5", PORTS, ENCRYPTED, *SURVIVED, *NAMED])
     run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
-    if missing := {PORTS, *NAMED, *SURVIVED} - found.keys():
+    if missing := {PORTS, ENCRYPTED, *NAMED, *SURVIVED} - found.keys():
         pytest.fail(f"no outcome of {sorted(missing)}\n{run.stderr}")
     return found
 
@@ -79,3 +79,10 @@ def test_ranks_of_several_hosts_find_each_other_without_names_and_nothing_listen
         assert set(listening) == {namespaces.address(int(host))}, outcome
         ranks = int(host) - 1 in outcome["ranks"]
         assert len(listening[namespaces.address(int(host))]) > ranks, "beside the test's own server, no rank listens"
+
+
+def test_an_encrypted_job_has_the_same_bits_and_names_no_column_on_the_wire(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    outcome = outcomes[ENCRYPTED]
+    assert (outcome["error"], outcome.get("same")) == ("", True), outcome
+    assert outcome["plain"]["found"] > 0
+    assert (outcome["secret"]["found"], outcome["secret"]["bytes"] > 0) == (0, True), outcome

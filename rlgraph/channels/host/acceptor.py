@@ -18,9 +18,20 @@ HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the othe
 class Acceptor:
     """Listens for the readers; `connections` are those that have connected, in order."""
 
-    def __init__(self, channel: str, address: str, authkey: bytes, readers: int, welcome: Welcome, buffers: DeviceBuffers | None) -> None:
+    def __init__(
+        self,
+        channel: str,
+        address: str,
+        authkey: bytes,
+        readers: int,
+        welcome: Welcome,
+        buffers: DeviceBuffers | None,
+        *,
+        encrypt: bool = False,
+    ) -> None:
         self.connections: list[Connection] = []
         self._channel, self._authkey, self._readers, self._welcome, self._buffers = channel, authkey, readers, welcome, buffers
+        self._encrypt = encrypt
         self._lock = threading.Lock()
         self._shut = False
         self._listener = listen(channel, address, backlog=readers + 8)
@@ -66,7 +77,7 @@ class Acceptor:
                     return
                 raise
             try:
-                connection = Connection(sock, self._authkey, HANDSHAKE_S, server=True)
+                connection = Connection(sock, self._authkey, HANDSHAKE_S, server=True, encrypt=self._encrypt)
             except (AuthenticationError, EOFError, OSError):
                 continue  # whoever it was has been told, and the place stays free for a reader
             if not connection.local:

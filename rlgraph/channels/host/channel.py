@@ -22,6 +22,7 @@ from rlgraph.channels.host import address as places
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
+from rlgraph.channels.host.encryption import check_encryption
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More
 from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
@@ -32,11 +33,11 @@ from rlgraph.errors import ChannelError, shown
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
     address = f"{site.host}:0" if transport.reach == "hosts" else site.address
-    return HostWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier)
+    return HostWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier, encrypt=site.encrypt)
 
 
 def open_reader(transport: Transport, site: Site) -> "HostReader":
-    return HostReader(site.channel, site.authkey, site.address, site.timeout_s)
+    return HostReader(site.channel, site.authkey, site.address, site.timeout_s, encrypt=site.encrypt)
 
 
 class _HostEnd:
@@ -76,15 +77,27 @@ class HostWriter(_HostEnd):
 
     The address is a path in a folder of the job, or `host:port` for readers on any host (port 0 takes a free one, and `address` says
     which). Between hosts `carrier="nccl"` sends columns on a GPU from GPU to GPU ("gloo" does the same for host memory); without a
-    carrier they go through the memory of both hosts.
+    carrier they go through the memory of both hosts. With `encrypt` what goes to other hosts is encrypted, by TLS.
 
     The constructor returns at once; the first `put` waits for the readers. Raises ChannelError for an impossible number of slots or
     readers, or an impossible address.
     """
 
-    def __init__(self, name: str, slots: int, readers: int, authkey: bytes, address: str, carrier: CarrierName | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        readers: int,
+        authkey: bytes,
+        address: str,
+        carrier: CarrierName | None = None,
+        *,
+        encrypt: bool = False,
+    ) -> None:
         check_channel(name, slots, readers)
         places.check_address(name, address, carrier)
+        if encrypt and not places.is_path(address):
+            check_encryption(name, carrier)
         super().__init__(name, "the writer", slots)
         self._readers = readers
         self._free = list(range(slots))
@@ -95,7 +108,7 @@ class HostWriter(_HostEnd):
         self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier)
         self._local = places.is_path(address)  # a relay passes on whole messages alone
         self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
-        self._acceptor = Acceptor(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._buffers)
+        self._acceptor = Acceptor(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._buffers, encrypt=encrypt)
         self.address = self._acceptor.address
 
     def put(
@@ -211,9 +224,9 @@ class HostReader(_HostEnd):
     Raises ChannelTimeout if no writer listens in time, ChannelError if it refuses the authkey.
     """
 
-    def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float) -> None:
+    def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float, *, encrypt: bool = False) -> None:
         places.check_address(name, address)
-        connection, welcome = protocol.connect(name, address, authkey, timeout_s)
+        connection, welcome = protocol.connect(name, address, authkey, timeout_s, encrypt=encrypt)
         super().__init__(name, "a reader", welcome.slots)
         buffers = None if welcome.carrier is None else DeviceBuffers.here(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories

@@ -1,7 +1,8 @@
 """A connection to one peer that knows the job's key: framed bytes, handles of files, a deadline for each call. Never pickle.
 
 Both sides prove that they know the key, by HMAC over the other's random challenge and their own role, before anything else
-is read. What a peer sends is bytes of a known length; `protocol` and `runtime.messages` check what they mean.
+is read; on an encrypted connection also over the certificate that they see. What a peer sends is bytes of a known length;
+`protocol` and `runtime.messages` check what they mean.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import hmac
 import os
 import select
 import socket
+import ssl
 import struct
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
@@ -16,6 +18,7 @@ from multiprocessing import AuthenticationError
 import msgspec
 
 from rlgraph.channels.host.address import set_deadline, tune
+from rlgraph.channels.host.encryption import EncryptedSocket, encrypted
 
 MAX_FRAME = 1 << 16  # bytes of a control message
 STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not take one, has failed
@@ -29,18 +32,24 @@ class ProtocolError(OSError):
 
 
 class Connection:
-    """An authenticated connection. Raises AuthenticationError if the peer does not know the key, OSError if it is gone or silent."""
+    """An authenticated connection, with `encrypt` by TLS if its peer is on another host.
 
-    def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool) -> None:
-        tune(sock)
+    Raises AuthenticationError if the peer does not know the key, OSError if it is gone or silent.
+    """
+
+    def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool, encrypt: bool = False) -> None:
         self.pid, self.peer, self.host = _peer(sock)
-        self._socket = sock
+        fingerprint = b""
+        if encrypt and sock.family != socket.AF_UNIX:
+            sock, fingerprint = encrypted(sock, timeout_s, server=server)
+        tune(sock)
+        self._socket: socket.socket | EncryptedSocket = EncryptedSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock
         try:
-            set_deadline(sock, timeout_s)
-            self._shake_hands(authkey, server)
-            set_deadline(sock, STALL_S)
+            self._limit(timeout_s)
+            self._shake_hands(authkey, server, fingerprint)
+            self._limit(STALL_S)
         except BaseException:
-            sock.close()
+            self._socket.close()
             raise
 
     @classmethod
@@ -59,21 +68,31 @@ class Connection:
         """Whether the peer is on this host, so that memory can be shared with it."""
         return self._socket.family == socket.AF_UNIX
 
-    def _shake_hands(self, authkey: bytes, server: bool) -> None:
-        """Exchange challenges and proofs; each role proves itself by its own name, so that no proof can be sent back."""
+    def _shake_hands(self, authkey: bytes, server: bool, fingerprint: bytes) -> None:
+        """Exchange challenges and proofs; each role proves itself by its own name, so that no proof can be sent back.
+
+        With the fingerprint of the certificate, none can be passed on either, by one who shows a certificate of his own.
+        """
         mine, theirs = (b"server", b"client") if server else (b"client", b"server")
         challenge = os.urandom(_CHALLENGE)
         self._socket.sendall(challenge)
         asked = self._read(_CHALLENGE)
         if not server:  # the server proves nothing to strangers
-            self._socket.sendall(_proof(authkey, mine, asked))
-        expected = _proof(authkey, theirs, challenge)
+            self._socket.sendall(_proof(authkey, mine, asked + fingerprint))
+        expected = _proof(authkey, theirs, challenge + fingerprint)
         if not hmac.compare_digest(self._read(_PROOF), expected):
             if server:
                 self._socket.sendall(bytes(_PROOF))  # not the proof that the client expects, so it learns of the refusal
-            raise AuthenticationError("the peer does not know the key of this job")
+            between = ", or somebody stands between the two ends, with a certificate of his own" if fingerprint else ""
+            raise AuthenticationError(f"the peer does not know the key of this job{between}")
         if server:
-            self._socket.sendall(_proof(authkey, mine, asked))
+            self._socket.sendall(_proof(authkey, mine, asked + fingerprint))
+
+    def _limit(self, timeout_s: float) -> None:
+        if isinstance(self._socket, EncryptedSocket):
+            self._socket.timeout_s = timeout_s
+        else:
+            set_deadline(self._socket, timeout_s)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -108,10 +127,12 @@ class Connection:
             memory = memory[count:]
 
     def send_handle(self, handle: int) -> None:
+        assert isinstance(self._socket, socket.socket)  # memory is shared on one host alone
         socket.send_fds(self._socket, [b"\0"], [handle])
 
     def receive_handle(self) -> int:
         """Receive the file descriptor that follows a frame. Raises EOFError at the end, ProtocolError if there is none."""
+        assert isinstance(self._socket, socket.socket)
         data, handles, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             raise EOFError
@@ -122,9 +143,9 @@ class Connection:
     @contextlib.contextmanager
     def deadline(self, timeout_s: float) -> Iterator[None]:
         """Let calls inside fail with BlockingIOError after so many seconds."""
-        set_deadline(self._socket, timeout_s)
+        self._limit(timeout_s)
         yield
-        set_deadline(self._socket, STALL_S)
+        self._limit(STALL_S)
 
     def end(self, how: int = socket.SHUT_RDWR) -> None:
         """Shut the connection down: both sides read end-of-file, after the bytes already sent."""

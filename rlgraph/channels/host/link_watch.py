@@ -58,7 +58,7 @@ class LinkWatch:
         else:
             self._links.discard(link)
             with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(link, socket.SHUT_RDWR)  # also of a TLS socket, whose own would read on as plain text
 
 
 def unanswered(link: socket.socket) -> bool:

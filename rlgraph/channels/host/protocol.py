@@ -127,7 +127,7 @@ def disconnected(error: Exception) -> Disconnected:
     return Disconnected(f"broke the protocol of this job ({error}); the channel is of no further use")
 
 
-def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tuple[Connection, Welcome]:
+def connect(channel: str, address: str, authkey: bytes, timeout_s: float, *, encrypt: bool = False) -> tuple[Connection, Welcome]:
     """Connect to the writer that listens at `address`, and receive its welcome; waits for the writer to start.
 
     Raises ChannelTimeout if there is none after `timeout_s`, ChannelBroken if it is gone, ChannelError if it refuses the key.
@@ -135,7 +135,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
     where = f"channel '{channel}', a reader"
     sock = dial(where, address, timeout_s)
     try:
-        connection = Connection(sock, authkey, timeout_s, server=False)
+        connection = Connection(sock, authkey, timeout_s, server=False, encrypt=encrypt)
         try:
             with connection.deadline(timeout_s):
                 welcome = _decoder.decode(connection.receive())
@@ -148,7 +148,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float) -> tup
     except BlockingIOError as error:
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except AuthenticationError as error:
-        raise ChannelError(f"{where}: the writer at '{address}' refused the authkey; all ends of a job use one key") from error
+        raise ChannelError(f"{where}: the writer at '{address}' refused the authkey; all ends of a job use one key ({error})") from error
     except (OSError, EOFError) as error:  # as at any later time: its death, or what happened to its host, is the cause
         raise gone(where, address, error, channel) from error
     except UNREADABLE as error:

@@ -30,7 +30,7 @@ from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
 from rlgraph.runtime.driver.recorder_port import RecorderPort
 from rlgraph.runtime.driver.restarts import Restarts
-from rlgraph.runtime.driver.session import Session
+from rlgraph.runtime.driver.session import PLAIN, Links, Session
 from rlgraph.runtime.driver.signals import Signals, held
 from rlgraph.runtime.measure import Step, averaged, behind_by_loop, bits, oldest, timings
 from rlgraph.runtime.messages import Message, Report
@@ -54,10 +54,10 @@ class Job:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None, hosts_s: float = 0.0
+        self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None, links: Links = PLAIN
     ) -> None:
         self.plan = plan
-        self._graph, self._dispatch_name, self._deadline_s, self._hosts_s = graph, dispatch_name, deadline_s, hosts_s
+        self._graph, self._dispatch_name, self._deadline_s, self._links = graph, dispatch_name, deadline_s, links
         self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
@@ -75,8 +75,8 @@ class Job:
         self._exports = JobExports(graph, plan, self._checkpoints)
 
     def _new_session(self, start: Start | None = None, hosts_s: float = 0.0) -> Session:
-        waits = {"deadline_s": self._deadline_s, "patience_s": max(hosts_s, self._hosts_s)}
-        return Session(self._graph, self.plan, dispatch_name=self._dispatch_name, start=start, **waits)
+        links, name = self._links.waiting(hosts_s), self._dispatch_name
+        return Session(self._graph, self.plan, dispatch_name=name, deadline_s=self._deadline_s, start=start, links=links)
 
     @property
     def finished(self) -> int:

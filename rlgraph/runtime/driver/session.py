@@ -3,6 +3,7 @@
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,21 @@ KILLED_S = 1.0  # for what Ray kills to be gone
 ABANDON_S = 0.25  # for workers of a session that failed
 
 
+@dataclass(frozen=True)
+class Links:
+    """How a job reaches its hosts: how long it waits for those that are not there yet, or were lost, and whether it encrypts."""
+
+    wait_s: float = 0.0
+    encrypt: bool = False
+
+    def waiting(self, wait_s: float) -> "Links":
+        """The same, but with a wait of at least so many seconds."""
+        return replace(self, wait_s=max(self.wait_s, wait_s))
+
+
+PLAIN = Links()
+
+
 class Session:
     """The workers of a plan: start them, tick them, hear their reports, end them. A failed session is of no further use."""
 
@@ -37,10 +53,10 @@ class Session:
         dispatch_name: str,
         deadline_s: float,
         start: Start | None = None,
-        patience_s: float = 0.0,  # for hosts that are not there yet, or were lost
+        links: Links = PLAIN,
     ) -> None:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
-        self._start_at, self._patience_s = start, patience_s
+        self._start_at, self._links = start, links
         # A graceful end waits for all steps in flight, so keep no more of them in flight than can overlap.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
@@ -98,10 +114,11 @@ class Session:
         orphan_cleanup.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
         self._dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
-        found = self._dispatch.hosts(self.plan, self._patience_s)
+        found = self._dispatch.hosts(self.plan, self._links.wait_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
-        specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, self._hosts.addresses)
+        addresses, encrypt = self._hosts.addresses, self._links.encrypt
+        specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, addresses, encrypt=encrypt)
         start_workers(self._dispatch, self._group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
         orphan_cleanup.claim(Path(self.folder), self._group.pids.values(), self._dispatch.folders())
         self._dispatch.start(self._actors, self.plan.window)

@@ -42,7 +42,7 @@ def start_workers(
                         "place for them (see `ray status`)"
                     )
 
-            group.welcome(listener, specs[0].authkey, hosts)
+            group.welcome(listener, specs[0].authkey, hosts, encrypt=specs[0].encrypt)
             for spec in specs:
                 actors.append(dispatch.create(spec, address, ids[spec.worker.host] if ids else ""))
             group.tell(messages.Join(group.until_open(look)))

@@ -59,21 +59,21 @@ class WorkerGroup:
         self._dead: dict[str, str] = {}  # with the reason, if the connection gave one
         self._heard_s: dict[str, float] = {}  # when each worker said something last
 
-    def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts) -> threading.Thread:
+    def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts, *, encrypt: bool = False) -> threading.Thread:
         """Accept the workers' connections on a thread, which ends after the last of them, or when the listener closes."""
         self._hosts = hosts
-        thread = threading.Thread(target=self._accept, args=(listener, authkey), name="welcome workers", daemon=True)
+        thread = threading.Thread(target=self._accept, args=(listener, authkey, encrypt), name="welcome workers", daemon=True)
         thread.start()
         return thread
 
-    def _accept(self, listener: socket.socket, authkey: bytes) -> None:
+    def _accept(self, listener: socket.socket, authkey: bytes, encrypt: bool) -> None:
         while len(self.connections) < len(self.plan.workers):
             try:
                 sock, _ = listener.accept()
             except OSError:
                 return  # the listener was closed, and with it the attempt to start
             with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, who is not let in
-                self._enter(Connection(sock, authkey, HANDSHAKE_S, server=True))
+                self._enter(Connection(sock, authkey, HANDSHAKE_S, server=True, encrypt=encrypt))
 
     def _enter(self, connection: Connection) -> None:
         hello = messages.receive(connection)

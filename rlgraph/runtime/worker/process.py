@@ -54,7 +54,8 @@ class Process:
         self.name = spec.worker.name
         offer_stacks(spec.folder, self.name)
         self.status = StatusWriter(status_path(spec.folder, self.name))
-        self.control = Connection(dial(f"worker '{self.name}'", driver, spec.deadline_s), spec.authkey, spec.deadline_s, server=False)
+        sock = dial(f"worker '{self.name}'", driver, spec.deadline_s)
+        self.control = Connection(sock, spec.authkey, spec.deadline_s, server=False, encrypt=spec.encrypt)
         messages.send(self.control, messages.Hello(self.name, os.getpid()))
         self.mailbox = Mailbox()
         self.listen_fd = -1
@@ -91,14 +92,13 @@ class Process:
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.spec.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> Writer:
-        site = post.site(post.address, self.here, authkey=self.spec.authkey, host=self.spec.listen_at)
+        site = post.site(post.address, self.here, self.spec)
         writer = open_writer(post.transport, site)
         self.addresses[post.address] = writer.address
         return writer
 
     def _connect(self, post: Post) -> Reader:
-        site = post.site(self.addresses[post.address], self.here, authkey=self.spec.authkey, timeout_s=self.spec.deadline_s)
-        return open_reader(post.transport, site)
+        return open_reader(post.transport, post.site(self.addresses[post.address], self.here, self.spec, timeout_s=self.spec.deadline_s))
 
     def _start(self) -> None:
         import torch

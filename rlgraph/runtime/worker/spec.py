@@ -65,9 +65,10 @@ class Post:
     read_by: tuple[str, ...]
     transport: Transport  # the value itself, so that the worker need not know its name
 
-    def site(self, address: str, here: dict[str, Any], *, authkey: bytes = b"", host: str = "", timeout_s: float = 0.0) -> Site:
-        """Say where this worker makes its end: `address` is the post's own, or the one at which its writer listens."""
-        return Site(self.name, self.slots, self.readers, address, authkey, host, timeout_s, here)
+    def site(self, address: str, here: dict[str, Any], spec: "WorkerSpec | None" = None, *, timeout_s: float = 0.0) -> Site:
+        """Say where a worker makes its end: `address` is the post's own, or the one at which its writer listens. None: in one process."""
+        key, host, encrypt = (spec.authkey, spec.listen_at, spec.encrypt) if spec else (b"", "", False)
+        return Site(self.name, self.slots, self.readers, address, key, host, timeout_s, here, encrypt)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class WorkerSpec:
     deadline_s: float
     listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
     local_gpus: tuple[int, ...]  # as they are counted on its host
+    encrypt: bool = False  # what goes to other hosts
     copies: int = 1  # versions of its model's weights that it holds at once
     time_slices: tuple[TimeSlice, ...] = ()  # of its model, where workers of other models have its GPUs as well
     saving: Saving | None = None
@@ -153,7 +155,15 @@ class WorkerSpec:
 
 
 def worker_specs(
-    graph: Graph, plan: Plan, folder: str, authkey: bytes, deadline_s: float, start: Start | None = None, addresses: Sequence[str] = ()
+    graph: Graph,
+    plan: Plan,
+    folder: str,
+    authkey: bytes,
+    deadline_s: float,
+    start: Start | None = None,
+    addresses: Sequence[str] = (),
+    *,
+    encrypt: bool = False,
 ) -> tuple[WorkerSpec, ...]:
     """Make the spec with which each worker of the plan starts; `addresses` are those of its hosts if there are several."""
     start = start or Start()
@@ -179,6 +189,7 @@ def worker_specs(
             authkey=authkey,
             deadline_s=deadline_s,
             listen_at=addresses[worker.host] if addresses else "",
+            encrypt=encrypt,
             local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
             time_slices=time_slices(plan.schedule.events, worker.nodes),
             copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
