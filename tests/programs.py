@@ -17,6 +17,8 @@ from types import TracebackType
 
 from forked import server
 
+from rlgraph.runtime.driver.ray_token import MODE
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -40,7 +42,8 @@ class Program:
         read, write = os.pipe()
         self.stdout, self._errors = os.fdopen(read), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when the block is left)
         ends = Connection(write, readable=False), Connection(os.dup(self._errors.fileno()), readable=False)
-        self._process = server.Process(target=be, args=(command, cwd, {**os.environ, **environment}, ends))
+        own = {name: value for name, value in os.environ.items() if name != MODE}  # a test's own Ray sets it, which the server has not read
+        self._process = server.Process(target=be, args=(command, cwd, own | environment, ends))
         self._process.start()
         for end in ends:
             end.close()

@@ -51,7 +51,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(shape: str, bias: bool) 
     logits = SHAPES[shape](head(states)) / 0.7
     torch.testing.assert_close(found[1][0], logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].detach(), atol=1e-6, rtol=1e-6)
     for whole, chunked in zip(*found, strict=True):
-        torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)  # of gradients up to 15
 
 
 def test_without_gradients_logits_are_never_whole_either() -> None:

@@ -1,0 +1,14 @@
+"""Forked programs have the environment of a shell."""
+
+from pathlib import Path
+
+import programs
+import pytest
+
+
+def test_a_program_does_not_see_what_a_test_s_own_ray_set_but_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "said.py").write_text("import os; print(os.environ.get('RAY_AUTH_MODE'), os.environ.get('OF_THE_TEST'))")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # as ray.init does, when the server of the programs has read another
+    monkeypatch.setenv("OF_THE_TEST", "there")
+    assert programs.run("said.py", cwd=tmp_path).stdout == "None there\n"
+    assert programs.run("said.py", cwd=tmp_path, RAY_AUTH_MODE="token").stdout == "token there\n"
