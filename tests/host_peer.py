@@ -11,7 +11,7 @@ from forked import server
 
 from rlgraph.channels import HostReader, HostWriter
 
-START_S = 90.0  # a process that starts on a busy machine
+START_S = 180.0  # a process that starts on a busy machine
 
 
 def be_peer(role: str, address: str, count: int, done: Connection) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from forked import server
+from ray._raylet import AuthenticationTokenLoader, Config
 
 from rlgraph.runtime.driver.ray_token import MODE
 
@@ -79,6 +80,8 @@ def be(command: Sequence[str], cwd: Path, environment: Mapping[str, str], ends: 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    Config.initialize("")  # Ray read the server's environment, as where its token is, when the server imported it
+    AuthenticationTokenLoader.instance().reset_cache()
     if command[0] == "-m":
         sys.argv, sys.path[:0] = [*command[1:]], [str(cwd)]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

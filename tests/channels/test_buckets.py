@@ -14,7 +14,7 @@ from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
-LONG, SHORT = 20.0, 0.02
+LONG, SHORT = 120.0, 0.02
 COLUMNS = {"a": torch.arange(3.0), "b": torch.arange(4.0), "c": torch.arange(0.0), "d": torch.arange(5.0)}
 WHOLE = {"w": torch.arange(6.0).view(2, 3), "v": torch.ones(3)}
 A_TENSOR = 8  # bytes: each tensor but the empty one fills a bucket

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
-LONG, SHORT = 10.0, 0.02
+LONG, SHORT = 120.0, 0.02
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 

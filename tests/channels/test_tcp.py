@@ -14,7 +14,7 @@ from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol
 from rlgraph.errors import ChannelBroken, ChannelError
 
-LONG = 20.0
+LONG = 120.0
 HERE = "127.0.0.1:0"
 
 

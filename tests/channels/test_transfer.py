@@ -20,7 +20,7 @@ from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
-LONG, START_S = 20.0, 90.0
+LONG, START_S = 120.0, 180.0
 HERE = "127.0.0.1:0"
 
 

@@ -14,7 +14,7 @@ from rlgraph.channels.weights.endpoints import SHARDS, Staging, WeightsReader, W
 from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, parameters, whole
 from rlgraph.errors import ChannelError
 
-LONG = 20.0
+LONG = 120.0
 Cut = list[list[WeightShard]]
 
 

@@ -47,7 +47,7 @@ def test_a_folder_that_is_not_there_is_one_error_without_a_network(path: str) ->
     since = time.monotonic()
     with pytest.raises(DataError, match=f"model '{path}': no such folder[;,]") as raised:
         launch(path)
-    assert time.monotonic() - since < 20  # imports on a busy machine
+    assert time.monotonic() - since < 120  # imports on a busy machine
     assert ("hf download" in str(raised.value)) == path.startswith("no-such")
 
 

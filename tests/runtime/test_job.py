@@ -222,7 +222,7 @@ def test_a_start_keeps_its_deadline_though_ray_makes_no_actor() -> None:
     script = STOPPED_RAYLET.format(tests=str(Path(fakes.__file__).parent))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert re.search(r"raised (ChannelTimeout|WorkerDied) .*(workers \[|no actor)", run.stdout), run.stdout + run.stderr
-    assert float(re.search(r"took ([\d.]+)", run.stdout)[1]) < 60  # type: ignore[index]
+    assert float(re.search(r"took ([\d.]+)", run.stdout)[1]) < 170  # type: ignore[index]
 
 
 @node(reads="values", writes="rewards")

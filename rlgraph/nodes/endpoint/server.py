@@ -17,7 +17,7 @@ from rlgraph.nodes.endpoint.requests import MODEL, ApiError, ChatAsked, read_cha
 
 HOST = "127.0.0.1"
 PATHS = "POST /v1/chat/completions and GET /v1/models"
-START_S = 30.0
+START_S = 180.0
 LAST_TURNS = 8  # of the event loop, in which connections that were closed let go of their sockets
 log = logging.getLogger("rlgraph.agents")
 

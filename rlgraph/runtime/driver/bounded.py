@@ -9,7 +9,7 @@ from rlgraph.errors import ChannelTimeout
 
 log = logging.getLogger("rlgraph.dispatch")
 
-RAY_S = 60  # for what Ray does at once, unless it hangs
+RAY_S = 180  # for what Ray does at once, unless it hangs; it may start a process for it, on a busy machine
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ CLOCK_S = 30.0  # between two comparisons of clocks
 PINGS = 4  # of a comparison, the fastest of which counts
 DRIFT_S = 0.003  # of two clocks between two comparisons: 100 parts in a million
 SILENT_S = 7.0  # a host that answers nothing for so long is lost
-START_S = 60.0  # of its first answer
+START_S = 180.0  # of its first answer: Ray starts a process for it, on a busy machine
 
 Ask: TypeAlias = Callable[..., Any]
 

@@ -22,6 +22,7 @@ from rlgraph.runtime.driver.orphan_cleanup import began
 
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
+START_S = 180  # of each of Ray's own processes: on a busy machine more than the 30 s that Ray gives them
 TOLD_S = 10.0  # between two lines about hosts that are awaited
 log = logging.getLogger("rlgraph.hosts")
 
@@ -150,11 +151,14 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
         _connect(hosts)
         return True
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for process in ("gcs_server_port", "raylet_start"):
+        os.environ.setdefault(f"RAY_{process}_wait_time_s", str(START_S))
+    ray_token.make_token()
     # Payload does not go through the object store unless Ray `stores` it, so the smallest one does. Workers get no CPU resource, since
     # they share the cores as the plan says.
     # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
-    with _daemons_apart(), _signals_left_alone():
+    with _daemons_apart(), _signals_left_alone(), _patient():
         ray.init(
             "local",
             include_dashboard=False,
@@ -163,7 +167,12 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
             log_to_driver=True,
             logging_level=logging.ERROR,
             # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
-            _system_config={"worker_niceness": 0, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            _system_config={
+                "worker_niceness": 0,
+                "enable_worker_prestart": False,
+                "prestart_worker_first_driver": False,
+                "worker_register_timeout_seconds": START_S,
+            },
         )
     return True
 
@@ -218,6 +227,29 @@ def _signals_left_alone() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = set_handler
+
+
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    """Give Ray's node `START_S` to come up: Ray's own 30 s are no setting, and end before its processes are loaded on a busy machine."""
+    services = ray._private.services
+    get_node = services.get_node
+
+    def get_node_in_time(*which: Any) -> Any:
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                return get_node(*which)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node_in_time
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def session_folder() -> str:

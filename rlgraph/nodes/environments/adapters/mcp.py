@@ -16,7 +16,7 @@ from rlgraph.nodes.environments.leases import held
 from rlgraph.nodes.environments.tools import Tool
 from rlgraph.nodes.sandbox import ToolError
 
-START_S = 60.0  # of a server
+START_S = 180.0  # of a server
 _RUNNING: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[McpServer, list[_Session]]]" = WeakKeyDictionary()
 
 

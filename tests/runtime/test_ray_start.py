@@ -1,0 +1,85 @@
+"""Ray's own processes get the time that a busy machine takes to start them, and one token."""
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import ray
+
+from rlgraph.runtime.driver import ray_cluster, ray_token
+
+LATE = RuntimeError("it has not registered yet")
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of the token in an empty home."""
+    for name in (ray_token.MODE, ray_token.FILE, ray_token.TOKEN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".ray" / "auth_token"
+
+
+def test_a_node_of_ray_that_registers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def late(*which: Any) -> str:
+        asked.append(which)
+        if len(asked) < 3:
+            raise LATE
+        return "the node"
+
+    monkeypatch.setattr(ray._private.services, "get_node", late)
+    with ray_cluster._patient():
+        assert ray._private.services.get_node("address", "id") == "the node"
+    assert asked == [("address", "id")] * 3
+    assert ray._private.services.get_node is late
+
+
+def test_a_node_of_ray_that_never_registers_is_an_error_after_the_time_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*which: Any) -> NoReturn:
+        raise LATE
+
+    monkeypatch.setattr(ray._private.services, "get_node", never)
+    monkeypatch.setattr(ray_cluster, "START_S", 0)
+    with ray_cluster._patient(), pytest.raises(RuntimeError, match="not registered yet"):
+        ray._private.services.get_node("address", "id")
+
+
+@pytest.mark.usefixtures("token")
+def test_ray_is_started_with_that_time_for_each_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_gcs_server_port_wait_time_s", raising=False)
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "7")  # the user's own choice stays
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *mode, **options: given.update(options))
+    assert ray_cluster.start_ray()
+    assert given["_system_config"]["worker_register_timeout_seconds"] == ray_cluster.START_S >= 180
+    assert [os.environ[f"RAY_{process}_wait_time_s"] for process in ("gcs_server_port", "raylet_start")] == ["180", "7"]
+
+
+def test_a_token_is_made_once_for_this_user_alone(token: Path) -> None:
+    ray_token.make_token()
+    made = token.read_text()
+    ray_token.make_token()
+    assert (token.read_text(), len(made), token.stat().st_mode & 0o777) == (made, 64, 0o600)
+    assert list(token.parent.iterdir()) == [token]
+
+
+def test_of_two_programs_that_start_at_once_both_have_the_first_ones_token(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(count: int) -> str:
+        token.write_text("the other's")
+        return "ours"
+
+    monkeypatch.setattr(ray_token.secrets, "token_hex", meanwhile)
+    ray_token.make_token()
+    assert token.read_text() == "the other's"
+    assert list(token.parent.iterdir()) == [token]
+
+
+@pytest.mark.parametrize("name", [ray_token.MODE, ray_token.FILE, ray_token.TOKEN])
+def test_a_token_of_the_users_own_choice_is_left_to_ray(token: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "disabled")
+    ray_token.make_token()
+    assert not token.exists()
