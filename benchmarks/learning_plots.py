@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from learning_runs import Run, interval
+from learning_runs import Run, interval, named
 
 COLOURS = ("#2f6fd0", "#c2330f", "#2b8a57", "#8a4fbe", "#b7791f", "#4a5568")
 REACHED = 0.95  # of the final accuracy at depth 0, for the seconds that a setting takes to be as good
@@ -20,25 +20,39 @@ def grouped(runs: Mapping[str, Run], *by: str) -> dict[tuple[Any, ...], list[Run
     return dict(sorted(found.items()))
 
 
-def reached_s(run: Run, accuracy: float) -> float:
-    """Find the seconds after which a run's accuracy was first as high; NaN if it never was."""
-    return next((seconds for _, seconds, found, _ in run["accuracy"] if found >= accuracy), math.nan)
+def reached(run: Run, accuracy: float) -> tuple[float, float]:
+    """Find the updates and the seconds after which a run's accuracy was first as high; NaN if it never was."""
+    return next(((updates, seconds) for updates, seconds, found, _ in run["accuracy"] if found >= accuracy), (math.nan, math.nan))
+
+
+def with_seconds_alone(runs: Mapping[str, Run], alone: Mapping[str, float]) -> dict[str, Run]:
+    """Take runs that shared a machine with others to the seconds that their steps take alone, where these were measured."""
+    found = {}
+    for name, run in runs.items():
+        step_s = alone.get(named({part: value for part, value in run["key"].items() if part != "seed"}))
+        times = {} if step_s is None else {"step_s": step_s, "accuracy": [[one[0], one[0] * step_s, *one[2:]] for one in run["accuracy"]]}
+        found[name] = run | times
+    return found
 
 
 def staleness_table(runs: Mapping[str, Run]) -> str:
     """Write a row for each correction and depth, as Markdown."""
-    reached = f"seconds to {REACHED:.0%} of depth 0"
-    head = ("correction", "depth", "seeds", "final accuracy", "within", reached, "a step", "staleness, mean", "worst", "mismatch")
+    to = f"to {REACHED:.0%} of depth 0"
+    head = (
+        "correction", "depth", "seeds", "final accuracy", "within", f"updates {to}", f"seconds {to}", "a step", "staleness, mean", "worst",
+        "mismatch",
+    )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     groups = grouped(runs, "correction", "depth")
     for (correction, depth), own in groups.items():
         mean, half = interval([run["final_accuracy"] for run in own])
         fresh = [run["final_accuracy"] for run in groups.get((correction, 0), [])]
-        seconds = [reached_s(run, REACHED * statistics.fmean(fresh)) if fresh else math.nan for run in own]
+        there = [reached(run, REACHED * statistics.fmean(fresh)) if fresh else (math.nan, math.nan) for run in own]
+        updates, seconds = (statistics.fmean(values) for values in zip(*there, strict=True))
         mismatch = [next(iter(run["mismatch"].values()), math.nan) for run in own]
         step_s, stale = statistics.fmean(run["step_s"] for run in own), statistics.fmean(run["staleness_mean"] for run in own)
         cells = (
-            correction, depth, len(own), shown(mean), f"± {shown(half)}", shown(statistics.fmean(seconds), "{:.0f} s"),
+            correction, depth, len(own), shown(mean), f"± {shown(half)}", shown(updates, "{:.0f}"), shown(seconds, "{:.0f} s"),
             shown(step_s, "{:.2f} s"), shown(stale, "{:.2f}"), shown(max(run["staleness_worst"] for run in own), "{:.0f}"),
             shown(statistics.fmean(mismatch), "{:.4f}"),
         )  # fmt: skip

@@ -87,13 +87,19 @@ class Results:
         found: dict[str, Run] = self.held["runs"]
         return found
 
-    def keep(self, key: str, run: Run) -> None:
-        """Add a run to what the file holds by now, and write it whole or not at all."""
+    @property
+    def alone(self) -> dict[str, float]:
+        """The seconds of a step, by setting, where nothing else used the machine."""
+        found: dict[str, float] = self.held.get("alone", {})
+        return found
+
+    def keep(self, key: str, run: Run | float, kind: str = "runs") -> None:
+        """Add a run to what the file holds by now, or the seconds of a step `alone`, and write it whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("w") as alone:
             fcntl.flock(alone, fcntl.LOCK_EX)
             self.held = self._read()
-            self.runs[key] = run
+            self.held.setdefault(kind, {})[key] = run
             beside = self.path.with_suffix(".partial")
             beside.write_text(json.dumps(self.held, indent=1) + "\n", encoding="utf-8")
             beside.replace(self.path)

@@ -40,7 +40,10 @@ def run(shape: str, work: Path, steps: int, settings: list[str]) -> dict[str, An
     cfg = rg.config(mathematics.Config, [*own, f"steps={steps}", f"every={steps}", *settings])
     plan = rg.compile(mathematics.graph(cfg), rg.local_cluster())
     with plan.launch(deadline_s=300) as job:
-        steps_of = list(job.steps(steps))
+        steps_of = []
+        for step in job.steps(steps):
+            print(f"  {shape}: step {step.index + 1} took {step.seconds:.2f} s", flush=True)
+            steps_of.append(step)
     seconds = [step.seconds for step in steps_of]
     found = {"step_s": statistics.median(seconds[2:] or seconds), "steps_s": seconds, "predicted_s": plan.prediction.step_s}
     return found | {"finite": all(step.metrics["actor/grad_norm"] > 0 for step in steps_of if step.metrics["critic/rewards/max"] > 0)}

@@ -2,6 +2,7 @@
 
     python benchmarks/staleness.py --minutes 8                         # on one or two GPUs; call again until nothing is left
     python benchmarks/staleness.py --only depth=1,correction=disabled,seed=0
+    python benchmarks/staleness.py --alone --only seed=0,depth=1       # seconds of a step, where runs shared the machine with others
     python benchmarks/staleness.py --plot                              # table, and curves as SVG beside the JSON
     python benchmarks/staleness.py --smoke                             # two runs of two steps of a tiny model on the CPU
 
@@ -14,19 +15,37 @@ Corrections, by the library's names:
 * `proximal`: decoupled PPO. The clipped ratio is taken against a policy between the engine's and the current one, and weighed.
 * `bypass_ppo_clip` (by `--corrections`): the clipped ratio is taken against the engine's log-probs.
 
+Runs that share a GPU learn the same, each in its own call with `--only`, and their seconds mean nothing. `--alone` measures the steps of
+such settings with nothing beside them; table and curves then count these seconds.
+
 Accuracy belongs to the weights that answered: evaluations at step k use version max(0, k - depth), and stand in table and curves at the
 number of its updates and at the seconds after which it was published.
 """
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from learning_plots import draw_staleness, staleness_table
-from learning_runs import Flat, Key, Results, chosen, given_settings, machine, named, parser, recorded_settings, run_until_flat, runs_left
+from learning_plots import draw_staleness, staleness_table, with_seconds_alone
+from learning_runs import (
+    Flat,
+    Key,
+    Results,
+    Settings,
+    chosen,
+    given_settings,
+    machine,
+    named,
+    parser,
+    recorded_settings,
+    run_until_flat,
+    runs_left,
+)
 
 import rlgraph as rg
 
+ALONE = 12  # steps
 DEPTHS = (0, 1, 2, 4, 8)
 CORRECTIONS = ("disabled", "decoupled_token_is", "proximal")
 IN_THE_LOSS = ("proximal", "bypass_ppo_clip")  # which need no pass for old log-probs
@@ -37,6 +56,7 @@ def main() -> None:
     arguments.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     arguments.add_argument("--corrections", nargs="+", default=CORRECTIONS)
     arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--alone", action="store_true", help=f"measure {ALONE} steps of each setting, without an evaluation")
     given = arguments.parse_intermixed_args()
     gpus = rg.local_cluster().gpus
     cfg = given_settings(given, prompts=16, steps=300, every=10, questions=128, shared=gpus == 1, export=False)
@@ -53,21 +73,41 @@ def main() -> None:
             Flat(1, 1, -1.0),
         )
     results = Results(given.json, recorded_settings(cfg, flat, "depth", "correction", "loss"))
-    if not given.plot:
+    if given.alone:
+        measure_alone(results, chosen(keys, given.only), cfg, given.work)
+    elif not given.plot:
         for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):
-            correction = str(key["correction"])
-            loss, node = (correction, "") if correction in IN_THE_LOSS else ("clipped", correction)
-            own = replace(cfg, depth=int(key["depth"]), seed=int(key["seed"]), loss=loss, correction=node)
-            run = run_until_flat(own, given.work / named(key), flat, until_s)
+            run = run_until_flat(settings_of(cfg, key), given.work / named(key), flat, until_s)
             if run is None:
                 print("  the time is over: saved, call again", flush=True)
                 break
             results.keep(named(key), run | {"key": key, "machine": machine()})
             shutil.rmtree(given.work / named(key) / "checkpoints", ignore_errors=True)
     if results.runs:
-        print(staleness_table(results.runs))
-        for name, text in draw_staleness(results.runs).items():
+        runs = with_seconds_alone(results.runs, results.alone)
+        print(staleness_table(runs))
+        for name, text in draw_staleness(runs).items():
             Path(given.json).with_name(f"{Path(given.json).stem}_{name}.svg").write_text(text, encoding="utf-8")
+
+
+def settings_of(cfg: Settings, key: Key) -> Settings:
+    """The settings of a run."""
+    correction = str(key["correction"])
+    loss, node = (correction, "") if correction in IN_THE_LOSS else ("clipped", correction)
+    return replace(cfg, depth=int(key["depth"]), seed=int(key["seed"]), loss=loss, correction=node)
+
+
+def measure_alone(results: Results, keys: list[Key], cfg: Settings, work: Path) -> None:
+    """Measure the seconds of a step of each setting, and add them to the file."""
+    for key in keys:
+        setting = named({name: value for name, value in key.items() if name != "seed"})
+        if setting in results.alone:
+            continue
+        own = replace(settings_of(cfg, key), steps=ALONE, every=ALONE * 1000)
+        run = run_until_flat(own, work / f"alone,{setting}", Flat(), math.inf)
+        assert run is not None
+        results.keep(setting, run["step_s"], "alone")
+        print(f"{setting}: {run['step_s']:.2f} s a step alone", flush=True)
 
 
 if __name__ == "__main__":

@@ -85,17 +85,34 @@ def finished(key: dict[str, Any], accuracy: float) -> dict[str, Any]:
     return run | {"key": key, "machine": {"gpus": []}}
 
 
+def disabled(runs: dict[str, Any]) -> list[list[str]]:
+    """The cells of the table's rows without a correction."""
+    return [row.split(" | ") for row in learning_plots.staleness_table(runs).splitlines() if row.startswith("| disabled")]
+
+
 def test_the_table_has_intervals_over_seeds_and_the_seconds_until_as_good_as_depth_0() -> None:
     runs = {named(key): finished(key, 0.5 + 0.1 * int(key["seed"])) for key in KEYS}
-    rows = [row.split(" | ") for row in learning_plots.staleness_table(runs).splitlines() if row.startswith("| disabled")]
+    rows = disabled(runs)
     assert len(rows) == 2
     assert rows[0][2:5] == ["2", "0.550", "± 0.635"]  # 12.71 x 0.0707 / sqrt(2)
-    assert rows[0][5] == "–"  # one of the seeds never reaches 0.95 x 0.55
+    assert rows[0][5:7] == ["–", "–"]  # one of the seeds never reaches 0.95 x 0.55
     runs["depth=0,correction=disabled,seed=0"]["final_accuracy"] = 0.3
-    assert [row.split(" | ")[5] for row in learning_plots.staleness_table(runs).splitlines() if row.startswith("| disabled")] == [
-        "1 s",
-        "1 s",
-    ]
+    assert [cells[5:8] for cells in disabled(runs)] == [["2", "1 s", "1.50 s"]] * 2
+
+
+def test_runs_that_shared_a_machine_count_the_seconds_of_a_step_alone() -> None:
+    runs = {named(key): finished(key, 0.5) for key in KEYS}
+    alone = learning_plots.with_seconds_alone(runs, {"depth=1,correction=disabled": 0.25})
+    assert [cells[5:8] for cells in disabled(alone)] == [["2", "1 s", "1.50 s"], ["2", "0 s", "0.25 s"]]
+    assert alone["depth=1,correction=disabled,seed=1"]["accuracy"][-1][:2] == [2, 0.5]
+
+
+def test_seconds_alone_are_kept_beside_the_runs(tmp_path: Path) -> None:
+    results = Results(tmp_path / "runs.json", {"steps": 4})
+    results.keep("depth=1,correction=disabled", 0.25, "alone")
+    results.keep("seed=0", {"from": "one"})
+    again = Results(tmp_path / "runs.json", {"steps": 4})
+    assert (again.alone, again.runs) == ({"depth=1,correction=disabled": 0.25}, {"seed=0": {"from": "one"}})
 
 
 def test_curves_are_means_where_all_seeds_are() -> None:

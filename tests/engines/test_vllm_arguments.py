@@ -44,3 +44,26 @@ def test_a_step_is_not_recorded_whose_last_sequence_would_be_longer_than_the_con
 def test_an_engine_of_one_short_sequence_is_started() -> None:
     found = arguments(on_cpu=False, context=4, max_sequences=1, kv_cache_bytes=None, share=0.9, shared=False)
     assert found["compilation_config"]["cudagraph_capture_sizes"] == [1]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_an_engine_sleeps_beside_programs_that_take_memory_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from rlgraph.engines.vllm.gpu_worker import GpuWorker
+
+    def fails(words: str) -> None:
+        def sleep(self: object, level: int = 1) -> None:
+            raise AssertionError(words)
+
+        monkeypatch.setattr(Worker, "sleep", sleep)
+
+    fails("Memory usage increased after sleeping.")
+    GpuWorker.sleep(object.__new__(GpuWorker))
+    assert "another program took more meanwhile" in caplog.text
+    fails("another one")
+    with pytest.raises(AssertionError, match="another one"):
+        GpuWorker.sleep(object.__new__(GpuWorker))
