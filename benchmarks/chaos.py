@@ -140,7 +140,7 @@ class Faults:
         control, draw = self._control, self._draw
         host, seconds = draw.choice((2, 3)), draw.uniform(0.2, LONGEST_S)
         if what == "a worker is killed":
-            dispatch = self._running._session._dispatch
+            dispatch = self._running.session.dispatch
             assert isinstance(dispatch, placed.Placed)
             if dispatch.created:
                 at, pid = draw.choice(sorted(dispatch.created.values()))

@@ -58,7 +58,7 @@ def compared(engine: Any, weights: list[str], sampled: list[Any], passes: int) -
     """Score each sample under its weights; count the tokens that differ from the engine's in any bit."""
     import torch
 
-    engine._micro_batch_tokens = passes
+    engine.micro_batch_tokens = passes
     tokens, differ, most = 0, 0, 0.0
     for index, responses in enumerate(sampled):
         engine.load_weights(torch.load(weights[index // len(TEMPERATURES)]))
@@ -103,7 +103,7 @@ def main() -> None:
         for name, engine, passes in (("exact", exact, 2048), ("exact, small passes", exact, 300), ("without exact", plain, 2048)):
             found[name] = compared(engine, weights, sampled, passes)
             print(f"{name}: {found[name]}", flush=True)
-    exact._micro_batch_tokens = plain._micro_batch_tokens = 2048
+    exact.micro_batch_tokens = plain.micro_batch_tokens = 2048
     works: dict[str, Callable[[Any], object]] = {
         "scores": lambda engine: engine.scores(batch),
         "update": lambda engine: engine.update(batch, rg.ClippedLoss()),

@@ -117,7 +117,7 @@ class Trainer:
         import torch
 
         rows = torch.load(path)
-        self.engine._micro_batch_tokens = self.passes if step % 2 else self.passes // 3 + 5
+        self.engine.micro_batch_tokens = self.passes if step % 2 else self.passes // 3 + 5
         own = self.engine.scores(batch_of([(p, r) for p, r, _ in rows]), temperature=temperature(step))
         away = (own - torch.tensor([log_probs for _, _, log_probs in rows])).abs()
         return {"tokens": away.numel(), "different": int((away > 0).sum()), "most_nats": away.max().item()}
@@ -147,7 +147,7 @@ class Trainer:
 
         both = {"exact": self.engine, "plain": self._twin()}
         for engine in both.values():
-            engine._micro_batch_tokens = self.passes
+            engine.micro_batch_tokens = self.passes
         batch = self._batch(list(zip(texts([prompt] * rows, 5), texts([response] * rows, 6), strict=True)), self.engine)
         found: dict[str, Any] = {}
         works: dict[str, Callable[[Any], object]] = {
@@ -178,7 +178,7 @@ class Trainer:
         for kind, dtype in (("exact", None), ("plain", None), ("float32", torch.float32)):
             self._libraries(exact=kind == "exact")
             engine = self.engine if kind == "exact" else self._twin(dtype)
-            engine._micro_batch_tokens = self.passes
+            engine.micro_batch_tokens = self.passes
             found[kind] = gradient(engine, self._batch(pairs, engine))
             del engine
             self._forget_twins()
@@ -218,9 +218,9 @@ def gradient(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def look(metrics: dict[str, float]) -> bool:
-        for name, parameter in engine._named().items():
+        for name, parameter in engine.trained().items():
             found[name] = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-        scale = max(metrics["actor/grad_norm"] / engine._settings.grad_clip, 1.0)
+        scale = max(metrics["actor/grad_norm"] / engine.optimizer_settings.grad_clip, 1.0)
         found.update({name: tensor.float().cpu() * scale for name, tensor in found.items()})
         return False
 

@@ -87,7 +87,7 @@ def trained(seconds: float, smoke: bool) -> dict[str, Any]:
     """Train a model of bytes on the texts of this repository, and save it in bfloat16."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
+    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, layers = (64, 2) if smoke else (1024, 16)
@@ -107,7 +107,7 @@ def trained(seconds: float, smoke: bool) -> dict[str, Any]:
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(device)
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     files = sorted([*Path("docs").glob("*.md"), *Path("rlgraph").rglob("*.py")])[: 4 if smoke else None]
     text = torch.tensor(tokenizer("\n".join(file.read_text() for file in files))["input_ids"])
     rows, length = (2, 32) if smoke else (32, 512)

@@ -50,7 +50,7 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
     """
     from transformers import Qwen3ForCausalLM
 
-    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
+    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     target = Path(folder) / f"qwen3-{shape}{'-headers' if headers_only else ''}"
     if (target / "config.json").exists():
@@ -70,7 +70,7 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
         model.save_pretrained(target)
         del model
         torch.cuda.empty_cache()  # the engine that comes takes most of this GPU
-    _byte_tokenizer().save_pretrained(target)
+    byte_tokenizer().save_pretrained(target)
     config(shape).save_pretrained(target)  # type: ignore[attr-defined]
     return str(target)
 

@@ -41,7 +41,7 @@ class FarGenerator(fakes.VectorGenerator):
 
         def slow_take(reader: HostReader, step: int, timeout_s: float) -> dict[str, Column]:
             found = take(reader, step, timeout_s)
-            time.sleep(TRANSFER_S if reader._end.channel.startswith("weights") else 0.0)
+            time.sleep(TRANSFER_S if reader.end.channel.startswith("weights") else 0.0)
             return found
 
         def slow_fill(staging: Staging, *given: Any) -> None:

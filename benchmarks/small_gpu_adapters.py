@@ -182,14 +182,14 @@ def vllm_lora(smoke: bool) -> dict[str, Any]:
             write_config(Path(where), SavedAdapter(rank, float(rank), "all-linear"), folder, shapes)
             written.append(time.monotonic() - start)
             start = time.monotonic()
-            engine._engine.add_lora(LoRARequest("adapter", version, where))
+            engine.llm.add_lora(LoRARequest("adapter", version, where))
             if on_gpu:
                 torch.cuda.synchronize()
             added.append(time.monotonic() - start)
         say(f"version {version}: added in {added[-1] * 1e3:.1f} ms")
     request = LoRARequest("adapter", version, "/nowhere")  # is there already
-    add = engine._engine.add_request
-    engine._engine.add_request = lambda *given, **named: add(*given, lora_request=request, **named)
+    add = engine.llm.add_request
+    engine.llm.add_request = lambda *given, **named: add(*given, lora_request=request, **named)
     speed = decoded(engine, 8 if smoke else TOKENS)
     found = {
         "shape": shape,

@@ -75,10 +75,10 @@ def one_engine(folder: str, settings: dict[str, Any], counts: tuple[int, ...], t
         if on_gpu():
             torch.cuda.synchronize()
         swaps.append(time.monotonic() - start)
-    model = engine._model()
+    model = engine.model()
     held = {tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in [*model.parameters(), *model.buffers()]}
     found |= {"first_swap_s": swaps[0], "swap_s": statistics.median(swaps[1:]), "weights_bytes": sum(held.values())}
-    found["kv_cache_tokens"] = engine._engine.vllm_config.cache_config.num_gpu_blocks * engine._engine.vllm_config.cache_config.block_size
+    found["kv_cache_tokens"] = engine.llm.vllm_config.cache_config.num_gpu_blocks * engine.llm.vllm_config.cache_config.block_size
     for count in counts:
         seconds = statistics.median(timed(engine, count, tokens))
         found[f"tokens_per_s_{count}"] = count * tokens / seconds

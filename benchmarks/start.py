@@ -131,11 +131,11 @@ def child(model: str, tokens: int) -> None:
     marks.end("graph and plan")
     job = plan.launch()
     marks.end("checks of models and data")
-    session: Any = job._session
-    group = session._group
-    marks.before(session._dispatch, "create", "Ray")
+    session: Any = job.session
+    group = session.group
+    marks.before(session.dispatch, "create", "Ray")
     marks.before(group, "until_ready", "workers start, import and open their channels")
-    marks.before(session._dispatch, "start", "workers load their engines")
+    marks.before(session.dispatch, "start", "workers load their engines")
     sampler = ActivitySampler(lambda: group.states() if session.folder and not session.ended else {})
     with job:
         marks.end("the compiled graph")

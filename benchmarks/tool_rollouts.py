@@ -80,7 +80,7 @@ def decoded(engine: VllmEngine, name: str, prompts: list[list[int]], lengths: li
     return time.perf_counter() - start
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
@@ -90,7 +90,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     Slow.seconds, Slow.sigma = given.tool_s, math.log(given.tail) / P99
     rows = []
     with tempfile.TemporaryDirectory() as folder:

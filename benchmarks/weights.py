@@ -100,20 +100,20 @@ def rank_sums(worker: Any) -> dict[str, int] | None:
     """Return the hashes of the weights that a rank maps, or None where its parameters are not those that its loader leaves."""
     import torch
 
-    model, weights = worker.get_model(), worker._rank_weights.weights
+    model, weights = worker.get_model(), worker.rank_weights.weights
     before = [parameter.clone() for parameter in model.parameters()]
     model.load_weights(iter(weights.items()))
     same = all(torch.equal(old, parameter) for old, parameter in zip(before, model.parameters(), strict=True))
-    return placed_hashes(weights) if same and worker._rank_weights.plan is not None else None
+    return placed_hashes(weights) if same and worker.rank_weights.plan is not None else None
 
 
 def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
     """Return, for each rank, the hashes of what it has of every weight."""
-    if generator._parallel:
-        return list(generator._engine.collective_rpc(rank_sums))
-    assert generator._copies is not None
+    if generator.parallel:
+        return list(generator.llm.collective_rpc(rank_sums))
+    assert generator.copies is not None
     loaded: dict[str, int] = {}
-    for copy in generator._copies.copies:
+    for copy in generator.copies.copies:
         loaded[copy.name] = added(loaded.get(copy.name, 0), placed_hash(copy.to, copy.offset, copy.strides))
     return [loaded]
 
@@ -231,7 +231,7 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
 
 def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orders: Any, results: Any) -> list[dict[str, float]]:
     """Measure how long vLLM's own NCCL transfer stops generation, for some versions."""
-    llm = generator._engine
+    llm = generator.llm
     orders.put("vllm")
     init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init})
@@ -249,7 +249,7 @@ def vllm_transfer(generator: Any, decoding: Decoding, like: Any, port: int, orde
             decoding.step()
         assert results.get() == "ready"
         before, tokens = decoding.steps[-1][1], decoding.tokens()
-        generator._catch_up()
+        generator.catch_up()
         llm.collective_rpc("start_weight_update")
         llm.collective_rpc("update_weights", kwargs={"update_info": update})
         llm.collective_rpc("finish_weight_update")

@@ -77,7 +77,7 @@ def folder_of(name: str, parent: Path) -> Path:
     from transformers import AutoConfig
 
     from rlgraph.engines.forward.miniature import miniature, quiet
-    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
+    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     folder = parent / name
     kind, settings = FAMILIES[name]
@@ -85,7 +85,7 @@ def folder_of(name: str, parent: Path) -> Path:
         return nested_folder(kind, folder)
     with quiet():
         miniature(AutoConfig.for_model(kind, **settings), "eager").save_pretrained(folder)
-        _byte_tokenizer().save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -94,7 +94,7 @@ def nested_folder(kind: str, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from rlgraph.engines.forward.miniature import _draw, miniature, quiet
-    from rlgraph.engines.hf_models.pretrained import _byte_tokenizer
+    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     with quiet():
         text = miniature(AutoConfig.for_model(kind).get_text_config(), "eager").config
@@ -103,7 +103,7 @@ def nested_folder(kind: str, folder: Path) -> Path:
         model = AutoModelForImageTextToText.from_config(config)
         _draw(model)
         model.save_pretrained(folder)
-        _byte_tokenizer().save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -21,7 +21,7 @@ Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by pa
 def held(kind: str, folder: Path, rank: int, world: int) -> Held:
     """Load a model, and copy the boxes that this rank has of it."""
     engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
-    boxes = {name: own_box(name, parameter) for name, parameter in engine._named().items()}
+    boxes = {name: own_box(name, parameter) for name, parameter in engine.trained().items()}
     found = {name: (box.global_shape, box.offsets, box.tensor.clone()) for name, box in boxes.items()}
     engine.close()
     return found

@@ -61,7 +61,7 @@ def job(made: Graph, recovery: Recovery | None = None, deadline_s: float = 60.0,
 
 
 def created(running: Job, worker: str) -> tuple[int, int]:
-    dispatch = running._session._dispatch
+    dispatch = running.session.dispatch
     assert isinstance(dispatch, placed.Placed)
     return dispatch.created[worker]
 

@@ -3,10 +3,11 @@
 import ast
 import doctest
 import importlib
+import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,17 @@ def test_the_examples_of_the_docstrings_run(path: Path) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0, "an example that is in no docstring"
     assert found.failed == 0
+
+
+def without_example(names: Iterable[str]) -> list[str]:
+    """The public functions whose docstring shows no use of them."""
+    return [name for name in names if inspect.isfunction(found := getattr(rg, name)) and ">>>" not in (found.__doc__ or "")]
+
+
+def test_every_public_function_has_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert without_example(rg.__all__) == []
+    monkeypatch.setattr(rg, "bare", lambda: None, raising=False)
+    assert without_example(["bare", "compile"]) == ["bare"]
 
 
 def examples(page: str) -> Iterator[ast.Module]:

@@ -7,7 +7,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import _byte_tokenizer, tiny_model
+from rlgraph.engines.hf_models.pretrained import byte_tokenizer, tiny_model
 
 VOCAB = 288
 LENGTHS = [7, 2, 5, 5, 1, 12]  # three prompts: of two ranks one has a pass without rows
@@ -42,7 +42,7 @@ def tiny_qwen(folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, head
     )
     torch.manual_seed(0)
     model(shape).to(torch.bfloat16).save_pretrained(folder / kind)
-    _byte_tokenizer().save_pretrained(folder / kind)
+    byte_tokenizer().save_pretrained(folder / kind)
     return folder / kind
 
 

@@ -45,8 +45,6 @@ MODULES = {"one_step_off": "verl.experimental.one_step_off_policy.main_ppo", "co
 
 def overrides(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Return verl's configuration for the job, as hydra's overrides."""
-    sequences = given.prompts * given.group_size
-    rollout = "actor_rollout_ref.rollout"
     common = {
         "hydra.searchpath": "[pkg://verl.trainer.config]",
         "hydra.run.dir": work / "hydra",
@@ -69,22 +67,6 @@ def overrides(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "actor_rollout_ref.actor.use_kl_loss": False,
         "actor_rollout_ref.actor.entropy_coeff": 0,
         "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": False,
-        f"{rollout}.name": "vllm",
-        f"{rollout}.mode": "async",
-        f"{rollout}.n": given.group_size,
-        f"{rollout}.tensor_model_parallel_size": 1,
-        f"{rollout}.temperature": 1.0,
-        f"{rollout}.ignore_eos": True,
-        f"{rollout}.gpu_memory_utilization": given.engine_memory,
-        f"{rollout}.enforce_eager": False,
-        f"{rollout}.max_model_len": 64 + given.response_tokens,
-        f"{rollout}.max_num_seqs": sequences,
-        f"{rollout}.max_num_batched_tokens": 16384,
-        f"{rollout}.load_format": "auto",
-        f"{rollout}.calculate_log_probs": True,
-        f"{rollout}.cudagraph_capture_sizes": "[1,2,4,8,16,32,64,128,256,512,768,1024]",
-        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": given.bucket_mib,
-        f"+{rollout}.engine_kwargs.vllm.attention_backend": "FLASH_ATTN",
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
         "algorithm.rollout_correction.bypass_mode": True,
@@ -107,7 +89,30 @@ def overrides(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         placed = {"actor_rollout_ref.hybrid_engine": False, "trainer.n_gpus_per_node": 1, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 1}
     else:
         placed = {"trainer.n_gpus_per_node": 2, "trainer.use_v1": False}  # the newer trainer looks for work every 2 s only
-    return common | placed
+    return common | of_rollouts(given) | placed
+
+
+def of_rollouts(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the part of the configuration that its rollouts have."""
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        f"{rollout}.name": "vllm",
+        f"{rollout}.mode": "async",
+        f"{rollout}.n": given.group_size,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.temperature": 1.0,
+        f"{rollout}.ignore_eos": True,
+        f"{rollout}.gpu_memory_utilization": given.engine_memory,
+        f"{rollout}.enforce_eager": False,
+        f"{rollout}.max_model_len": 64 + given.response_tokens,
+        f"{rollout}.max_num_seqs": given.prompts * given.group_size,
+        f"{rollout}.max_num_batched_tokens": 16384,
+        f"{rollout}.load_format": "auto",
+        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.cudagraph_capture_sizes": "[1,2,4,8,16,32,64,128,256,512,768,1024]",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": given.bucket_mib,
+        f"+{rollout}.engine_kwargs.vllm.attention_backend": "FLASH_ATTN",
+    }
 
 
 def steps_of(lines: list[tuple[float, str]]) -> list[dict[str, float]]:

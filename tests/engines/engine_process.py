@@ -51,7 +51,7 @@ def main(engine: str, folder: Path, out: Path) -> None:
     found["cores"] = (time.process_time() - before) / (time.perf_counter() - started)
     found["stepped"] = stepped(made, weights)
     if engine == "vllm":
-        found["batched_tokens"] = made._engine.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
+        found["batched_tokens"] = made.llm.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
     else:
         made.load_weights(changed(weights, 1))
         found["copied"] = copied(made, folder)

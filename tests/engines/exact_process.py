@@ -143,7 +143,7 @@ def scored(made: Any, out: Path) -> dict[str, Any]:
         return counts
 
     found: dict[str, Any] = {"exact": compared()}
-    made._micro_batch_tokens = 60
+    made.micro_batch_tokens = 60
     found["other passes"] = compared()
     for name, (place, attribute, own) in OWN.items():
         kept = getattr(place(), attribute)

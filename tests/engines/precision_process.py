@@ -26,7 +26,7 @@ def main(folder: str, engine: str) -> None:
     with plan.run_here() as job:
         done = next(iter(job.steps(1)))
         loaded = job.progress["generator"].worker.context.engine
-        model = loaded._model() if engine == "vllm" else loaded._model
+        model = loaded.model() if engine == "vllm" else loaded._model
         computes = str(next(model.parameters()).dtype)
     found = {
         "plan": {m.name: [m.dtype, m.why] for m in plan.models},

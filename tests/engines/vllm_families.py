@@ -27,7 +27,7 @@ def replayed(engine: VllmEngine, first: dict[str, torch.Tensor], second: dict[st
     """Record the copies of the model's own loader, replay them with other weights, and tell what the loader leaves otherwise."""
     models = []
     for weights in (first, second):
-        config = copy.deepcopy(engine._engine.vllm_config)
+        config = copy.deepcopy(engine.llm.vllm_config)
         config.compilation_config.static_forward_context.clear()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
             model = initialize_model(config)

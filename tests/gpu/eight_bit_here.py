@@ -33,7 +33,7 @@ def made(adapter: rg.LoRA | None) -> FsdpEngine:
 
 for adapter in (None, rg.LoRA(rank=64)):
     engine = made(adapter)
-    named = engine._named()
+    named = engine.trained()
     theirs = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in engine.weights().items()}
     library: Any = AdamW8bit(theirs.values(), lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay)
 

@@ -22,7 +22,7 @@ def responses() -> list[tuple[list[int], list[float]]]:
 
 
 def held() -> dict[str, torch.Tensor]:
-    return {name: tensor.float().clone() for name, tensor in engine._model().state_dict().items()}
+    return {name: tensor.float().clone() for name, tensor in engine.model().state_dict().items()}
 
 
 first, loaded = responses(), held()

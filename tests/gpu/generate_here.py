@@ -58,7 +58,7 @@ def replayed(manager: Any) -> list[int]:
 
 
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
-replays = replayed(engine._engine.model_executor.driver_worker.worker.model_runner.cudagraph_manager)
+replays = replayed(engine.llm.model_executor.driver_worker.worker.model_runner.cudagraph_manager)
 worst = 0.0
 for number, (prompt, response) in enumerate(zip(LONG, joined(), strict=True)):
     with torch.inference_mode():
@@ -73,9 +73,9 @@ engine.load_weights(weights)
 assert responses() == first
 changed = {name: weight * 1.5 for name, weight in weights.items()}
 engine.load_weights(changed)
-copied = {name: parameter.clone() for name, parameter in engine._model().named_parameters()}
-engine._model().load_weights(iter(changed.items()))
-assert all(torch.equal(parameter, copied[name]) for name, parameter in engine._model().named_parameters())
+copied = {name: parameter.clone() for name, parameter in engine.model().named_parameters()}
+engine.model().load_weights(iter(changed.items()))
+assert all(torch.equal(parameter, copied[name]) for name, parameter in engine.model().named_parameters())
 engine.sleep()
 engine.load_weights(weights)
 engine.wake()

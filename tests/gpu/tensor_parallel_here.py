@@ -55,7 +55,7 @@ def on_rank(worker: Any) -> dict[str, Any]:
     """Return what one rank has: the bits of the weights it maps and of its parameters, whether the loader leaves the same, and copies."""
     import torch
 
-    state, part = worker._rank_weights, worker.get_model()
+    state, part = worker.rank_weights, worker.get_model()
     before = {name: parameter.clone() for name, parameter in part.named_parameters()}
     part.load_weights(iter(state.weights.items()))
     same = {name: torch.equal(parameter, before[name]) for name, parameter in part.named_parameters()}
@@ -69,7 +69,7 @@ def on_rank(worker: Any) -> dict[str, Any]:
 
 def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
     """Compare both ranks with the weights that were loaded last, and return the bits of their parameters."""
-    ranks = engine._engine.collective_rpc(on_rank)
+    ranks = engine.llm.collective_rpc(on_rank)
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["mapped"] == sums(weights.items()), "what the rank maps is not what was loaded"
@@ -155,7 +155,7 @@ def hold() -> None:
     from rlgraph.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(model("llama"), max_model_len=64, kv_cache_bytes=256 << 20, max_sequences=16, memory=0.3, tensor_parallel=2)
-    print("ranks", *engine._engine.collective_rpc(pid), flush=True)
+    print("ranks", *engine.llm.collective_rpc(pid), flush=True)
     sys.stdin.read()
 
 

@@ -80,7 +80,7 @@ def test_a_dead_worker_is_named_with_its_host() -> None:
     with forked.job(fakes.vector_loop(1, generate_s=0.05), hosts=2) as running:
         steps = running.steps(1000)
         next(steps)
-        running._session._dispatch.processes["policy"].kill()
+        running.session.dispatch.processes["policy"].kill()
         with pytest.raises(WorkerDied, match=r"worker 'policy' \(process \d+\) on host 1 \(127\.0\.0\.2\) died while"):
             list(steps)
 

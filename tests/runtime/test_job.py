@@ -55,7 +55,7 @@ def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
 def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
     with job(graph, dispatch) as running:
-        held = running._session.shards("policy")
+        held = running.session.shards("policy")
         running.recorder.request_samples(1.0)
         found, recorded = [], []
         for step in running.steps(4):
@@ -124,7 +124,7 @@ job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
 with job:
     steps = job.steps(1000)
     next(steps)
-    print("left:", job._session.folder, *job.pids.values())
+    print("left:", job.session.folder, *job.pids.values())
     os.kill(job.pids["generator"], signal.SIGKILL)
     for step in steps:
         pass

@@ -375,7 +375,7 @@ def raising(batch: Columns) -> dict[str, Column]:
 
 def test_the_stacks_and_files_of_a_job_end_with_it() -> None:
     with forked.job(fakes.vector_loop(1, middle=raising)) as running:
-        folder = running._session.folder
+        folder = running.session.folder
         with pytest.raises(NodeError, match="node 'raising' failed at step 0"):
             list(running.steps(2))
     assert not Path(folder).exists()

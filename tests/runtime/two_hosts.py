@@ -104,7 +104,7 @@ def run(cluster: RayCluster) -> None:
 
     with job() as running:
         assert losses(running) == expected
-        nodes = {worker.name: node_of(actor) for worker, actor in zip(running.plan.workers, running._session._actors, strict=True)}
+        nodes = {worker.name: node_of(actor) for worker, actor in zip(running.plan.workers, running.session._actors, strict=True)}
         mine = ray.get_runtime_context().get_node_id()
         assert nodes == {"prompts": mine, "generator": mine, "score": mine, "policy": other.node_id}, nodes
         cluster.remove_node(other, allow_graceful=False)

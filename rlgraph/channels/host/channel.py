@@ -44,7 +44,7 @@ class _HostEnd:
     """What both ends share: how an end closes, fails and counts. `close` and `fail` may come from another thread."""
 
     def __init__(self, name: str, role: str, slots: int) -> None:
-        self._end = End(name, role)
+        self.end = End(name, role)
         self._meter = Meter(slots)
         self._segments: dict[int, mmap.mmap] = {}
         self._stop: Stop | None = None
@@ -114,13 +114,13 @@ class HostWriter(_HostEnd):
     def put(
         self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
     ) -> None:
-        check_columns(self._end, step, columns)
+        check_columns(self.end, step, columns)
         if self._layout is None or self._layout.signature is None or self._layout.signature != slot_memory.signature(columns, dtype):
             self._layout = slot_memory.MessageLayout(columns, dtype, apart=self._apart)
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
-                raise self._end.stopped(step, self._stop)
+                raise self.end.stopped(step, self._stop)
             slot = self._free[-1]  # the one used last: its pages are the warmest
             size = self._send(step, slot, self._layout, columns, self._bucket_bytes(bucket_bytes, self._layout))
             self._free.pop()
@@ -166,7 +166,7 @@ class HostWriter(_HostEnd):
         memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
         header = wanted.header(exported)
         size = slot_memory.size_of(wanted, header)
-        handle, segment = segment_of(self._end.channel, self._segments.get(slot), size)
+        handle, segment = segment_of(self.end.channel, self._segments.get(slot), size)
         return slot_memory.WriteView(wanted, header, segment, memory), segment, handle
 
     def _room(self, slot: int, wanted: slot_memory.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
@@ -186,7 +186,7 @@ class HostWriter(_HostEnd):
             with self._meter.blocked():
                 heard = self._hear(deadline)
             if not heard and self._stop is None:
-                raise self._end.timeout(step, timeout_s, self._state())
+                raise self.end.timeout(step, timeout_s, self._state())
 
     def _hear(self, deadline: float) -> bool:
         """Wait until a reader connects or sends, then receive all messages; return False if the deadline passes first."""
@@ -250,7 +250,7 @@ class HostReader(_HostEnd):
         self._await(taken.step, timeout_s, lambda: slot not in self._there or self._there[slot][0] > beyond, one_by_one=True)
         if slot in self._there and self._there[slot][0] <= beyond:
             assert self._stop is not None
-            raise self._end.stopped(taken.step, self._stop)
+            raise self.end.stopped(taken.step, self._stop)
         return self._there[slot][0] if slot in self._there else taken.tensors
 
     def _next(self, step: int, timeout_s: float, *, whole: bool) -> dict[str, Column]:
@@ -260,26 +260,26 @@ class HostReader(_HostEnd):
         self._await(step, timeout_s, ready)
         with self._lock:
             if self._stop is not None and not (ready() and self._stop.reason is None):
-                raise self._end.stopped(step, self._stop)
+                raise self.end.stopped(step, self._stop)
             full = self._full[0]
             if full.step != step:
-                raise self._end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
+                raise self.end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
             self._full.popleft()
             try:
                 columns, taken = self._read(full)
             except slot_memory.Malformed as error:
                 self._stop = Stop(f"the writer ({self._connection.peer})", f"put a malformed message: {error}", self._connection.pid)
-                raise self._end.stopped(step, self._stop) from error
+                raise self.end.stopped(step, self._stop) from error
         self._taken.append((full.slot, taken))
         self._meter.message(full.size + full.carried, len(self._taken))
         return columns
 
     def release(self) -> None:
         if not self._taken:
-            raise ChannelError(f"channel '{self._end.channel}', a reader: release() without a message taken; each take is released once")
+            raise ChannelError(f"channel '{self.end.channel}', a reader: release() without a message taken; each take is released once")
         slot, taken = self._taken[0]
         if slot in self._there:
-            raise self._end.defect(taken.step, "release() while the message is still being written; wait until all of it has arrived")
+            raise self.end.defect(taken.step, "release() while the message is still being written; wait until all of it has arrived")
         self._taken.popleft()
         self._meter.use(len(self._taken))
         with self._lock:
@@ -287,7 +287,7 @@ class HostReader(_HostEnd):
                 protocol.send(self._connection, Free(slot))
         if taken.text or not taken.as_given():  # text lies in the header, and is never given twice
             self._read_views.pop(slot, None)
-        taken.check_unchanged(self._end)
+        taken.check_unchanged(self.end)
 
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
         """Return the message's columns: the views of the slot's last message, if both have the same layout."""
@@ -314,7 +314,7 @@ class HostReader(_HostEnd):
             with self._meter.blocked():
                 heard = self._hear(deadline, one_by_one)
             if not heard and self._stop is None:
-                raise self._end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
+                raise self.end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")
 
     def _hear(self, deadline: float, one_by_one: bool) -> bool:
         """Wait until the writer sends, then receive one message or all; return False if the deadline passes first."""

@@ -69,10 +69,10 @@ class RayWriter(HostWriter):
             room = max(int(needed * ROOM), 2 * room, LEAST_BYTES)
             channel = self._make(room)
             self._channels[slot] = channel, room
-        with in_words(f"channel '{self._end.channel}', the writer, step {step}"):
+        with in_words(f"channel '{self.end.channel}', the writer, step {step}"):
             channel.write(packed, RAY_S)
         name = channel._writer_ref.binary()
-        handle, segment = new_segment(self._end.channel, len(name)) if new else (None, b"")
+        handle, segment = new_segment(self.end.channel, len(name)) if new else (None, b"")
         if isinstance(segment, mmap.mmap):
             segment[: len(name)] = name
         try:
@@ -93,7 +93,7 @@ class RayWriter(HostWriter):
     def _make(self, size: int) -> Any:
         """Make a channel of Ray with a buffer of that size, for each process that reads."""
         processes = len({connection.pid for connection in self._acceptor.connections})
-        with in_words(f"channel '{self._end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
+        with in_words(f"channel '{self.end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
             return Channel(self_actor(), [(any_actor(self._site), node_id())] * processes, SharedMemoryType(buffer_size_bytes=size))
 
 

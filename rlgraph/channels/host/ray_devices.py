@@ -59,7 +59,7 @@ class RayDeviceWriter(RayWriter):
         super()._await(step, timeout_s)
         while self._stop is None and len(self._senders) < self._readers:
             if not self._hear(deadline):
-                raise self._end.timeout(step, timeout_s, "a reader has connected and has not sent the name of its store")
+                raise self.end.timeout(step, timeout_s, "a reader has connected and has not sent the name of its store")
 
     def _obey(self, message: ControlMessage | Disconnected, connection: Connection) -> None:
         if isinstance(message, KeyValue) and connection not in self._senders:
@@ -111,7 +111,7 @@ class RayDeviceReader(RayReader):
         try:
             self._carried[full.slot] = watched(lambda: self._received(names[self._store]), [], RAY_S)
         except (RuntimeError, EOFError, OSError) as error:
-            raise ChannelBroken(f"{self._end.channel}, step {full.step}: Ray's accelerator channel gave way: {error}") from error
+            raise ChannelBroken(f"{self.end.channel}, step {full.step}: Ray's accelerator channel gave way: {error}") from error
         return cast(int, size)
 
     def _received(self, name: bytes) -> torch.Tensor:

@@ -70,7 +70,7 @@ def engine_side(folder: str, device: str, out: Path) -> None:
         eager = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}, "enforce_eager": True}  # what is recorded calls no module
         more = {"dtype": "bfloat16", "engine_args": eager}
     engine = VllmEngine(folder, max_model_len=256, kv_cache_bytes=1 << 30, max_sequences=8, exact=True, **more)
-    model = engine._model()
+    model = engine.model()
     witness = Witness(model)
     watch_positions(model, witness)
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)

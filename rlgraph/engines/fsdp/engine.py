@@ -85,8 +85,8 @@ class FsdpEngine:
         self._made_group = join(rank, world)
         self._device = torch.device(device)
         self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel)
-        self._micro_batch_tokens = micro_batch_tokens
-        self._settings, self._steps = optimizer, 0
+        self.micro_batch_tokens = micro_batch_tokens
+        self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
         self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
         self._shared = shared
@@ -205,8 +205,8 @@ class FsdpEngine:
             dist.all_reduce(counts, group=self._ranks.sharded.get_group())
 
     def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
-        norm = clipped(self._head.parameters(), self._settings.grad_clip)
-        lr = self._settings.lr_at(self._steps)
+        norm = clipped(self._head.parameters(), self.optimizer_settings.grad_clip)
+        lr = self.optimizer_settings.lr_at(self._steps)
         metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}
         if not learns or (guard is not None and not guard(metrics)):
             self._optimizer.zero_grad()
@@ -225,7 +225,7 @@ class FsdpEngine:
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         ranks = self._ranks
-        most = self._micro_batch_tokens * ranks.context  # of a pass, which these ranks share
+        most = self.micro_batch_tokens * ranks.context  # of a pass, which these ranks share
         passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self._shared)[ranks.data_rank]
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
@@ -233,7 +233,8 @@ class FsdpEngine:
             yield (packed if ranks.context == 1 else packed.part(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
         self._on_progress(len(passes), len(passes))
 
-    def _named(self) -> dict[str, torch.nn.Parameter]:
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that are trained, by the names that the model's folder has."""
         return {n.removeprefix("model."): parameter for n, parameter in self._head.named_parameters() if parameter.requires_grad}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -241,12 +242,12 @@ class FsdpEngine:
 
         Ranks that share no matrices have rows, split as by `torch.chunk`.
         """
-        return {name: local(parameter.detach()) for name, parameter in self._named().items()}
+        return {name: local(parameter.detach()) for name, parameter in self.trained().items()}
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield this rank's box of every parameter that is trained, live, in float32, by its name in the folder; see `TrainEngine`."""
         if not self._shards or any(memory(parameter) is not held for parameter, held in self._held):
-            named = self._named()  # to find the shards takes longer than to copy those of a small model, so it is done once
+            named = self.trained()  # to find the shards takes longer than to copy those of a small model, so it is done once
             self._held = [(parameter, memory(parameter)) for parameter in named.values()]
             self._shards = list(folder_shards(map(own_box, named, named.values()), self._parts))
         return iter(self._shards)
@@ -256,7 +257,7 @@ class FsdpEngine:
 
         Raises DataError unless they are exactly the model's parameters.
         """
-        named = self._named()
+        named = self.trained()
         check_weights(weights, {name: tuple(parameter.shape) for name, parameter in named.items()})
         for name, parameter in named.items():
             box = own_box(name, parameter)
@@ -266,7 +267,7 @@ class FsdpEngine:
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
         self._offloaded.put_back()
-        return distributed_checkpoint.training_state(self._named().items(), self._optimizer) | {
+        return distributed_checkpoint.training_state(self.trained().items(), self._optimizer) | {
             "optimizer_steps": torch.tensor(self._steps)
         }
 

@@ -208,14 +208,14 @@ def tiny_model(
             torch.manual_seed(seed)
             model = LlamaForCausalLM(config)
         model.save_pretrained(target)
-        tokenizer = _byte_tokenizer()
+        tokenizer = byte_tokenizer()
         tokenizer.chat_template = TINY_TEMPLATE if chat else None
         tokenizer.save_pretrained(target)
 
     return _make_once(Path(folder), write)
 
 
-def _byte_tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

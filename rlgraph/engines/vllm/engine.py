@@ -71,8 +71,8 @@ class VllmEngine(GenerateEngine):
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
-        self._parallel, self._guesses = tensor_parallel > 1, drafts is not None
-        if self._on_cpu and self._parallel:
+        self.parallel, self._guesses = tensor_parallel > 1, drafts is not None
+        if self._on_cpu and self.parallel:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
         in_fp8 = fp8_weights.quantised_bytes(self._shapes, getattr(torch, dtype).itemsize)
@@ -88,18 +88,18 @@ class VllmEngine(GenerateEngine):
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         nested, fp8 = language_model.arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
-        self._engine = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
+        self.llm = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
         if self._on_cpu:
-            pair_single_rows(self._model())
+            pair_single_rows(self.model())
         if self._guesses:
-            vllm_drafts.connect(self._engine.model_executor.driver_worker.worker.model_runner)
+            vllm_drafts.connect(self.llm.model_executor.driver_worker.worker.model_runner)
         self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
         self._names: dict[str, str] = {}  # that name, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
-        self._copies: copy_plan.CopyPlan | None = None
-        self._fp8 = fp8_weights.QuantisedWeights(self._model()) if weights_dtype and not self._on_cpu else None
+        self.copies: copy_plan.CopyPlan | None = None
+        self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
-        self._shared = SharedWeights(self._engine.collective_rpc)  # with the ranks of a tensor-parallel engine
+        self._shared = SharedWeights(self.llm.collective_rpc)  # with the ranks of a tensor-parallel engine
         if self._summary.nested and not random_weights:
             self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
 
@@ -108,7 +108,7 @@ class VllmEngine(GenerateEngine):
         check_request(request, self._names, self.context_length(), self._summary.vocab_size)
         # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._loads)}
-        name = self._engine.add_request(request.id, prompt, self._sampling_params(request.sampling, request.seed))
+        name = self.llm.add_request(request.id, prompt, self._sampling_params(request.sampling, request.seed))
         self._names[request.id] = name
         self._running[name] = _Running(request)
 
@@ -117,7 +117,7 @@ class VllmEngine(GenerateEngine):
         finished: dict[str, Response] = {}
         gone: list[str] = []
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
-        for output in self._engine.engine_core.get_output().outputs:
+        for output in self.llm.engine_core.get_output().outputs:
             row = self._running.get(output.request_id)
             if row is None:  # aborted while its next token was being computed
                 continue
@@ -130,7 +130,7 @@ class VllmEngine(GenerateEngine):
                 gone.append(output.request_id)
                 finished[row.request.id] = self._forget(output.request_id, FINISHES.get(str(output.finish_reason), "abort"))
         if gone:
-            self._engine.output_processor.abort_requests(gone, internal=True)
+            self.llm.output_processor.abort_requests(gone, internal=True)
         return finished
 
     def decode_metrics(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ class VllmEngine(GenerateEngine):
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests and return their responses so far."""
         names = [self._names[request_id] for request_id in ids if request_id in self._names]
-        self._engine.abort_request(names, internal=True)
+        self.llm.abort_request(names, internal=True)
         return {self._running[name].request.id: self._forget(name) for name in names}
 
     def _forget(self, name: str, finish: Finish = "abort") -> Response:
@@ -186,11 +186,11 @@ class VllmEngine(GenerateEngine):
         if self._summary.nested:
             weights = language_model.as_text_model(weights)
         self._wake("weights")
-        self._catch_up()
+        self.catch_up()
         if self._on_cpu:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-            pack_again(self._model(), self._engine.vllm_config, tied=not any(is_head(name) for name in self._shapes))
-        elif self._parallel:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+            pack_again(self.model(), self.llm.vllm_config, tied=not any(is_head(name) for name in self._shapes))
+        elif self.parallel:
             self._shared.load(weights)
         elif self._fp8 is not None:
             self._fp8.load(weights)
@@ -198,7 +198,7 @@ class VllmEngine(GenerateEngine):
             self._copy(weights)
         self._loads += 1
         if running == "recompute":
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self.llm.reset_prefix_cache(reset_running_requests=True)
         else:
             self._begin_again([row.request for row in self._running.values() if not row.tokens])
 
@@ -207,17 +207,17 @@ class VllmEngine(GenerateEngine):
 
         The copies are under way when this returns; they are done before this thread's next decode step begins.
         """
-        if self._copies is None:
-            self._copies = copy_plan.record(self._model(), weights)
+        if self.copies is None:
+            self.copies = copy_plan.record(self.model(), weights)
         elif isinstance(weights, MergedWeights):
             for name in weights.changed:  # one at a time: no second model of merged matrices is in memory
-                self._copies.replay_one(name, weights[name])
+                self.copies.replay_one(name, weights[name])
         else:
-            self._copies.replay(weights)
+            self.copies.replay(weights)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Collect the tokens of decode steps under way, which the old weights compute."""
-        core = self._engine.engine_core.engine_core
+        core = self.llm.engine_core.engine_core
         if not core.batch_queue:
             return
         core.pause_scheduler("keep", clear_cache=False)
@@ -237,9 +237,9 @@ class VllmEngine(GenerateEngine):
             max_tokens=1, temperature=0.0, prompt_logprobs=top_k, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         for row, tokens in texts.items():
-            self._engine.add_request(str(row), {"prompt_token_ids": list(tokens)}, asked)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
+            self.llm.add_request(str(row), {"prompt_token_ids": list(tokens)}, asked)
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
                 places = output.prompt_logprobs or []
                 yield int(output.request_id), [{token: own.logprob for token, own in (place or {}).items()} for place in places]
 
@@ -247,8 +247,8 @@ class VllmEngine(GenerateEngine):
         """Free the memory of keys, values and weights; the weights go to host memory; see `GenerateEngine`."""
         if self._on_cpu:
             return None
-        self._catch_up()
-        self._engine.sleep(level=1)
+        self.catch_up()
+        self.llm.sleep(level=1)
         self._shared.give_back()
         self._asleep = {"weights", "kv_cache"}
         return self._own_bytes
@@ -260,11 +260,12 @@ class VllmEngine(GenerateEngine):
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
-            self._engine.wake_up(tags=[tag])
+            self.llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 
-    def _model(self) -> Any:
-        return self._engine.model_executor.driver_worker.worker.get_model()
+    def model(self) -> Any:
+        """The PyTorch module of vLLM, in an engine of one process."""
+        return self.llm.model_executor.driver_worker.worker.get_model()
 
     def _begin_again(self, waiting: list[Request]) -> None:
         """Queue requests without a token again, so that they see nothing of the old weights."""
@@ -274,12 +275,12 @@ class VllmEngine(GenerateEngine):
 
     def context_length(self) -> int:
         """The number of tokens that prompt and response may have together."""
-        length: int = self._engine.vllm_config.model_config.max_model_len
+        length: int = self.llm.vllm_config.model_config.max_model_len
         return length
 
     def close(self) -> None:
         """Free the model."""
-        self._engine.engine_core.shutdown()
+        self.llm.engine_core.shutdown()
 
 
 def _started(arguments: Mapping[str, Any]) -> Any:

@@ -122,20 +122,20 @@ class Extension:
     """Methods added to vLLM's worker of each GPU."""
 
     get_model: Callable[[], Any]  # the worker's own
-    _rank_weights: RankWeights | None = None
+    rank_weights: RankWeights | None = None
     _mapped_weights: Mapped | None = None  # the few memories in which versions arrive
 
     def take_weights(self, description: bytes | None = None) -> None:
         """Load the weights at the described places (None: those of the last call); returns when they are loaded."""
-        if self._rank_weights is None or self._mapped_weights is None:
-            self._rank_weights, self._mapped_weights = RankWeights(self.get_model()), Mapped()
+        if self.rank_weights is None or self._mapped_weights is None:
+            self.rank_weights, self._mapped_weights = RankWeights(self.get_model()), Mapped()
         if description is not None:
-            self._rank_weights.map(description, self._mapped_weights.open)
-        self._rank_weights.load()
+            self.rank_weights.map(description, self._mapped_weights.open)
+        self.rank_weights.load()
         torch.cuda.current_stream().synchronize()
 
     def forget_weights(self) -> None:
         """Unmap all memory."""
-        if self._rank_weights is not None:
-            self._rank_weights.forget()
+        if self.rank_weights is not None:
+            self.rank_weights.forget()
             self._mapped_weights = Mapped()

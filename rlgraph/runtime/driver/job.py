@@ -62,10 +62,10 @@ class Job:
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._poison_prompts = PoisonPrompts(graph, plan)
-        self._signals = Signals(lambda: not self._session.ended and self._session.ticked > self._session.first)
+        self._signals = Signals(lambda: not self.session.ended and self.session.ticked > self.session.first)
         self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
         self._console = Console(stderr=True, highlight=False, markup=False)
-        self._session = self._new_session()
+        self.session = self._new_session()
         self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
@@ -86,17 +86,17 @@ class Job:
     @property
     def pids(self) -> Mapping[str, int]:
         """The process id of each worker, by its name in the plan."""
-        return self._session.pids
+        return self.session.pids
 
     def under_way(self) -> str:
         """What the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
-        return self._session.under_way()
+        return self.session.under_way()
 
     def __enter__(self) -> "Job":
         if self._launch_s:
             raise RlgraphError(
                 "the job is closed; launch the plan again"
-                if self._session.ended
+                if self.session.ended
                 else "the job is already running: enter it once, and launch the plan again for a second one"
             )
         sys.stdout.flush()  # a start takes long: show what the program has printed so far, also if the output is no terminal
@@ -108,7 +108,7 @@ class Job:
                 self._finished = self._checkpoints.newest
                 if self._finished:
                     self._say(f"going on from the checkpoint after {self._finished} steps in '{self._checkpoints.recovery.folder}'")
-                self._session = self._new_session(self._checkpoints.start())
+                self.session = self._new_session(self._checkpoints.start())
             self._start()
         except BaseException:
             self._release()
@@ -117,7 +117,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
-            self._session.abandon()
+            self.session.abandon()
         self.close()
         if kind is None and self._signals.asked is not None:
             Signals.stop(self._signals.asked)
@@ -135,7 +135,7 @@ class Job:
         """
         self._asked += count
         while self._finished < (last := self._last()):
-            self._session.check_runs()
+            self.session.check_runs()
             step = self._next(min(last, self._exports.next_due(self._finished)))
             self._export_due()
             yield step
@@ -145,16 +145,16 @@ class Job:
             Signals.stop(self._signals.asked)
 
     def _last(self) -> int:
-        return self._asked if self._signals.asked is None else min(self._asked, self._session.ticked)
+        return self._asked if self._signals.asked is None else min(self._asked, self.session.ticked)
 
     def _next(self, last: int) -> Step:
         """Wait for the next step to give; steps that a restart repeats are not given again."""
         self._start_s = self._start_s or time.monotonic()
         self._last_s = self._last_s or self._start_s
         while True:
-            step = self._session.reported
+            step = self.session.reported
             reports = self._reports(last)
-            self.recorder.take(self._session.sampled(), self._finished)
+            self.recorder.take(self.session.sampled(), self._finished)
             self._hear()
             if step == self._finished and reports is not None:
                 return self._step(step, reports)
@@ -162,7 +162,7 @@ class Job:
     def _reports(self, last: int) -> Sequence[Report] | None:
         """Wait for what the workers report; None if one of them failed and all were started again."""
         try:
-            return self._session.step(last)
+            return self.session.step(last)
         except RlgraphError as error:
             self._start_again(error)
             return None
@@ -170,7 +170,7 @@ class Job:
     def _start(self) -> None:
         """Start the workers; a worker that dies during the start is handled like one that dies later."""
         try:
-            self._session.start()
+            self.session.start()
         except RlgraphError as error:
             self._start_again(error)
         else:
@@ -181,7 +181,7 @@ class Job:
         self._settle()
         while True:
             newest = self._checkpoints.newest if self._checkpoints else 0
-            if not self._restarts.allows(error, newest, ready=self._session.ready):
+            if not self._restarts.allows(error, newest, ready=self.session.ready):
                 raise error
             first = str(error).splitlines()[0]
             self._say(
@@ -189,9 +189,9 @@ class Job:
             )
             assert self._checkpoints is not None
             self._look_for_poison(self._checkpoints)
-            self._session = self._new_session(self._checkpoints.start(self._poison_prompts.probe), HOST_BACK_S)
+            self.session = self._new_session(self._checkpoints.start(self._poison_prompts.probe), HOST_BACK_S)
             try:
-                self._session.start()
+                self.session.start()
             except RlgraphError as again:
                 error = again
             else:
@@ -203,12 +203,12 @@ class Job:
         self.recorder.started()
 
     def _tell(self, message: Message) -> None:
-        if self._session.ready and not self._session.ended:
-            self._session.tell(message)
+        if self.session.ready and not self.session.ended:
+            self.session.tell(message)
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
         """Set aside the prompt that has killed its worker twice, if there is one."""
-        place = self._poison_prompts.saw(self._session.did, checkpoints.set_aside)
+        place = self._poison_prompts.saw(self.session.did, checkpoints.set_aside)
         if place is not None:
             checkpoints.set_aside = (*checkpoints.set_aside, place)
             self._say(f"{self._poison_prompts.describe(place)} has killed its worker twice: it is set aside and will not be trained on")
@@ -236,12 +236,12 @@ class Job:
         if self._checkpoints is not None:
             self._checkpoints.note(index, metrics)
         peaks = {slots.end: slots.peak for report in reports for slots in report.slots}
-        self._monitor.check(index, spans, behind, peaks, self._session.clock_slack_s, behind_by_loop(self.plan, metrics))
+        self._monitor.check(index, spans, behind, peaks, self.session.clock_slack_s, behind_by_loop(self.plan, metrics))
         self._metrics.add(metrics)
         return Step(index, metrics, behind, seconds)
 
     def _hear(self) -> None:
-        for news in self._session.news() if self._checkpoints else ():
+        for news in self.session.news() if self._checkpoints else ():
             self._checkpoints.hear(news)  # type: ignore[union-attr]
 
     def _settle(self) -> None:
@@ -261,7 +261,7 @@ class Job:
 
     def _save(self) -> None:
         """Make a last checkpoint if no worker is beyond the step that was given last, else finish the one that is being written."""
-        checkpoints, session = self._checkpoints, self._session
+        checkpoints, session = self._checkpoints, self.session
         if checkpoints is None or session.ended or not session.ready:
             return
         every, idle = checkpoints.recovery.every, session.ticked == session.reported == self._finished
@@ -300,9 +300,9 @@ class Job:
         Raises ExportError for a folder that exists or cannot be written, and for a disk without room: nothing is left, and the job goes on.
         A worker that dies meanwhile is an error as in `steps`, unless a restart is left; then the export is to be asked for again.
         """
-        self._session.check_runs()
+        self.session.check_runs()
         try:
-            return self._exports.write(self._session, folder, dtype, policy, adapter)
+            return self._exports.write(self.session, folder, dtype, policy, adapter)
         except ExportError:
             raise
         except RlgraphError as error:
@@ -347,7 +347,7 @@ class Job:
             steps=tuple(self._metrics),
             spans=tuple(spans),
             start_s=start_s,
-            end_s=min(ends) if self._session.in_flight else max(ends),
+            end_s=min(ends) if self.session.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
             settings=self.settings(),
             observed=self.observed,
@@ -389,9 +389,9 @@ class Job:
 
     def _release(self) -> None:
         with held("ending the workers"):
-            self._session.close()
+            self.session.close()
             if self._checkpoints is not None:
-                if not self._session.failed:  # workers that end write their shards first, also where the loop was left early
+                if not self.session.failed:  # workers that end write their shards first, also where the loop was left early
                     self._settle()
                 self._checkpoints.close()
         self._signals.restore()

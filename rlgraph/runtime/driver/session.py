@@ -60,9 +60,9 @@ class Session:
         # A graceful end waits for all steps in flight, so keep no more of them in flight than can overlap.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
-        self._dispatch = ray_dispatch.DISPATCHES[dispatch_name]()
+        self.dispatch = ray_dispatch.DISPATCHES[dispatch_name]()
         self._actors: list[Any] = []
-        self._group = WorkerGroup(plan, deadline_s)
+        self.group = WorkerGroup(plan, deadline_s)
         self._hosts: Hosts | None = None
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
@@ -72,16 +72,16 @@ class Session:
     @property
     def pids(self) -> Mapping[str, int]:
         """The process id of each worker, by its name in the plan."""
-        return dict(self._group.pids)
+        return dict(self.group.pids)
 
     @property
     def clock_slack_s(self) -> float:
         """By how much the spans of two workers may be in the wrong order, in seconds."""
-        return self._group.clock_slack_s
+        return self.group.clock_slack_s
 
     def under_way(self) -> str:
         """Describe what the nodes do now and how far they are; empty before the workers are ready and after they have ended."""
-        return under_way(self._group.states(), self.plan) if self.ready and not self.ended else ""
+        return under_way(self.group.states(), self.plan) if self.ready and not self.ended else ""
 
     @property
     def in_flight(self) -> bool:
@@ -113,22 +113,22 @@ class Session:
         self.folder = orphan_cleanup.made()
         orphan_cleanup.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
-        self._dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
-        found = self._dispatch.hosts(self.plan, self._links.wait_s)
+        self.dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
+        found = self.dispatch.hosts(self.plan, self._links.wait_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
         addresses, encrypt = self._hosts.addresses, self._links.encrypt
         specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, addresses, encrypt=encrypt)
-        start_workers(self._dispatch, self._group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
-        orphan_cleanup.claim(Path(self.folder), self._group.pids.values(), self._dispatch.folders())
-        self._dispatch.start(self._actors, self.plan.window)
-        self._dispatch.tick(self.first - 1)  # nothing fires: the workers listen, also where an export comes before the first step
+        start_workers(self.dispatch, self.group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
+        orphan_cleanup.claim(Path(self.folder), self.group.pids.values(), self.dispatch.folders())
+        self.dispatch.start(self._actors, self.plan.window)
+        self.dispatch.tick(self.first - 1)  # nothing fires: the workers listen, also where an export comes before the first step
         self._dispatching = True
 
     def _made_hosts(self, found: FoundHosts) -> Hosts:
         placed = {worker.name: worker.host for worker in self.plan.workers}
         here: HostAgent = LocalHostAgent(self.folder)
-        agents = [here if at == found.driver else self._dispatch.host_agent(host, self.folder) for at, (host, _) in enumerate(found.hosts)]
+        agents = [here if at == found.driver else self.dispatch.host_agent(host, self.folder) for at, (host, _) in enumerate(found.hosts)]
         return Hosts(self.folder, tuple(agents) or (here,), tuple(address for _, address in found.hosts), placed, found.driver)
 
     def step(self, last: int) -> Sequence[messages.Report]:
@@ -142,7 +142,7 @@ class Session:
         try:
             return ask()
         except DispatchError as error:  # Ray may notice a death first, without knowing whose
-            explanation = self._group.explanation()
+            explanation = self.group.explanation()
             self.abandon()
             raise (explanation or error) from error
         except RlgraphError:
@@ -152,51 +152,51 @@ class Session:
     def _step(self, last: int) -> Sequence[messages.Report]:
         step = self.reported
         while self.ticked < min(last, step + self._window):
-            self._dispatch.tick(self.ticked)
-            self._group.tell(messages.Go(self.ticked))
+            self.dispatch.tick(self.ticked)
+            self.group.tell(messages.Go(self.ticked))
             self.ticked += 1
-        reports = self._group.reports(step)
-        self._dispatch.report(step - 1)  # every worker works on this step, so Ray already holds what they returned for the one before
+        reports = self.group.reports(step)
+        self.dispatch.report(step - 1)  # every worker works on this step, so Ray already holds what they returned for the one before
         self.reported = step + 1
         return reports
 
     def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
         """Take what the workers have said of checkpoints since the last call."""
-        news, self._group.saved = self._group.saved, []
+        news, self.group.saved = self.group.saved, []
         return news
 
     def tell(self, message: messages.Message) -> None:
         """Send a message to every worker, which it takes before the next tick."""
-        self._group.tell(message)
+        self.group.tell(message)
 
     def sampled(self) -> Sequence[messages.SampledRows]:
         """Take the recorded rows that workers have sent since the last call."""
-        rows, self._group.sampled = self._group.sampled, []
+        rows, self.group.sampled = self.group.sampled, []
         return rows
 
     def save(self, step: int) -> None:
         """Ask every worker to complete the checkpoint after `step` steps, all of which are done; `news` tells when it has."""
-        self._group.tell(messages.Save(step))
+        self.group.tell(messages.Save(step))
 
     def shards(self, model: str) -> Sequence[messages.ShardsDescribed]:
         """Ask the workers of a model for the shards that they hold, once the steps in flight are done. Raises as `step` does."""
-        return self._guarded(lambda: self._group.shards(self._workers_of(model)))
+        return self._guarded(lambda: self.group.shards(self._workers_of(model)))
 
     def write_shards(self, model: str, order: messages.WriteShards) -> Sequence[messages.ShardsWritten]:
         """Have the workers of a model write their shards of an export. Raises as `step` does."""
-        return self._guarded(lambda: self._group.write_shards(self._workers_of(model), order))
+        return self._guarded(lambda: self.group.write_shards(self._workers_of(model), order))
 
     def _workers_of(self, model: str) -> Sequence[str]:
         return [worker.name for worker in self.plan.workers if worker.model == model]
 
     def listen(self) -> None:
         """Wait for a worker's message. Raises as `step` does."""
-        self._guarded(self._group.listen)
+        self._guarded(self.group.listen)
 
     def abandon(self) -> None:
         """End the workers of a session that failed, with little time for a graceful end."""
         if not self.ended:
-            self.did = self._group.did()
+            self.did = self.group.did()
         self.failed = True
         self.close()
 
@@ -208,19 +208,19 @@ class Session:
                 self._end()
 
     def _end(self) -> None:
-        self._group.tell(messages.Shutdown())
-        gone = self._group.until_gone(ABANDON_S if self.failed else GOODBYE_S)
+        self.group.tell(messages.Shutdown())
+        gone = self.group.until_gone(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:
-                self._dispatch.kill(actor)
-            self._group.kill(KILLED_S)
+                self.dispatch.kill(actor)
+            self.group.kill(KILLED_S)
         if self._dispatching:
-            self._dispatch.stop()
+            self.dispatch.stop()
         for actor in self._actors:
-            self._dispatch.kill(actor)
-        self._group.until_ended(GOODBYE_S)
+            self.dispatch.kill(actor)
+        self.group.until_ended(GOODBYE_S)
         if self._hosts is not None:
             self._hosts.sweep()
-        self._dispatch.end()
+        self.dispatch.end()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
