@@ -1,7 +1,7 @@
 """The one facade: compile a graph; draw, launch, record, profile and tune its plan. `Plan` calls it too."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +22,7 @@ from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.hub_models import place_models
+from rlgraph.nodes.training.learned_reward import check_heads
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
@@ -265,13 +266,17 @@ def draw_ray(compiled: Any, path: str | Path) -> None:
     ray_graph.draw(compiled, Path(path))
 
 
-def checked_source(plan: Plan) -> Graph:
-    """The graph that a plan was compiled from, its operations checked. Raises PlanError if the plan was read from JSON."""
+def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
+    """The graph that a plan was compiled from, its operations checked; the folders `to_come` stand in for those of models to be trained.
+
+    Raises PlanError if the plan was read from JSON.
+    """
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
     place_models(plan.source, hub.downloaded)
     for node in plan.source.nodes:
         node.operation.check(node)
+    check_heads(plan.source, to_come)
     return plan.source
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from mistakes_beyond_rl import MISTAKES as BEYOND_RL
 from mistakes_in_chats import MISTAKES as IN_CHATS
 from tiny import tiny
 from user_mistakes import MISTAKES as PLAIN
 from user_mistakes import SECONDS
 
-MISTAKES = PLAIN | IN_CHATS
+MISTAKES = PLAIN | IN_CHATS | BEYOND_RL
 HEAVY = {"vllm", "sglang"}  # no mistake waits for an engine to be imported
 MOST_CHARACTERS = 1500  # of the first line of an error: no value is printed whole
 

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -73,6 +74,9 @@ class Pairs:
 class PairLoss(WholeLoss):
     """Base of the losses of pairs. Metrics: `preference/accuracy`, the share of pairs whose chosen response has the higher implicit reward;
     `preference/margin`, `chosen` and `rejected`, these rewards; `preference/pairs`."""
+
+    scores: ClassVar[Literal["log_probs", "values"] | None] = "log_probs"
+    rows: ClassVar[Literal["pairs", "mismatched"] | None] = "pairs"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -204,6 +208,8 @@ class KTO(WholeLoss):
     beta: Positive = 0.1
     desirable: Positive = 1.0
     undesirable: Positive = 1.0
+    scores: ClassVar[Literal["log_probs", "values"] | None] = "log_probs"
+    rows: ClassVar[Literal["pairs", "mismatched"] | None] = "mismatched"
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Losses of reward models, which learn from pairs."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -29,6 +29,8 @@ class BradleyTerry(WholeLoss):
 
     center: AtLeastZero = 0.0
     optional_reads: ClassVar[tuple[str, ...]] = ("margins",)
+    scores: ClassVar[Literal["log_probs", "values"] | None] = "values"
+    rows: ClassVar[Literal["pairs", "mismatched"] | None] = "pairs"
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -33,6 +33,8 @@ class WholeLoss(ABC):
     HOW: ClassVar[str] = "give a loss object such as rg.DPO()"
     optional_reads: ClassVar[tuple[str, ...]] = ()
     needs_entropy: ClassVar[bool] = False
+    scores: ClassVar[Literal["log_probs", "values"] | None] = None  # what it takes; None: either
+    rows: ClassVar[Literal["pairs", "mismatched"] | None] = None  # what the preferences of its rows are; None: anything
 
     def __post_init__(self) -> None:
         settings.check(self)

@@ -73,6 +73,8 @@ def run(
     `compile`, `launch` and of the steps.
     """
     where, devices = Path(out), cluster or local_cluster()
+    if where.exists() and not where.is_dir():
+        raise PlanError(f"run(out='{out}'): it is a file; give a folder, which is made if it is not there")
     stages = planned_stages(graphs, steps, devices)
     folders = {stage.name: StageFolder(where / stage.name) for stage in stages}
     done = [folders[stage.name].finished(stage) for stage in stages]

@@ -58,11 +58,10 @@ def planned_stages(graphs: Sequence[Any], steps: Sequence[int], cluster: Cluster
         graph = _made(make, takes, folders, where)
         _check_name(graph.name, [stage.name for stage in found], where)
         plan = compile(graph, cluster)
-        check_sendable(checked_source(plan))
+        check_sendable(checked_source(plan, to_come=[folders[name] for name in takes]))
         stand_in = None
         if place + 1 < len(graphs):
-            stand_in = chosen(trained_models(graph, plan), None, f"run(), {where}, '{graph.name}', hands on its weights").path
-            folders[graph.name] = stand_in
+            stand_in = folders[graph.name] = _handed_on(graph, plan, where)
         found.append(Stage(make, takes, count, plan, stand_in))
     taken = {name for stage in found for name in stage.takes}
     for stage in found[:-1]:
@@ -102,6 +101,18 @@ def _made(make: Callable[..., Graph], takes: Sequence[str], folders: Mapping[str
     if not isinstance(graph, Graph):
         raise PlanError(f"run(), {where}: its function returned {shown(graph)}; {HOW}")
     return graph
+
+
+def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
+    """Find the folder that the model came from whose weights a later graph may take."""
+    trained = trained_models(graph, plan)
+    policies = [model.name for model in trained if model.scores == "log_probs"]
+    if len(policies) > 1 or (not policies and len(trained) > 1):
+        raise PlanError(
+            f"run(), {where}, '{graph.name}' trains {[model.name for model in trained]}, and the weights of one model are handed on: put "
+            "it last, or run it by itself and export each, as rg.export(checkpoint, folder, policy=…)"
+        )
+    return chosen(trained, None, f"run(), {where}, '{graph.name}', hands on its weights").path
 
 
 def _check_name(name: str, earlier: Sequence[str], where: str) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
+Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,9 @@ class NodeTraits:
 
     `scored` is the share of an update's rows that it scores without gradients before it trains on them, as a loss that compares rows needs.
 
+    `preferences` says what the column of that name holds: for "pairs" 1 and -1, for "labels" whether a row is good, and "mismatched" are
+    labels with a second row for each, which has another's response. None if it writes no such column, or that is not known.
+
     `compares` names the estimator that compares the responses to one prompt with each other; empty if none does.
 
     `given` are the functions and objects that the user gave it, which must be picklable; None means the whole operation.
@@ -74,6 +78,7 @@ class NodeTraits:
     epochs: int = 1
     mini_batches: int = 1
     scored: float = 0.0
+    preferences: Preferences | None = None
     compares: str = ""
     given: tuple[Any, ...] | None = None
 

@@ -1,5 +1,6 @@
 """What a row of a data set gives to learn from: one example, or two of which one is better."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     row = _mapping(where, row)
     if not {"chosen", "rejected"} <= set(row):
         raise DataError(f"{where} has the fields {shown(list(row))}; a pair has 'chosen' and 'rejected', and mostly 'prompt'")
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{where} has chosen and rejected {shown(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
     if "prompt" in row:
         first, second = (_answered(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
         return first, second
@@ -72,6 +75,8 @@ def number_of(where: str, row: Any, name: str) -> float:
     value = _mapping(where, row).get(name)
     if not isinstance(value, int | float):
         raise DataError(f"{where} has {name}={shown(value)}; it is a number, or True or False, in each row")
+    if not math.isfinite(value):
+        raise DataError(f"{where} has {name}={value}; it is a finite number in each row: leave the row out")
     return float(value)
 
 

@@ -13,7 +13,7 @@ from rlgraph.data.rows import Dataset, rows
 from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encoded
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Model, Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.operation import NodeTraits, Operation, Preferences
 from rlgraph.nodes.base import Context, Stage, tensor_of
 from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.data_order import Mixed, Order, Shuffled
@@ -45,7 +45,15 @@ class Examples(Operation):
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(given=(), dims={} if self.max_tokens is None else {"P": self.max_tokens, "T": self.max_tokens})
+        dims = {} if self.max_tokens is None else {"P": self.max_tokens, "T": self.max_tokens}
+        return NodeTraits(given=(), dims=dims, preferences=self.preferences)
+
+    @property
+    def preferences(self) -> Preferences | None:
+        """What the column of that name holds."""
+        if self.each != "example":
+            return "pairs" if self.each == "pair" else "mismatched"
+        return "labels" if self.numbers else None
 
     @cached_property
     def order(self) -> Order:

@@ -46,7 +46,7 @@ class Stepwise(Operation):
     @property
     def prompt_characters(self) -> float | None:
         """Mean characters of the first 8 solutions, for an estimate of their tokens."""
-        found = [solution_of(index, read(self.data, index)) for index in range(min(len(self.data), 8))]
+        found = [self.solution(index) for index in range(min(len(self.data), 8))]
         return sum(len(prompt) + sum(map(len, steps)) for prompt, steps, _ in found) / len(found)
 
     def cursor(self, step: int) -> dict[str, Any]:
@@ -56,7 +56,11 @@ class Stepwise(Operation):
     def check(self, node: Node) -> None:
         """Read every row before anything starts. Raises DataError for one that is no solution with labels."""
         for index in range(len(self.data)):
-            solution_of(index, read(self.data, index))
+            self.solution(index)
+
+    def solution(self, index: int) -> Solution:
+        """Read a row. Raises DataError for one that is no solution with labels."""
+        return solution_of(index, read(self.data, index), self.separator)
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.model.path)
@@ -66,7 +70,7 @@ class Stepwise(Operation):
         """Make the columns of step `step`: `step_labels` is 1 or -1 at the last token of each step, and 0 elsewhere."""
         tokenizer = context.tokenizer(self.model.path)
         places = [self.order.row(place) for place in range(step * self.count, (step + 1) * self.count)]
-        made = [self._encoded(tokenizer, solution_of(place, read(self.data, place))) for place in places]
+        made = [self._encoded(tokenizer, self.solution(place)) for place in places]
         prompts, prompt_mask = padded([prompt for prompt, _, _ in made], torch.int64, left=True)
         responses, mask = padded([tokens for _, tokens, _ in made], torch.int64, left=False)
         labels = padded([labels for _, _, labels in made], torch.float32, left=False)[0]
@@ -85,7 +89,7 @@ class Stepwise(Operation):
         return prompt_tokens(tokenizer, [prompt])[0], tokens, labels
 
 
-def solution_of(index: int, row: Any) -> Solution:
+def solution_of(index: int, row: Any, separator: str) -> Solution:
     """Read a row in TRL's stepwise format. Raises DataError for any other."""
     where = f"item {index} of the data set"
     if not isinstance(row, Mapping) or not {"prompt", "completions", "labels"} <= set(row):
@@ -98,6 +102,12 @@ def solution_of(index: int, row: Any) -> Solution:
         raise DataError(f"{where} has completions={shown(steps)}; they are the texts of its steps, at least one and none of them empty")
     if not isinstance(good, list | tuple) or len(good) != len(steps) or not all(label in (True, False) for label in good):
         raise DataError(f"{where} has labels={shown(good)}; they are True or False for each of its {len(steps)} steps")
+    split = next((step for step in steps if separator in step), None)
+    if split is not None:
+        raise DataError(
+            f"{where} has the step {shown(split)}, within which the separator {separator!r} would end a step of a response: strip it, "
+            "split the step, or give another separator"
+        )
     return prompt, steps, good
 
 
@@ -119,5 +129,5 @@ def stepwise(data: Dataset, count: PerStep, model: Model, *, separator: Name = "
     if is_stream(data):
         raise DataError(f"{name}: the data set is a stream, which has no order to draw from; read it into rows: rg.data.rows(list(…))")
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
-    solution_of(0, check_data(name, data, None))
+    solution_of(0, check_data(name, data, None), separator)
     return Output(declare(name, Stepwise(data, count, model, seed, separator), (), reads=(), writes=(*TOKENS, LABELS), rows=count))

@@ -1,15 +1,17 @@
 """Process rewards: learnt from steps with labels, given at the last token of each step, and made advantages of groups."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 import rlgraph as rg
 from rlgraph.algorithms import ProcessGRPO, StepwiseLoss, Totals
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
 from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
@@ -112,11 +114,13 @@ def test_a_row_of_another_form_is_refused_where_it_is_declared(what: str) -> Non
         rg.stepwise([row], 1, rg.LearnedReward("tiny", pool=rg.Pool("train")))
 
 
-def test_process_rewards_train_a_policy_in_a_graph(model: str) -> None:
+def test_process_rewards_train_a_policy_in_a_graph(model: str, tmp_path: Path) -> None:
+    head = shutil.copytree(model, tmp_path / "judge")
+    save_file({"score.weight": torch.zeros(1, check_model(head).hidden_size)}, head / "head.safetensors")
     sampling = rg.Sampling(max_tokens=6)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, max_context=64, dtype="float32")
     policy = rg.Policy(model, pool=rg.Pool("train"), dtype="float32")
-    judge, weights = rg.LearnedReward(model, pool=rg.Pool("judge"), dtype="float32"), rg.feedback("weights", depth=0)
+    judge, weights = rg.LearnedReward(str(head), pool=rg.Pool("judge"), dtype="float32"), rg.feedback("weights", depth=0)
     rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=2), weights, group_size=2)
     advantages = rg.advantages(rollout, judge.step_rewards(rollout), estimator=ProcessGRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss())

@@ -224,6 +224,27 @@ def test_a_teacher_with_the_students_weights_teaches_nothing_and_another_one_doe
     assert apart.metrics["actor/grad_norm"] > 10 * same.metrics["actor/grad_norm"] + 1e-3
 
 
+@pytest.mark.parametrize("top_k", [8, 1000])
+def test_a_teacher_without_a_row_of_its_source_scores_nothing(model: str, top_k: int) -> None:
+    """The first one too, whose columns the rows of the others go to; a source may be any text."""
+    for own in ("a", "a.b"):
+        teachers = {name: rg.Teacher(model, pool=rg.Pool(name), dtype="float32") for name in ("a", "a.b")}
+        trained = policy(model)
+        source = rg.examples([{**row, "data_source": own} for row in SUMS], 4, trained)
+        scored = rg.by_source(source, teachers=teachers, top_k=top_k)
+        (metrics,) = run(trained.update(source, scored, loss=rg.DistillationLoss()).metrics)
+        assert metrics["actor/distillation"] == pytest.approx(0.0, abs=1e-5)
+        assert [metrics[f"teachers/{name}"] for name in teachers] == [4.0 * (name == own) for name in teachers]
+
+
+def test_further_batches_of_one_source_have_metrics_of_their_own(model: str) -> None:
+    trained = policy(model)
+    source = rg.examples(SUMS, 4, trained)
+    (metrics,) = run(trained.update(source, loss=rg.SFTLoss(), also=[(source, rg.SFTLoss(dft=n > 0), 1.0) for n in range(2)]).metrics)
+    assert metrics["examples/sft_loss"] == pytest.approx(metrics["actor/sft_loss"])
+    assert metrics["examples2/sft_loss"] < metrics["examples/sft_loss"]
+
+
 def test_whole_distributions_reach_the_loss_as_the_models_own_forward_gives_them(model: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

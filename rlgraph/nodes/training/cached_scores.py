@@ -12,6 +12,7 @@ import torch
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
+from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.training.policy import LogProbs
 from rlgraph.nodes.training.trained_model import TOKENS
@@ -102,6 +103,11 @@ class CachedLogProbs(LogProbs):
     """Log-probs of a frozen model, of rows that it has not seen before."""
 
     cache: str = ""
+
+    def check(self, node: Node) -> None:
+        super().check(node)
+        if Path(self.cache).exists() and not Path(self.cache).is_dir():
+            raise DataError(f"node '{node.name}' has cache='{self.cache}', which is a file; give a folder; it is made where there is none")
 
     def start(self, context: Context) -> Stage:
         folder = Path(self.cache) / model_key(self.model.path, self.model.dtype, self.temperature)

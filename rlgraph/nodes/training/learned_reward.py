@@ -1,7 +1,8 @@
 """A reward model that is trained: one number for a prompt and a response, read off behind the last token."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -11,14 +12,18 @@ from rlgraph.algorithms.reward_losses import BradleyTerry
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
+from rlgraph.engines.hf_export.names import HEAD
+from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.lora.settings import LoRA
-from rlgraph.graph.nodes import Output, declare
+from rlgraph.errors import DataError
+from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.loss_inputs import check_taken
 from rlgraph.nodes.training.process_rewards import StepRewards, behind_the_steps
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
-from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, checked_schedule
 from rlgraph.settings import Count, Name, checked
 
 
@@ -73,7 +78,7 @@ class LearnedReward(TrainedModel):
 
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
-        check_loss(name, loss)
+        check_taken(name, loss, self.scores, inputs, mini_batches)
         given = carried(inputs)
         optional = [column for column in loss.optional_reads if column in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
@@ -101,6 +106,20 @@ class RewardUpdate(Training):
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         learnt = self.learn(context, guard, behind_the_steps(columns) if LABELS in columns else behind_the_end(columns))
         return {}, {**learnt, **guard.metrics()}
+
+
+def check_heads(graph: Graph, to_come: Collection[str] = ()) -> None:
+    """Raise DataError for a reward model that gives rewards and never learnt any. Folders `to_come` stand in for trained ones."""
+    trained = {node.model for node in graph.nodes if node.traits.work == "train"}
+    for node in graph.nodes:
+        model = node.model
+        if not isinstance(model, LearnedReward) or model in trained or model.path in to_come:
+            continue
+        if not any(HEAD in header_shapes(file) for file in Path(model.path).glob("*.safetensors")):
+            raise DataError(
+                f"node '{node.name}' gives rewards by '{model.path}', which has no {HEAD}, and nothing in the graph trains it: all rewards "
+                "would be 0; train it first by judge.update(…), and give the folder of its export"
+            )
 
 
 def behind_the_end(columns: Columns) -> Mapping[str, Column]:

@@ -13,6 +13,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import tensor_of
 
+FAMILIES = ("actor", "critic", "preference", "reward")  # of the update's own metrics
 PART = "part_of_batch"  # the column that says which batch a row is of
 Also: TypeAlias = tuple[Output | Sequence[Output], Loss, float]
 
@@ -109,6 +110,16 @@ def checked_also(node: str, also: Sequence[Any]) -> Iterator[tuple[Sequence[Outp
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise GraphError(f"{where}; its weight is a finite number above 0")
         yield outputs, loss, float(weight)
+
+
+def own_name(node: str, taken: Sequence[str]) -> str:
+    """Name the metrics of a further batch for its node, with a number where that name is another batch's or a family of metrics.
+
+    >>> own_name("pairs", []), own_name("pairs", ["pairs"]), own_name("actor", [])
+    ('pairs', 'pairs2', 'actor2')
+    """
+    names = (node, *(f"{node}{number}" for number in range(2, len(taken) + 4)))
+    return next(name for name in names if name not in taken and name not in FAMILIES)
 
 
 def mixed(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) -> tuple[Columns, Mixture]:

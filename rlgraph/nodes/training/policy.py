@@ -13,9 +13,10 @@ from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage, carried
 from rlgraph.nodes.training.exact import columns_to_check
 from rlgraph.nodes.training.guards import Guards
-from rlgraph.nodes.training.mixture import Part, checked_also
+from rlgraph.nodes.training.loss_inputs import check_taken
+from rlgraph.nodes.training.mixture import Part, checked_also, own_name
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
-from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, check_loss, checked_schedule
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, checked_schedule
 from rlgraph.settings import Count, Natural, checked
 
 
@@ -121,20 +122,20 @@ class Policy(TrainedModel):
         Raises GraphError for a column that the loss reads and no input carries, mini-batches of different sizes, or a critic's
         warm-up without a critic.
         """
-        check_loss(name, loss)
+        check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
         behaviour, reads = columns_read(name, inputs, loss)
         if guards.stop_mismatch is not None:
             reads += ("rollout_log_probs", "old_log_probs")
         reads += columns_to_check(name, self, inputs)
-        parts, more = [], list(inputs)
+        parts, more = list[Part](), list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):
-            check_loss(name, other)
+            check_taken(name, other, self.scores, outputs, mini_batches)
             found, read = columns_read(name, outputs, other)
             checked_schedule(name, outputs, epochs, mini_batches)
             sizes.append((other, outputs))
-            parts.append(Part(f"also{number}.", outputs[0].node.name, other, weight, found))
+            parts.append(Part(f"also{number}.", own_name(outputs[0].node.name, [part.name for part in parts]), other, weight, found))
             more += [output.apart(parts[-1].prefix) for output in outputs]
             reads += tuple(parts[-1].prefix + column for column in read)
         if any(chosen_at(other) is not None for other in (loss, *(part.loss for part in parts))):

@@ -27,7 +27,7 @@ class Preferred(Operation):
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(given=(), sampling=self.sampling)
+        return NodeTraits(given=(), sampling=self.sampling, preferences="pairs")
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.choose(columns)

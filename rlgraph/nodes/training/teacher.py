@@ -7,10 +7,14 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.columns import Column, Columns
+from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Output, declare
+from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
+from rlgraph.nodes.examples import Examples
+from rlgraph.nodes.items import read
+from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, check_scored, check_whole_vocabulary
@@ -40,11 +44,22 @@ class Teaching(ModelScores):
         batch = dict(columns)
         if self.only is not None:
             own = torch.tensor([source == self.only for source in batch.pop("data_sources")])
-            batch["response_mask"] = tensor_of(columns, "response_mask") & own[:, None]
+            batch["response_mask"] = mask = tensor_of(columns, "response_mask") & own[:, None]
+            if not bool(mask.any()):
+                return self.nothing(mask)
         if not self.top:
             return {OWN[0]: context.engine.scores(batch, temperature=self.temperature)}
         found = context.engine.top_scores(batch, self.top_k, temperature=self.temperature)
         return dict(zip((*OWN, *TOP), found, strict=True))
+
+    def nothing(self, mask: torch.Tensor) -> Columns:
+        """Make the columns of a batch without a row of its source."""
+        found: dict[str, Column] = {OWN[0]: torch.zeros(mask.shape)}
+        if self.top:
+            size = check_model(self.model.path).vocab_size
+            shape = (*mask.shape, min(self.top_k or size, size))
+            found |= {TOP[0]: torch.zeros(shape, dtype=torch.int32), TOP[1]: torch.zeros(shape)}
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,25 +112,38 @@ class BySource(Operation):
 
     sources: tuple[str, ...]
     columns: tuple[str, ...]
+    teachers: tuple[str, ...]  # the prefixes of their columns
 
     @property
     def traits(self) -> NodeTraits:
         return NodeTraits(by_group=True, given=())
 
+    def check(self, node: Node) -> None:
+        """Raise GraphError for a row of the data without a teacher, where the data can be read before the run."""
+        origin = node.inputs[0].node
+        data = origin.operation.data if isinstance(origin.operation, Prompts | Examples) else ()
+        for index in range(len(data)):
+            source = read(data, index).get("data_source")
+            if source not in self.sources:
+                raise GraphError(f"node '{node.name}': item {index} of '{origin.name}' {self._without(source)}")
+
+    def _without(self, source: object) -> str:
+        return f"has the data_source {source!r}, for which there is no teacher among {list(self.sources)}: give one, or leave the row out"
+
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(columns)
 
     def fire(self, columns: Columns) -> Fired:
-        sources = columns[f"{self.sources[0]}.data_sources"]
+        sources = columns[f"{self.teachers[0]}data_sources"]
         unknown = next((source for source in sources if source not in self.sources), None)
         if unknown is not None:
-            raise GraphError(f"a row has the data_source {unknown!r}, for which there is no teacher among {list(self.sources)}; give one")
+            raise GraphError(f"a row {self._without(unknown)}")
         made: dict[str, Column] = {}
         for name in self.columns:
-            made[name] = tensor_of(columns, f"{self.sources[0]}.{name}").clone()
-            for source in self.sources[1:]:
+            made[name] = tensor_of(columns, f"{self.teachers[0]}{name}").clone()
+            for source, teacher in zip(self.sources[1:], self.teachers[1:], strict=True):
                 rows = torch.tensor([own == source for own in sources])
-                made[name][rows] = tensor_of(columns, f"{source}.{name}")[rows]  # type: ignore[call-overload]
+                made[name][rows] = tensor_of(columns, f"{teacher}{name}")[rows]  # type: ignore[call-overload]
         return made, {f"teachers/{source}": float(sum(own == source for own in sources)) for source in self.sources}
 
 
@@ -146,9 +174,9 @@ def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | N
             else teacher.top_log_probs(*inputs, top_k=top_k, only=source, name=own)
         )
     columns = OWN if top_k is None else (*OWN, *TOP)
-    operation = BySource(tuple(teachers), columns)
-    first = f"{next(iter(teachers))}."
-    sources = next(o for o in inputs if "data_sources" in o.columns).apart(first)
-    reads = (f"{first}data_sources", *(f"{source}.{column}" for source in teachers for column in columns))
-    apart = [output.apart(f"{source}.") for source, output in zip(teachers, scored, strict=True)]
+    fronts = tuple(f"teacher{number}." for number in range(len(teachers)))  # a source may be any text
+    sources = next(o for o in inputs if "data_sources" in o.columns).apart(fronts[0])
+    reads = (f"{fronts[0]}data_sources", *(front + column for front in fronts for column in columns))
+    apart = [output.apart(front) for front, output in zip(fronts, scored, strict=True)]
+    operation = BySource(tuple(teachers), columns, fronts)
     return Output(declare(name, operation, [sources, *apart], reads=reads, writes=columns, rows=scored[0].node.rows))

@@ -14,6 +14,7 @@ from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
 from rlgraph.nodes.training.exact import check_exact_settings
 from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
+from rlgraph.nodes.training.vocabulary import check_vocabulary
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype
 
@@ -170,6 +171,7 @@ class ModelScores(Operation):
 
     def check(self, node: Node) -> None:
         check_trained(self.model)
+        check_vocabulary(node)
 
 
 def check_folder(path: str) -> None:
