@@ -5,6 +5,7 @@
 Trains SmolLM2-135M-Instruct to add. After a kill the same command goes on where it was, in whichever graph. `--help` lists the settings.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import one_step_off
@@ -26,8 +27,8 @@ class Config:
     out: str = "runs/curriculum"
 
 
-if __name__ == "__main__":
-    cfg = rg.config(Config)
+def graphs(cfg: Config) -> tuple[list[Callable[..., rg.Graph]], list[int]]:
+    """The graphs one after the other, and their steps."""
 
     def warm_start() -> rg.Graph:
         return sft.graph(sft.Config(model=cfg.model, examples=cfg.examples, every=cfg.sft_steps, held_out=16))
@@ -35,5 +36,11 @@ if __name__ == "__main__":
     def grpo(sft: str) -> rg.Graph:  # the folder of the weights that the graph 'sft' left
         return one_step_off.graph(one_step_off.Config(model=sft, engine=cfg.engine, prompts=cfg.prompts, group_size=cfg.group_size))
 
-    for done in rg.run([warm_start, grpo], cfg.out, steps=[cfg.sft_steps, cfg.rl_steps], profiled=cfg.profiled):
+    return [warm_start, grpo], [cfg.sft_steps, cfg.rl_steps]
+
+
+if __name__ == "__main__":
+    cfg = rg.config(Config)
+    stages, steps = graphs(cfg)
+    for done in rg.run(stages, cfg.out, steps=steps, profiled=cfg.profiled):
         print(f"{done.name}: {done.folder}, weights {done.model}")

@@ -25,9 +25,20 @@ BEYOND: dict[str, tuple[list[str], set[str]]] = {  # recipes beyond policy gradi
     "dpo": (["pairs=2"], {"preference/accuracy", "actor/pg_loss"}),
     "kto": (["examples=2"], {"preference/chosen", "actor/pg_loss"}),
     "mixture": (["prompts=2", "group_size=2", "examples=2"], {"examples/nll", "critic/rewards/mean"}),
+    "online_dpo": (["prompts=2", "group_size=2"], {"critic/rewards/mean", "preferred/share"}),
     "reward_model": (["pairs=2"], {"reward/accuracy", "critic/vf_loss"}),
     "self_play": (["prompts=2", "group_size=2"], {"first/right", "second update/actor/pg_loss"}),
     "sft": (["engine=transformers", "examples=4", "every=1", "held_out=2"], {"actor/nll", "val/acc/mean@1"}),
+}
+STAGED: dict[str, tuple[list[str], dict[str, set[str]]]] = {  # recipes of several graphs: their settings, and the metrics of each graph
+    "process_rewards": (
+        ["solutions=2", "judge_steps=1", "prompts=2", "group_size=2", "max_tokens=4", "steps=1"],
+        {"judge": {"reward/accuracy"}, "policy": {"step_rewards/mean", "actor/pg_loss"}},
+    ),
+    "teachers": (
+        ["examples=2", "teacher_steps=1", "prompts=2", "top_k=4", "steps=1"],
+        {"sums": {"actor/nll"}, "differences": {"actor/nll"}, "student": {"actor/distillation", "critic/right/mean", "teachers/sums"}},
+    ),
 }
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
 
@@ -40,7 +51,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(recipe), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("curriculum", "tools", "mathematics", *BEYOND)])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("tools", "mathematics", *BEYOND, *STAGED, "curriculum")])
 def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +70,18 @@ def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     arguments, metrics = BEYOND[name]
     run(name, monkeypatch, "model=tiny", "steps=2", "out=run", *arguments)
     assert_recorded(tmp_path, capsys.readouterr().out, metrics)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_recipe_of_several_graphs_leaves_the_records_of_each(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    arguments, graphs = STAGED[name]
+    run(name, monkeypatch, "model=tiny", "engine=transformers", "out=run", *arguments)
+    for graph, metrics in graphs.items():
+        (line,) = (tmp_path / "run" / graph / "metrics.jsonl").read_text().splitlines()
+        assert metrics <= set(json.loads(line))
+    assert (tmp_path / "run" / "run.html").exists()
 
 
 def test_a_curriculum_trains_its_second_graph_from_the_weights_of_the_first(

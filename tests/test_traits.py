@@ -100,6 +100,7 @@ class Everything(Operation):
             epochs=2,
             scored=0.5,
             mini_batches=2,
+            preferences="pairs",
             compares="Mine",
             given=(),
         )
