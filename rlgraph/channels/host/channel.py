@@ -23,12 +23,14 @@ from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.encryption import check_encryption
-from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More
+from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More, Part
 from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, shown
+
+PART_BYTES = 2 << 20  # large enough that what a part costs on its way is little beside its bytes
 
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
@@ -140,9 +142,13 @@ class HostWriter(_HostEnd):
             full = Full(step, slot, view.header, view.size, 0 if handle is None else len(segment), carried, coming)
             if coming:
                 self._tell(full, handle)
-            for tensors in view.write(columns, bucket_bytes):
-                if coming:
-                    self._tell(More(slot, tensors))
+            if bucket_bytes is not None and not self._local:
+                for size, tensors in view.write_parts(columns, bucket_bytes):
+                    self._tell(Part(slot, size, tensors))
+            else:
+                for tensors in view.write(columns, bucket_bytes):
+                    if coming:
+                        self._tell(More(slot, tensors))
             if not coming:
                 self._tell(full, handle)
         finally:
@@ -152,11 +158,16 @@ class HostWriter(_HostEnd):
         return view.size + wanted.device_size
 
     def _bucket_bytes(self, wanted: int | None, of: slot_memory.MessageLayout) -> int | None:
-        """The size of buckets whose control messages fit into the socket's buffer with those of all slots; None for a single one."""
-        most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
-        return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and self._local and most > 1 else None
+        """The size of buckets whose control messages fit into the socket's buffer with those of all slots; None for a single one.
 
-    def _tell(self, message: Full | More, handle: int | None = None) -> None:
+        Between hosts it is that of the parts that travel while the next is copied. Only columns in host memory can be sent so.
+        """
+        if not self._local:
+            wanted = None if of.elsewhere or of.host_size < 2 * PART_BYTES else PART_BYTES
+        most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
+        return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and most > 1 else None
+
+    def _tell(self, message: Full | More | Part, handle: int | None = None) -> None:
         for connection in self._acceptor.connections:
             protocol.send(connection, message, handle)
 

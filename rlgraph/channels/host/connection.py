@@ -121,7 +121,8 @@ class Connection:
     def receive_into(self, memory: memoryview) -> None:
         """Fill the memory with raw bytes. Raises EOFError if the peer ends first."""
         while memory:
-            count = self._socket.recv_into(memory)
+            # All of it by one call: after each, a thread waits for the interpreter.
+            count = self._socket.recv_into(memory, 0, socket.MSG_WAITALL)
             if not count:
                 raise EOFError
             memory = memory[count:]

@@ -50,8 +50,8 @@ class EncryptedSocket:
         while rest:
             rest = rest[self._when_ready(functools.partial(self._tls.send, rest)) :]
 
-    def recv_into(self, memory: memoryview) -> int:
-        """Receive at most one record, of 16 KiB; 0 at the end. Raises BlockingIOError if nothing comes in time."""
+    def recv_into(self, memory: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive at most one record, of 16 KiB, whatever the flags say; 0 at the end. Raises BlockingIOError if nothing comes in time."""
         return self._when_ready(functools.partial(self._tls.recv_into, memory))
 
     def shutdown(self, how: int) -> None:

@@ -54,6 +54,17 @@ class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=Tr
     tensors: Size
 
 
+class Part(msgspec.Struct, tag="part", array_like=True, forbid_unknown_fields=True):
+    """Writer to its relay: the first `bytes` bytes of the slot are written, and with them the first `tensors` tensors.
+
+    Between two relays the bytes follow, those that no part before had.
+    """
+
+    slot: Slot
+    bytes: Size
+    tensors: Size
+
+
 class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
     """Reader's relay to writer's relay: the receive of the slot's `carried` bytes is posted."""
 
@@ -89,7 +100,7 @@ class Disconnected:
     why: str
 
 
-ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Posted | Arrived | Free | Goodbye | Failed
+ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Part | Posted | Arrived | Free | Goodbye | Failed
 DIED = Disconnected("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 

@@ -174,6 +174,7 @@ class MessageLayout:
     def __init__(self, columns: Columns, dtype: torch.dtype | None, *, apart: str | None = "cuda") -> None:
         self.signature = signature(columns, dtype)
         self.device = torch.device("cpu")
+        self.elsewhere = any(isinstance(column, torch.Tensor) and column.device.type != "cpu" for column in columns.values())
         self.host: list[_Place] = []
         self.apart: list[_Place] = []
         self._entries: _Header = []
@@ -230,6 +231,30 @@ class WriteView:
         for end, event in under_way:
             event.synchronize()
             yield end
+
+    def write_parts(self, columns: Columns, part_bytes: int) -> Iterator[tuple[int, int]]:
+        """Copy every tensor into the slot, all in host memory, and a large one by parts of it.
+
+        Yields after each part the number of bytes of the slot that are written, and of tensors.
+        """
+        if self._buckets[0] != part_bytes:
+            self._buckets = (part_bytes, _in_buckets([(place.name, self._views[place.name]) for place in self.layout.host], part_bytes))
+        begin, ends = _aligned(self.header), [place.offset + self._views[place.name].nbytes for place in self.layout.host]
+        for bucket in self._buckets[1]:
+            view, source = bucket.views[0][1], columns[bucket.views[0][0]]
+            assert isinstance(source, torch.Tensor)
+            count = part_bytes // view.itemsize
+            if len(bucket.views) == 1 and view.numel() > count and source.is_contiguous() and source.dtype == view.dtype:
+                flat, data = view.view(-1), source.detach().view(-1)
+                for at in range(0, view.numel(), count):
+                    flat[at : at + count].copy_(data[at : at + count])
+                    if (left := view.numel() - at - count) > 0:
+                        yield begin + ends[bucket.end - 1] - left * view.itemsize, bucket.end - 1
+            else:
+                bucket.copy(columns)
+            if bucket is not self._buckets[1][-1]:
+                yield begin + ends[bucket.end - 1], bucket.end
+        yield self.size, self.layout.tensors
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import ready
 from rlgraph.channels.host.connection import Connection, ProtocolError
-from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, Posted, Welcome
+from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, More, Part, Posted, Welcome
 from rlgraph.channels.host.slot_memory import map_segment, segment_of
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
@@ -138,6 +138,7 @@ class _Relay:
 class _Outward(_Relay):
     """The writer is near: its messages go out with their bytes."""
 
+    sent: dict[int, int] = field(default_factory=dict)  # by slot, the bytes that have left of the message that is being written
     leaving: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, device bytes that have not arrived yet
     unrequested: int | None = None  # the slot whose device bytes the other host has not requested yet
     writer_ended: bool = False
@@ -157,6 +158,10 @@ class _Outward(_Relay):
     def carry(self, message: ControlMessage, source: Connection) -> None:
         if isinstance(message, Full) and source is self.near:
             self._send(message)
+        elif isinstance(message, Part) and source is self.near:
+            self.remote.send(protocol.encode(message))
+            self.remote.send_bytes(memoryview(self.segments[message.slot])[self.sent[message.slot] : message.bytes])
+            self.sent[message.slot] = message.bytes
         elif isinstance(message, Posted | Arrived) and source is self.remote:
             self._send_apart(message)
         else:
@@ -172,7 +177,9 @@ class _Outward(_Relay):
             self.leaving[full.slot] = self.buffers.memories[full.slot][: full.carried]
             self.unrequested = full.slot
         self.remote.send(protocol.encode(full))
-        self.remote.send_bytes(memoryview(self.segments[full.slot])[: full.size])
+        self.sent[full.slot] = 0
+        if not full.coming:
+            self.remote.send_bytes(memoryview(self.segments[full.slot])[: full.size])
 
     def _send_apart(self, message: Posted | Arrived) -> None:
         """Send the slot's device bytes. They arrive even if the writer has ended by now."""
@@ -189,27 +196,64 @@ class _Outward(_Relay):
 class _Inward(_Relay):
     """The reader is near: messages come in with their bytes, which go into memory of this host."""
 
+    coming: Full | None = None  # the message of which parts come in, after its first part
+    there: tuple[int, int] = 0, 0  # the bytes and tensors of it that are there
+    handle: int | None = None  # of new memory, of which the reader does not know yet
+
     def begin(self) -> None:
         self.join(1)
 
     def carry(self, message: ControlMessage, source: Connection) -> None:
         if isinstance(message, Full) and source is self.remote:
+            if self.coming is not None:
+                raise ProtocolError(f"{shown(message)}, in the middle of another message")
             self._receive(message)
+        elif isinstance(message, Part) and source is self.remote:
+            self._receive_part(message)
         else:
             super().carry(message, source)
 
+    def _receive_part(self, part: Part) -> None:
+        """Receive the bytes of a part; the reader hears of the message with the first one, in which the header is."""
+        full, (size, tensors) = self.coming, self.there
+        if full is None or part.slot != full.slot or not tensors <= part.tensors <= full.coming:
+            raise ProtocolError(f"{shown(part)}, which continues no message")
+        whole = part.tensors == full.coming
+        if not max(size, full.header) <= part.bytes <= full.size or (whole and part.bytes < full.size):
+            raise ProtocolError(f"{shown(part)}, of a message of {full.size} bytes, {size} of which were there")
+        self.remote.receive_into(memoryview(self.segments[part.slot])[size : part.bytes])
+        self.there = part.bytes, part.tensors
+        if not size:
+            self._pass_on(full)
+        if part.tensors > tensors:
+            protocol.send(self.near, More(part.slot, part.tensors))
+        if whole:
+            self.coming = None
+
     def _receive(self, full: Full) -> None:
-        handle, segment = segment_of(self.channel, self.segments.get(full.slot), full.size)
-        self.segments[full.slot] = segment
-        try:
-            self.remote.receive_into(memoryview(segment)[: full.size])
-            if full.carried:
-                self._receive_apart(full)
-            here = Full(full.step, full.slot, full.header, full.size, 0 if handle is None else len(segment), full.carried)
-            protocol.send(self.near, here, handle)
-        finally:
-            if handle is not None:
-                os.close(handle)
+        self.handle, self.segments[full.slot] = segment_of(self.channel, self.segments.get(full.slot), full.size)
+        if full.coming:
+            self.coming, self.there = full, (0, 0)
+            return
+        self.remote.receive_into(memoryview(self.segments[full.slot])[: full.size])
+        if full.carried:
+            self._receive_apart(full)
+        self._pass_on(full)
+
+    def _pass_on(self, full: Full) -> None:
+        """Tell the reader of a message, with the handle of its memory if that is new."""
+        mapped = 0 if self.handle is None else len(self.segments[full.slot])
+        protocol.send(self.near, Full(full.step, full.slot, full.header, full.size, mapped, full.carried, full.coming), self.handle)
+        self._forget_handle()
+
+    def _forget_handle(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    def _part(self) -> None:
+        self._forget_handle()
+        super()._part()
 
     def _receive_apart(self, full: Full) -> None:
         if self.buffers is None or self.comm is None:
