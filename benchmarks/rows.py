@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from between_hosts_rows import BETWEEN_HOSTS
 from exact_rows import EXACT
 from figures import Each, Figure, count, gigabytes, ms, percent, seconds, share, times
 from mathematics_rows import MATHEMATICS, MATHEMATICS_IN_TEXT
@@ -44,22 +45,14 @@ def stale(what: str, file: str, script: str) -> list[Row]:
     return [Row(f"{what}: oldest token, in versions", count(file, "staleness/max", reduce="max"), script, "bound 2")]
 
 
-HOPS = "channels_cpu.json"
-HOPS_BY_RAY = "channels_ray_cpu.json"  # of a busier machine, so that its rows compare with the others of the same run alone
+HOPS, HOPS_BY_RAY = "channels_cpu.json", "channels_ray_cpu.json"  # the second is of a busier machine: compare rows of one run alone
 
 
 def hop(transport: str, size: int, form: str = "{:.1f} ms", file: str = HOPS) -> Figure:
     return ms(file, "hops", {"transport": transport, "size": size}, "median_s", form=form)
 
 
-def between_hosts(what: str, way: str, measure: str, peer: str) -> Row:
-    file = "between_hosts_cpu.json"
-    return Row(what, ms(file, "ways", way, measure, "median_s"), "benchmarks/between_hosts.py", peer,
-               ms(file, "ways", "rlgraph" if peer == "not encrypted" else peer, measure, "median_s"))  # fmt: skip
-
-
-MIB = 1 << 20
-BY_RAY = "rlgraph ray"
+MIB, BY_RAY = 1 << 20, "rlgraph ray"
 PEERS_OF_HOPS = ("native edge", "native edge, zero-copy", "Ray object store", "Ray object store, zero-copy", "torch.multiprocessing queue")
 HOP_SIZES = (
     ("1 KiB", 1 << 10, "{:.2f} ms"),
@@ -78,10 +71,7 @@ CHANNELS = [
         for name, size, form in HOP_SIZES
         for other in ("rlgraph shm", f"{BY_RAY}, zero-copy", "rlgraph tcp")
     ),
-    between_hosts("16 MiB between two hosts", "rlgraph", "hop", "plain socket"),
-    between_hosts("8 times 16 MiB between two hosts, in a row", "rlgraph", "stream", "plain socket"),
-    between_hosts("16 MiB between two hosts, `encrypt=True`", "rlgraph, encrypted", "hop", "not encrypted"),
-    between_hosts("8 times 16 MiB between two hosts, in a row, `encrypt=True`", "rlgraph, encrypted", "stream", "not encrypted"),
+    *BETWEEN_HOSTS,
     Row("1 KiB there and back", ms(HOPS, "round_trips", {"transport": "rlgraph shm"}, "median_s", form="{:.2f} ms"),
         "benchmarks/channels.py", "torch queue", ms(HOPS, "round_trips", {"transport": "torch.multiprocessing queue"}, "median_s")),
     Row("share of a core of a worker that waits", percent(HOPS, "waiting", "rlgraph shm"), "benchmarks/channels.py",

@@ -4,7 +4,7 @@ import json
 import pickle
 import resource
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from rlgraph.graph.nodes import Graph, Output, Pool, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.checkpoint.worker_snapshot import check_shared
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
+from rlgraph.runtime.worker.spec import Saving
 
 Bits = tuple[int, dict[str, float], int]
 
@@ -248,3 +250,18 @@ def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
     assert manifest["cursors"] == {"prompts": {"items": 12, "seed": 1, "next": 20}}
     assert manifest["settings"]["feedback weights"]["depth"] == "1"
     assert {part["worker"] for part in manifest["parts"]} == {"prompts", "generator", "score", "policy"}
+
+
+def test_a_worker_knows_the_drivers_checkpoint_folder_from_another_of_that_path(tmp_path: Path) -> None:
+    graph = fakes.vector_loop(1)
+    checkpoints = Checkpoints(graph, compile_plan(graph, Cluster(cpus=2)), Recovery(tmp_path / "driver", 3, 2))
+    checkpoints.open()
+    for _ in range(2):  # each session has its own note
+        start = checkpoints.start()
+        saving = Saving(start.folder, start.id, 3, 0, trained=False, open=())
+        check_shared(saving, 0)
+        with pytest.raises(CheckpointError, match=rf"is not that of the driver's host \({start.id}\), so no checkpoint would be whole"):
+            check_shared(replace(saving, id="another"), 0)
+    checkpoints.close()
+    with pytest.raises(CheckpointError, match=r"FileNotFoundError.*give a folder that all hosts share, at the same path"):
+        check_shared(replace(saving, folder=str(tmp_path / "own")), 0)

@@ -41,16 +41,16 @@ NAMED = {
 }
 SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
 
-PORTS, ENCRYPTED = "ports", "encrypted"
+PORTS, ENCRYPTED, APART, OTHERS = OWN = "ports", "encrypted", "folders apart", "other hosts"
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "5", PORTS, ENCRYPTED, *SURVIVED, *NAMED])
+    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED])
     run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
-    if missing := {PORTS, ENCRYPTED, *NAMED, *SURVIVED} - found.keys():
+    if missing := {*OWN, *NAMED, *SURVIVED} - found.keys():
         pytest.fail(f"no outcome of {sorted(missing)}\n{run.stderr}")
     return found
 
@@ -86,3 +86,15 @@ def test_an_encrypted_job_has_the_same_bits_and_names_no_column_on_the_wire(outc
     assert (outcome["error"], outcome.get("same")) == ("", True), outcome
     assert outcome["plain"]["found"] > 0
     assert (outcome["secret"]["found"], outcome["secret"]["bytes"] > 0) == (0, True), outcome
+
+
+def test_a_checkpoint_folder_of_each_hosts_own_is_refused_at_the_start(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    refused = r"CheckpointError: the checkpoint folder '.*' on host 'host\d' is not that of the driver's host \(FileNotFoundError"
+    for how in ("same path", "missing"):
+        told = outcomes[APART][how]
+        assert re.search(refused, told), told
+        assert "give a folder that all hosts share, at the same path" in told
+
+
+def test_a_checkpoint_of_three_hosts_goes_on_on_two_and_on_one_with_the_same_bits(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    assert outcomes[OTHERS] == {**outcomes[OTHERS], "error": "", "same": True, "given": 18}

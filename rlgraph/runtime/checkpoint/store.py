@@ -104,6 +104,9 @@ class Checkpoints:
     def start(self, probe: tuple[str, int] | None = None) -> Start:
         """Begin a session: remove what an earlier one left half written, and say where it starts and which prompts it tries."""
         self.id = secrets.token_hex(4)
+        if self._lock >= 0:  # workers look for it, to see that their folder is this one
+            os.pwrite(self._lock, self.id.encode(), 0)
+            os.fsync(self._lock)
         self.shards.clear()
         self.failed.clear()
         self.tried = self.newest

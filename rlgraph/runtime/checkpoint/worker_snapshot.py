@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rlgraph.runtime.worker.executor import Worker
     from rlgraph.runtime.worker.progress import Progress
 
+SEEN_S = 5.0  # for what the driver wrote to be seen on another host
 PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
@@ -82,10 +84,29 @@ class WorkerSnapshots:
                 files += write_model()
             written = tuple(_digest(folder, file) for file in files)
         except Exception as error:  # noqa: BLE001 (the outer edge of a thread: whatever it is, the driver hears of it)
-            free = shutil.disk_usage(self.saving.folder).free
-            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error} ({free >> 20} MiB are free on that disk)"))
+            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error}{_free(self.saving.folder)}"))
         else:
             self.told(Saved(step, CheckpointShard(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
+
+
+def check_shared(saving: Saving, patience_s: float = SEEN_S) -> None:
+    """Raise CheckpointError if the folder of checkpoints here is not the one that the driver has locked."""
+    end = time.monotonic() + patience_s
+    while (found := _locked_by(saving)) != saving.id:
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"the checkpoint folder '{saving.folder}' on host '{socket.gethostname()}' is not that of the driver's host ({found}), so "
+                "no checkpoint would be whole; give a folder that all hosts share, at the same path"
+            )
+        time.sleep(0.1)
+
+
+def _locked_by(saving: Saving) -> str:
+    """Read the session that the driver has noted in the folder; or say what is missing."""
+    try:
+        return (Path(saving.folder) / "lock").read_text() or "its lock is empty"
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def unfinished_name(id: str, step: int) -> str:
@@ -116,6 +137,14 @@ def checked_state(node: str, state: Any) -> Any:
             "tuples and dicts of these"
         )
     return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+def _free(folder: str) -> str:
+    """Say how much room is left; nothing where the folder is gone."""
+    try:
+        return f" ({shutil.disk_usage(folder).free >> 20} MiB are free on that disk)"
+    except OSError:
+        return ""
 
 
 def _save(content: Mapping[str, Any], file: Path) -> Path:

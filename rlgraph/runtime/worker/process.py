@@ -22,6 +22,7 @@ from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.runtime import messages
+from rlgraph.runtime.checkpoint.worker_snapshot import check_shared
 from rlgraph.runtime.exports.write import boxes
 from rlgraph.runtime.worker.activity import IDLE, Activity
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
@@ -82,6 +83,8 @@ class Process:
 
     def _open(self) -> None:
         self.status.enter(-1, Activity("open"))
+        if self.spec.saving is not None:
+            check_shared(self.spec.saving)
         for channel, posts in self.spec.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         worker = self.spec.worker
