@@ -156,7 +156,7 @@ class Network:
 
     def sniff(self, needle: bytes, ignored_port: int) -> None:
         """Begin to look for some bytes in what passes the switch by TCP, but for that of one port; `sniffed` tells what came of it."""
-        self._sniffer = Sniffer(needle, ignored_port)
+        self._sniffer = Sniffer(f"{self._name}p", needle, ignored_port)
 
     def sniffed(self) -> dict[str, int]:
         return self._sniffer.end()
@@ -219,10 +219,10 @@ class Network:
 
 
 class Sniffer:
-    """Counts the packets on all interfaces of this network namespace, and those with some bytes in them."""
+    """Counts the bytes of packets at the ports of one switch, whose names begin alike, and the packets with some bytes in them."""
 
-    def __init__(self, needle: bytes, ignored_port: int) -> None:
-        self._needle, self._ignored = needle, ignored_port
+    def __init__(self, ports: str, needle: bytes, ignored_port: int) -> None:
+        self._ports, self._needle, self._ignored = ports, needle, ignored_port
         self._bytes = self._found = 0
         self._tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))  # ETH_P_ALL
         self._tap.settimeout(0.2)
@@ -239,11 +239,12 @@ class Sniffer:
     def _run(self) -> None:
         while not self._over.is_set():
             try:
-                packet = self._tap.recv(1 << 17)
+                packet, (interface, *_) = self._tap.recvfrom(1 << 17)
             except TimeoutError:
                 continue
             header = 14 + 4 * (packet[14] & 15)
-            if packet[12:14] != b"\x08\x00" or packet[23] != socket.IPPROTO_TCP:
+            other = not interface.startswith(self._ports)  # that of a case at another switch
+            if other or packet[12:14] != b"\x08\x00" or packet[23] != socket.IPPROTO_TCP:
                 continue
             if self._ignored not in struct.unpack_from("!HH", packet, header):
                 self._bytes += len(packet)

@@ -193,20 +193,6 @@ def folders_apart(control: Control) -> Mapping[str, object]:
     return outcomes
 
 
-def other_hosts(control: Control) -> Mapping[str, object]:
-    """Train on three hosts, go on with the checkpoint on two, then on one; tell whether the numbers are those of one process."""
-    made, folder = graph(), Path(tempfile.mkdtemp(dir=control.shared))
-    with LocalJob(made, compile_plan(made, Cluster(cpus=2))) as here:
-        expected = [step.metrics["loss"] for step in here.steps(18)]
-    found = []
-    for hosts in (3, 2, 1):
-        plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=hosts))
-        recovery = Recovery(folder, every=3, keep=2, restarts=0)
-        with Job(made, plan, dispatch_name="placed", deadline_s=60.0, recovery=recovery) as running:
-            found += [step.metrics["loss"] for step in running.steps(6 * (4 - hosts))]
-    return {"error": "", "same": found == expected, "given": len(found)}
-
-
 def clock_jumps(control: Control) -> Mapping[str, object]:
     """Set the driver's wall clock a day ahead, then back; the hosts' monotonic clocks are days apart anyway."""
     real = time.time
@@ -276,7 +262,6 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "ports": listens,
     "encrypted": encrypted,
     "folders apart": folders_apart,
-    "other hosts": other_hosts,
     "host killed, and back": lambda c: goes_on(c, on("kill", 3), host_is_back(3)),
     "silent cut, and back": lambda c: goes_on(c, on("cut", 3), on("join", 3)),
     "short cut": lambda c: survives(c, both(on("cut", 3), both(lambda *_: time.sleep(1.5), on("join", 3))), lambda *_: None),
