@@ -10,7 +10,7 @@ from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import channel as host_channel
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.protocol import Full, Part, Welcome
+from rlgraph.channels.host.protocol import Full, Portion, Welcome
 from rlgraph.errors import ChannelBroken, ChannelTimeout
 
 LONG, SHORT = 20.0, 0.05
@@ -60,9 +60,9 @@ def test_every_kind_of_column_arrives_whole_and_in_order(parts, dtype, encrypt):
             else:
                 assert got[name] == column
         reader.release()
-    of_one = [message for message in parts if isinstance(message, Part)]
+    of_one = [message for message in parts if isinstance(message, Portion)]
     assert len(of_one) > 4 * 5
-    assert all(isinstance(message, Full | Part) for message in parts)
+    assert all(isinstance(message, Full | Portion) for message in parts)
     writer.close()
     reader.close()
 
@@ -112,7 +112,7 @@ def test_a_reader_that_begins_sees_the_columns_that_are_there_while_others_are_o
     columns = {"first": torch.arange(1000), "second": torch.arange(5000, 7000), "third": torch.arange(10)}
     header, data = message(columns)
     at = data.index(columns["second"].numpy().tobytes()[8:80]) - 8  # where the second begins
-    reader, thread = written_by_hand([(Full(0, 0, header, len(data), 0, 0, 3), b""), (Part(0, at + 40, 1), data[: at + 40])])
+    reader, thread = written_by_hand([(Full(0, 0, header, len(data), 0, 0, 3), b""), (Portion(0, at + 40, 1), data[: at + 40])])
     got = reader.begin(0, LONG)
     assert reader.arrived(0, LONG) == 1
     assert torch.equal(got["first"], columns["first"])
@@ -124,16 +124,16 @@ def test_a_reader_that_begins_sees_the_columns_that_are_there_while_others_are_o
 
 FULL = Full(0, 0, 100, 1000, 0, 0, 2)
 HOSTILE = {
-    "a part of no message": [(Part(0, 10, 1), b"")],
-    "a part of another slot": [(FULL, b""), (Part(1, 500, 1), b"")],
-    "a first part without the header": [(FULL, b""), (Part(0, 99, 0), b"")],
-    "more bytes than the message has": [(FULL, b""), (Part(0, 1001, 1), b"")],
-    "more tensors than the message has": [(FULL, b""), (Part(0, 1000, 3), b"")],
-    "a part that goes back": [(FULL, b""), (Part(0, 500, 1), bytes(500)), (Part(0, 400, 1), b"")],
-    "fewer tensors than before": [(FULL, b""), (Part(0, 500, 1), bytes(500)), (Part(0, 600, 0), b"")],
-    "all tensors without all bytes": [(FULL, b""), (Part(0, 999, 2), b"")],
-    "a message within another": [(FULL, b""), (Part(0, 500, 1), bytes(500)), (FULL, b"")],
-    "a part beyond the last": [(FULL, b""), (Part(0, 1000, 2), bytes(1000)), (Part(0, 1000, 2), b"")],
+    "a part of no message": [(Portion(0, 10, 1), b"")],
+    "a part of another slot": [(FULL, b""), (Portion(1, 500, 1), b"")],
+    "a first part without the header": [(FULL, b""), (Portion(0, 99, 0), b"")],
+    "more bytes than the message has": [(FULL, b""), (Portion(0, 1001, 1), b"")],
+    "more tensors than the message has": [(FULL, b""), (Portion(0, 1000, 3), b"")],
+    "a part that goes back": [(FULL, b""), (Portion(0, 500, 1), bytes(500)), (Portion(0, 400, 1), b"")],
+    "fewer tensors than before": [(FULL, b""), (Portion(0, 500, 1), bytes(500)), (Portion(0, 600, 0), b"")],
+    "all tensors without all bytes": [(FULL, b""), (Portion(0, 999, 2), b"")],
+    "a message within another": [(FULL, b""), (Portion(0, 500, 1), bytes(500)), (FULL, b"")],
+    "a part beyond the last": [(FULL, b""), (Portion(0, 1000, 2), bytes(1000)), (Portion(0, 1000, 2), b"")],
 }
 
 

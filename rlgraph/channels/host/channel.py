@@ -23,7 +23,7 @@ from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.encryption import check_encryption
-from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More, Part
+from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More, Portion
 from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
 from rlgraph.channels.remote.relay import relayed
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
@@ -144,7 +144,7 @@ class HostWriter(_HostEnd):
                 self._tell(full, handle)
             if bucket_bytes is not None and not self._local:
                 for size, tensors in view.write_parts(columns, bucket_bytes):
-                    self._tell(Part(slot, size, tensors))
+                    self._tell(Portion(slot, size, tensors))
             else:
                 for tensors in view.write(columns, bucket_bytes):
                     if coming:
@@ -167,7 +167,7 @@ class HostWriter(_HostEnd):
         most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
         return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and most > 1 else None
 
-    def _tell(self, message: Full | More | Part, handle: int | None = None) -> None:
+    def _tell(self, message: Full | More | Portion, handle: int | None = None) -> None:
         for connection in self._acceptor.connections:
             protocol.send(connection, message, handle)
 

@@ -54,7 +54,7 @@ class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=Tr
     tensors: Size
 
 
-class Part(msgspec.Struct, tag="part", array_like=True, forbid_unknown_fields=True):
+class Portion(msgspec.Struct, tag="portion", array_like=True, forbid_unknown_fields=True):
     """Writer to its relay: the first `bytes` bytes of the slot are written, and with them the first `tensors` tensors.
 
     Between two relays the bytes follow, those that no part before had.
@@ -100,7 +100,7 @@ class Disconnected:
     why: str
 
 
-ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Part | Posted | Arrived | Free | Goodbye | Failed
+ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Portion | Posted | Arrived | Free | Goodbye | Failed
 DIED = Disconnected("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 

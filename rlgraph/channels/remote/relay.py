@@ -17,7 +17,7 @@ import torch
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import ready
 from rlgraph.channels.host.connection import Connection, ProtocolError
-from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, More, Part, Posted, Welcome
+from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, More, Portion, Posted, Welcome
 from rlgraph.channels.host.slot_memory import map_segment, segment_of
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
@@ -158,7 +158,7 @@ class _Outward(_Relay):
     def carry(self, message: ControlMessage, source: Connection) -> None:
         if isinstance(message, Full) and source is self.near:
             self._send(message)
-        elif isinstance(message, Part) and source is self.near:
+        elif isinstance(message, Portion) and source is self.near:
             self.remote.send(protocol.encode(message))
             self.remote.send_bytes(memoryview(self.segments[message.slot])[self.sent[message.slot] : message.bytes])
             self.sent[message.slot] = message.bytes
@@ -208,12 +208,12 @@ class _Inward(_Relay):
             if self.coming is not None:
                 raise ProtocolError(f"{shown(message)}, in the middle of another message")
             self._receive(message)
-        elif isinstance(message, Part) and source is self.remote:
+        elif isinstance(message, Portion) and source is self.remote:
             self._receive_part(message)
         else:
             super().carry(message, source)
 
-    def _receive_part(self, part: Part) -> None:
+    def _receive_part(self, part: Portion) -> None:
         """Receive the bytes of a part; the reader hears of the message with the first one, in which the header is."""
         full, (size, tensors) = self.coming, self.there
         if full is None or part.slot != full.slot or not tensors <= part.tensors <= full.coming:
