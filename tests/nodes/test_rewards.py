@@ -249,7 +249,7 @@ def test_math_verify_compares_as_many_at_a_time_as_there_are_cores_unless_scorer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(mathematics.os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(mathematics.os, "sched_getaffinity", lambda pid: set(range(5)))
     none, own, retry = Calls(None, 1.0, None), Calls(3, 1.0, None), Calls(None, 1.0, rg.Retry(times=2))
     assert none.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, None)
     assert none.of("node 'reward'", rg.scorers.math_verify(concurrency=7)) == (7, 1.0, None)

@@ -47,13 +47,14 @@ def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) ->
     """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 
     The score tells the answer it found (`Score.pred`), so that `rg.evaluate` has `maj@k`; right answers count as one answer,
-    however they are written. `concurrency` comparisons run at a time, each in a process of its own, as many as there are cores by default.
-    A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s` and scores 0.
+    however they are written. `concurrency` comparisons run at a time, each in a process of its own; by default as many as the cores
+    that this program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after
+    `limit_s` and scores 0.
     Raises DataError if the package `math-verify` is missing.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise DataError("math_verify: the package math-verify is not installed: pip install 'rlgraph-dataflow[rewards]'")
-    return MathVerify(limit_s, concurrency or os.cpu_count() or 1)
+    return MathVerify(limit_s, concurrency or len(os.sched_getaffinity(0)))
 
 
 @dataclass
