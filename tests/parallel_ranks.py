@@ -20,6 +20,7 @@ from rlgraph.engines.hf_export.layout import ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
 
 STEPS = 4
+GOES_ON = 3  # steps, from a state that another engine saved
 MICRO_BATCH_TOKENS = 48  # two passes
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
 ADAMW, MUON = AdamW(lr=5e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5), Muon(lr=1e-3, eps=1e-3, weight_decay=0.1)
@@ -36,34 +37,51 @@ class Case:
     saving: bool = False  # of memory: recomputes, a fused head of a few rows at a time, moments on the host
     begins: Path | None = None
     export: tuple[Path, ExportLayout] | None = None
+    steps: int = STEPS
+    trainer: str = "fsdp"
 
 
-def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> FsdpEngine:
+def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> Any:
     head = PolicyHead(case.folder, fused=saving) if case.kind == "policy" else ValueHead(case.folder)
+    if case.trainer == "megatron":
+        from rlgraph.engines.megatron.engine import MegatronEngine
+
+        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving}
+        return MegatronEngine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
     given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": True}
     return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, recompute=saving, host_moments=saving, **given, **ranks)
 
 
-def trained(engine: FsdpEngine, kind: str) -> dict[str, Any]:
+def trained(engine: Any, kind: str, steps: int = STEPS) -> dict[str, Any]:
     """Score a batch, take steps on it, and tell what came of each."""
-    batch = returns_of(batch_of(LENGTHS, holes=True))
-    loss: Any = WeightedLikelihood(entropy=0.1) if kind == "policy" else ValueLoss()
+    batch, loss = given_to(kind)
     found: dict[str, Any] = {"weights": boxes(engine), "scores": engine.scores(batch, temperature=0.7)}
     if kind == "policy":
         found["squares"] = engine.scores_and_squares(batch, temperature=0.7)[1]
     found["metrics"] = [engine.update(batch, loss, temperature=0.7)]
     found["moments"] = boxes(engine, moments=True)  # of one step: the gradients
-    found["metrics"] += [engine.update(batch, loss, temperature=0.7) for _ in range(STEPS - 1)]
+    found["metrics"] += [engine.update(batch, loss, temperature=0.7) for _ in range(steps - 1)]
     return found | {"scores after": engine.scores(batch, temperature=0.7), "weights after": boxes(engine)}
 
 
-def boxes(engine: FsdpEngine, *, moments: bool = False) -> list[WeightShard]:
+def given_to(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """The batch that a model of this kind is trained on, and its loss."""
+    return returns_of(batch_of(LENGTHS, holes=True)), WeightedLikelihood(entropy=0.1) if kind == "policy" else ValueLoss()
+
+
+def boxes(engine: Any, *, moments: bool = False) -> list[WeightShard]:
     """Copy the boxes of this rank: of the weights, or of the first moment of each."""
+    shards = list(engine.weight_shards())
+    if not moments:
+        return [replace(shard, tensor=shard.tensor.clone()) for shard in shards]
     state = engine.state()
-    names = ("moments.{}.exp_avg", "moments.{}.momentum_buffer") if moments else ("weights.{}",)
-    held = [next(state[key.format(name)] for key in names if key.format(name) in state) for name in engine.weights()]
-    shards = zip(engine.weight_shards(), held, strict=True)  # under the names of the folder, in the same order
-    return [replace(shard, tensor=local(tensor).clone()) for shard, tensor in shards]
+    if hasattr(engine, "weights"):  # each box is of a parameter of its own, in the same order
+        keys = ("moments.{}.exp_avg", "moments.{}.momentum_buffer")
+        held = [local(next(state[key.format(name)] for key in keys if key.format(name) in state)) for name in engine.weights()]
+    else:
+        names = [shard.name if f"weights.{shard.name}" in state else shard.name.removeprefix("model.") for shard in shards]
+        held = [dict(state[f"moments.{name}.exp_avg"].boxes)[shard.offsets] for name, shard in zip(names, shards, strict=True)]
+    return [replace(shard, tensor=tensor.clone()) for shard, tensor in zip(shards, held, strict=True)]
 
 
 def assembled(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:
@@ -78,13 +96,15 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
     for case in cases:
         AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
         engine = engine_of(case, rank, world, saving=case.saving, **ranks)
-        found = trained(engine, case.kind)
+        found = trained(engine, case.kind, case.steps)
         engine.save(out / case.name, 60.0)()
         if case.export is not None:
             write_shards(*case.export, engine.weight_shards())
         if case.begins is not None:
             engine.load(case.begins)
             found["loaded"] = boxes(engine)
+            batch, loss = given_to(case.kind)
+            found["goes on"] = [engine.update(batch, loss, temperature=0.7) for _ in range(GOES_ON)]
         torch.save(found, out / f"{case.name}.{rank}.pt")
         engine.close()
     dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -12,17 +11,17 @@ from rlgraph.algorithms.distillation import CHOSEN
 from rlgraph.algorithms.inputs import check_whole
 from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.columns import Column, Columns
+from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import fused_norms, packed_attention
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.collectives import filled
 from rlgraph.engines.forward.heads import Head
 from rlgraph.engines.forward.routers import Routing, routers_of
+from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
-from rlgraph.engines.fsdp.exchange import gathered
+from rlgraph.engines.fsdp.exchange import summed
 from rlgraph.engines.fsdp.grad_norm import clipped
 from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
@@ -146,7 +145,7 @@ class FsdpEngine:
         with torch.no_grad():
             for micro_batch in self._passes(batch):
                 own = self._head(micro_batch, temperature=temperature, tokens=ChosenTokens(top_k=top_k))
-                found = found or [torch.zeros(*_shape(batch), *score.shape[1:], dtype=score.dtype, device=self._device) for score in own]
+                found = found or [torch.zeros(*shape_of(batch), *score.shape[1:], dtype=score.dtype, device=self._device) for score in own]
                 for column, scores in zip(found, own, strict=True):
                     column[micro_batch.rows[micro_batch.row], micro_batch.column] = scores
         for unit in self._units:
@@ -157,7 +156,7 @@ class FsdpEngine:
         return log_probs, ids.int(), most
 
     def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
-        result = torch.zeros(1 + squares, *_shape(batch), device=self._device)
+        result = torch.zeros(1 + squares, *shape_of(batch), device=self._device)
         with torch.no_grad():
             for micro_batch in self._passes(batch):
                 for column, scores in zip(result, self._head(micro_batch, temperature=temperature, squares=squares), strict=True):
@@ -175,13 +174,13 @@ class FsdpEngine:
         the loss, unless the loss names a part of it so), `actor/grad_norm` before clipping, `actor/lr` and those of the loss; of a
         critic the same with `critic/vf_loss`.
         """
-        width = _shape(batch)[1]
-        totals = Totals.of(_tensor(batch, "response_mask"))
+        width = shape_of(batch)[1]
+        totals = Totals.of(tensor_of(batch, "response_mask"))
         found: list[dict[str, float]] = []
         at = chosen_at(loss)
         for micro_batch in self._passes(batch):
-            rows = _rows(batch, micro_batch.rows, self._device)
-            tokens = None if at is None else ChosenTokens(_tensor(rows, at)[micro_batch.row, micro_batch.column])
+            rows = rows_of(batch, micro_batch.rows, self._device)
+            tokens = None if at is None else ChosenTokens(tensor_of(rows, at)[micro_batch.row, micro_batch.column])
             with self._routing:
                 scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy, tokens=tokens)
             assert micro_batch.real is not None
@@ -189,14 +188,14 @@ class FsdpEngine:
             if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
-            whole = tuple(_unpack(score, micro_batch, width) for score in scores)
+            whole = tuple(unpacked(score, micro_batch, width) for score in scores)
             if at is not None:
                 rows, whole = {**rows, CHOSEN: whole[2]}, whole[: 1 + loss.needs_entropy]
             value, metrics = self._head.loss(loss, whole, rows, totals)
             balance, more = self._routing.loss(micro_batch.real, len(micro_batch.targets) / max(totals.tokens, 1))
             (value if balance is None else value + balance).backward()
             found.append({self._head.loss_name: value.item()} | metrics | more)
-        metrics = {self._head.loss_name: 0.0} | _summed(found, self._ranks, self._device)
+        metrics = {self._head.loss_name: 0.0} | summed(found, self._ranks.data, self._device, self._ranks.data_group)
         metrics |= self._routing.metrics(self._add_up)
         return self._step(metrics, totals.tokens > 0, guard)
 
@@ -316,46 +315,3 @@ def _attached(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list
         raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
     head.begins = Beginning(adapter)
     return attach(head, head.layers, adapter, dtype)
-
-
-def _unpack(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
-    """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
-    own = values.new_zeros(len(micro_batch.rows), width, *values.shape[1:]).index_put((micro_batch.row, micro_batch.column), values)
-    return own if micro_batch.group is None else filled(own, micro_batch.group)
-
-
-def _rows(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
-    def pick(column: Column) -> Column:
-        return column[rows.to(column.device)].to(device) if isinstance(column, torch.Tensor) else [column[i] for i in rows.tolist()]
-
-    return {name: pick(column) for name, column in batch.items()}
-
-
-def _summed(metrics: list[dict[str, float]], ranks: Ranks, device: torch.device) -> dict[str, float]:
-    """Sum the metrics of all micro-batches of all ranks, in the order of the ranks: the same bits on every rank."""
-    found = _gathered(metrics, ranks, device) if ranks.data > 1 else [metrics]
-    total: dict[str, float] = {}
-    for micro_batch in (micro_batch for rank in found for micro_batch in rank):
-        for name, value in micro_batch.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
-
-
-def _gathered(metrics: list[dict[str, float]], ranks: Ranks, device: torch.device) -> list[list[dict[str, float]]]:
-    """Gather the metrics of each rank's micro-batches; ranks that share a pass have the same."""
-    own = msgspec.msgpack.encode([[*micro_batch.items()] for micro_batch in metrics])
-    found = (
-        msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, ranks.data, device, ranks.data_group)
-    )
-    return [[dict(micro_batch) for micro_batch in rank] for rank in found]
-
-
-def _tensor(batch: Columns, name: str) -> torch.Tensor:
-    column = batch[name]
-    assert isinstance(column, torch.Tensor)
-    return column
-
-
-def _shape(batch: Columns) -> tuple[int, int]:
-    rows, width = _tensor(batch, "responses").shape
-    return rows, width

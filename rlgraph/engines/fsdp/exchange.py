@@ -24,6 +24,20 @@ def gathered(mine: bytes, world: int, device: torch.device, group: Any = None) -
     return [bytes(row[: int(size)].cpu().numpy()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def summed(metrics: list[dict[str, float]], world: int, device: torch.device, group: Any = None) -> dict[str, float]:
+    """Sum the metrics of all micro-batches of all ranks of a group, in the order of the ranks: the same bits on every rank."""
+    found = [metrics]
+    if world > 1:
+        own = msgspec.msgpack.encode([[*micro_batch.items()] for micro_batch in metrics])
+        ranks = (msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, world, device, group))
+        found = [[dict(micro_batch) for micro_batch in rank] for rank in ranks]
+    total: dict[str, float] = {}
+    for micro_batch in (micro_batch for rank in found for micro_batch in rank):
+        for name, value in micro_batch.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
 def of_all(group: Any, work: Callable[[], T], kind: type[T], reason: Callable[[Exception], str]) -> list[T]:
     """Do a rank's work, and gather what each rank's gave, a value of a type that msgspec knows. A `group` of None is a world of one.
 

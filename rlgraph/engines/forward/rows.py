@@ -1,0 +1,35 @@
+"""The rows of a batch that a pass is of: picked from the batch, and the scores of its tokens put back in their places."""
+
+import torch
+
+from rlgraph.batching.packing import MicroBatch
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.forward.collectives import filled
+
+
+def unpacked(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
+    """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
+    own = values.new_zeros(len(micro_batch.rows), width, *values.shape[1:]).index_put((micro_batch.row, micro_batch.column), values)
+    return own if micro_batch.group is None else filled(own, micro_batch.group)
+
+
+def rows_of(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
+    """Pick rows of every column, on a device."""
+
+    def pick(column: Column) -> Column:
+        return column[rows.to(column.device)].to(device) if isinstance(column, torch.Tensor) else [column[i] for i in rows.tolist()]
+
+    return {name: pick(column) for name, column in batch.items()}
+
+
+def tensor_of(batch: Columns, name: str) -> torch.Tensor:
+    """A column that is a tensor."""
+    column = batch[name]
+    assert isinstance(column, torch.Tensor)
+    return column
+
+
+def shape_of(batch: Columns) -> tuple[int, int]:
+    """The number of responses of a batch, and of the tokens of the longest."""
+    rows, width = tensor_of(batch, "responses").shape
+    return rows, width

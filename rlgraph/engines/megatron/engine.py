@@ -1,0 +1,257 @@
+"""Train with Megatron-Core: its layers and its pipeline schedule, our losses and our AdamW over float32 weights."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.inputs import check_whole
+from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
+from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.columns import Columns
+from rlgraph.engines.api import Guard, Loss
+from rlgraph.engines.forward.heads import Head, PolicyHead
+from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
+from rlgraph.engines.fsdp import distributed_checkpoint
+from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.exchange import summed
+from rlgraph.engines.fsdp.muon import first_moments
+from rlgraph.engines.fsdp.offload import OffloadedMoments
+from rlgraph.engines.fsdp.sharding import join
+from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.megatron import host_cuda
+from rlgraph.engines.megatron.boxed import Box, BoxedTensor
+from rlgraph.engines.megatron.masters import Masters
+from rlgraph.engines.megatron.model_config import check_config, transformer_config
+from rlgraph.engines.megatron.pieces import Table
+from rlgraph.engines.megatron.ranks import Ranks
+from rlgraph.engines.megatron.stage import Stage
+
+Work = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, None]]  # a loss, tokens that nothing is divided by, and no more
+
+
+class MegatronEngine:
+    """A `TrainEngine`: one of `world` ranks, with its stage of the layers, its share of their matrices, and its share of each batch.
+
+    `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The
+    ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices and
+    the tokens between them, `pipeline_parallel` groups of these the layers: see `Ranks`. The other ranks hold the same for other sequences.
+    `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, of which
+    a pipeline has several under way. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
+
+    Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        *,
+        optimizer: AdamW,
+        rank: int = 0,
+        world: int = 1,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        micro_batch_tokens: int = 8192,
+        fused: bool = False,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        check_whole("MegatronEngine", "micro_batch_tokens", micro_batch_tokens, 1)
+        text = head.backbone.config.get_text_config()
+        check_config("MegatronEngine", text, tensor=tensor_parallel, pipeline=pipeline_parallel)
+        self._made_group = join(rank, world)
+        with host_cuda.quiet():
+            self._ranks = ranks = Ranks(rank, world, tensor=tensor_parallel, pipeline=pipeline_parallel)
+        self._device = torch.device(device)
+        self.micro_batch_tokens = micro_batch_tokens
+        self.optimizer_settings, self._steps = optimizer, 0
+        self._head, self._on_progress = head, on_progress
+        named = {name.removeprefix("model."): tuple(parameter.shape) for name, parameter in head.named_parameters()}
+        tied = isinstance(head, PolicyHead) and "lm_head.weight" not in named
+        self._shapes = named
+        with host_cuda.quiet():
+            config = transformer_config(text, ranks, dtype=dtype, device=device)
+            self._table = Table(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied)
+            self._stage = Stage(head, config, ranks, tied=tied, fused=fused, device=self._device)
+        self._masters = Masters(dict(self._stage.named_parameters()), self._table)
+        self._parts = {} if head.folder is None else head.folder.parts()
+        self._read()
+        weights = list(self._masters.weights.values())
+        settings = optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay
+        self._optimizer = torch.optim.AdamW(weights, *settings, fused=True)
+        self._offloaded = OffloadedMoments(self._optimizer)
+        self._shards: list[WeightShard] = []
+        self._saver = distributed_checkpoint.Saver(rank, world)
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        """Read this rank's boxes of the weights from the folder."""
+        for name, weight in self._masters.weights.items():
+            for parameter, offsets, box in self._table.pieces(name, weight.detach()):
+                self._head.fill(parameter if parameter == "score.weight" else f"model.{parameter}", offsets, box)
+        self._masters.publish()
+
+    def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
+        """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
+        return self._scores(batch, temperature, squares=False)[0]
+
+    def scores_and_squares(self, batch: Columns, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give a policy's `scores` and, alike, the sum of the squared probabilities of the vocabulary at each token."""
+        log_probs, squares = self._scores(batch, temperature, squares=True)
+        return log_probs, squares
+
+    def base_scores(self, batch: Columns, *, temperature: float = 1.0) -> NoReturn:
+        """Refuse: this trainer has no adapters."""
+        raise NotImplementedError("trainer='megatron' trains no adapters")
+
+    def top_scores(self, batch: Columns, top_k: int | None, *, temperature: float = 1.0) -> NoReturn:
+        """Refuse: this trainer gives log-probs of one token at each position."""
+        raise NotImplementedError("trainer='megatron' gives log-probs of one token at each position")
+
+    def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
+        result = torch.zeros(1 + squares, *shape_of(batch), device=self._device)
+
+        def score(micro_batch: MicroBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            found = self._stage.scores(states, micro_batch, temperature=temperature, squares=squares)
+            for column, own in zip(result, found if self._ranks.speaks else (), strict=False):
+                column[micro_batch.rows[micro_batch.row], micro_batch.column] = own
+            return self._nothing, self._no_tokens, None
+
+        with torch.no_grad():
+            self._run(batch, score, trains=False)
+        if self._ranks.world > 1:
+            dist.all_reduce(result)
+        return result.cpu()
+
+    def update(self, batch: Columns, loss: Loss, *, temperature: float = 1.0, guard: Guard | None = None) -> dict[str, float]:
+        """Take one optimizer step over the batch, sampled at `temperature`, unless `guard`, which sees the metrics, says no.
+
+        The metrics are those of the trainer "fsdp". A batch without a token to learn from takes no step.
+        """
+        totals, width = Totals.of(tensor_of(batch, "response_mask")), shape_of(batch)[1]
+        found: list[dict[str, float]] = []
+        self._masters.begin()
+
+        def learn(micro_batch: MicroBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            scores = self._stage.scores(states, micro_batch, temperature=temperature, entropy=loss.needs_entropy)
+            if len(micro_batch.rows) == 0:
+                return scores[0].sum() * 0, self._no_tokens, None  # the other ranks of the pass compute it too
+            whole = tuple(unpacked(score, micro_batch, width) for score in scores)
+            value, metrics = self._head.loss(loss, whole, rows_of(batch, micro_batch.rows, self._device), totals)
+            if self._ranks.speaks:
+                found.append({self._head.loss_name: value.item()} | metrics)
+            return value, self._no_tokens, None
+
+        self._run(batch, learn, trains=True)
+        metrics = {self._head.loss_name: 0.0} | summed(found, self._ranks.world, self._device)
+        return self._step(metrics, totals.tokens > 0, guard)
+
+    @property
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros((), device=self._device)
+
+    @property
+    def _no_tokens(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int, device=self._device)
+
+    def _run(self, batch: Columns, work: Work, *, trains: bool) -> None:
+        """Run the passes of this rank by Megatron-Core's schedule; the ranks with the head do the `work`."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        ranks = self._ranks
+        passes = plan_micro_batches(batch, ranks.data, self.micro_batch_tokens, flat=True)[ranks.data_rank]
+
+        def micro_batches() -> Iterator[MicroBatch]:
+            for done, sequences in enumerate(passes):
+                self._on_progress(done, len(passes))
+                yield pack_flat(batch, sequences, multiple=ranks.tensor).to(self._device)
+
+        def forward(given: Iterator[MicroBatch], stage: Stage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+            micro_batch = next(given)
+            return stage(micro_batch), partial(work, micro_batch)
+
+        if passes:
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=micro_batches(),
+                model=[self._stage],
+                num_microbatches=len(passes),
+                seq_length=1,  # each pass tells its own
+                micro_batch_size=1,
+                forward_only=not trains,
+            )
+        self._on_progress(len(passes), len(passes))
+
+    def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
+        self._masters.add_up()
+        norm = self._masters.clip(self.optimizer_settings.grad_clip)
+        lr = self.optimizer_settings.lr_at(self._steps)
+        metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}
+        if not learns or (guard is not None and not guard(metrics)):
+            return metrics
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._masters.publish()
+        self._steps += 1
+        return metrics
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's boxes of all parameters, live, in float32, by their names in the folder; see `TrainEngine`."""
+        if not self._shards:
+            own = [
+                WeightShard(parameter, self._shapes[parameter], offsets, box, self._table.replica(name))
+                for name, weight in self._masters.weights.items()
+                for parameter, offsets, box in self._table.pieces(name, weight.detach())
+            ]
+            self._shards = list(folder_shards(own, self._parts))
+        return iter(self._shards)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights, moments and the count of optimizer steps, live, by the Hugging Face names that the trainer "fsdp" has too."""
+        self._offloaded.put_back()
+        boxes: dict[str, list[Box]] = {}
+        found: dict[str, torch.Tensor] = {"optimizer_steps": torch.tensor(self._steps)}
+        for name, weight in self._masters.weights.items():
+            held = self._optimizer.state[weight]
+            if not held:
+                held.update(first_moments(self._optimizer, weight))
+            for parameter, offsets, box in self._table.pieces(name, weight.detach()):
+                boxes.setdefault(f"{distributed_checkpoint.WEIGHTS}{parameter}", []).append((offsets, box))
+                found[f"moments.{parameter}.step"] = held["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                for parameter, offsets, box in self._table.pieces(name, held[key]):
+                    boxes.setdefault(f"moments.{parameter}.{key}", []).append((offsets, box))
+        shapes = {key: self._shapes[key.partition(".")[2].removesuffix(".exp_avg").removesuffix(".exp_avg_sq")] for key in boxes}
+        return found | {key: BoxedTensor(shapes[key], own) for key, own in boxes.items()}
+
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        """Copy the state to the host, and give the function that writes it as shards of torch.distributed.checkpoint."""
+        return self._saver.save(self.state(), folder, deadline_s)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what any number of ranks of this trainer or of "fsdp" saved. Raises CheckpointError as that does."""
+        state = self.state()
+        distributed_checkpoint.read(folder, state)
+        self._steps = int(state["optimizer_steps"])
+        self._masters.publish()
+
+    def sleep(self) -> int | None:
+        """Give back the device memory of the moments, which go to host memory, and of what no tensor is in."""
+        return None if self._device.type != "cuda" else self._offloaded.take_off()
+
+    def wake(self) -> None:
+        """Be ready to compute again, the moments on the device."""
+        self._offloaded.put_back()
+
+    def close(self) -> None:
+        """Free the model, Megatron-Core's groups, and the process group if the engine made it."""
+        del self._optimizer, self._stage, self._masters, self._shards, self._head
+        self._ranks.close()
+        if self._made_group:
+            dist.destroy_process_group()

@@ -1,0 +1,108 @@
+"""Megatron-Core on a CPU: its modules see a `torch` whose `cuda` is the host. Tests run there; the `torch` of everyone else stays as it is.
+
+Megatron-Core makes buffers on `torch.cuda.current_device()`, or on "cuda", and forks the random state of a GPU around dropout, which is 0
+here.
+"""
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+MAKERS = ("empty", "zeros", "ones", "full", "tensor", "arange", "zeros_like", "empty_like", "ones_like")
+
+
+class NoRandomness:
+    """A tracker of random states that has none to fork."""
+
+    is_inference_rng_tracker = False
+
+    def is_initialized(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def fork(self, name: str | None = None) -> Iterator[None]:
+        """Do nothing around what draws nothing."""
+        yield
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Take back what `get_states` gave: nothing."""
+
+
+class _Stream:
+    """A stream or an event of a device that has neither."""
+
+    def __getattr__(self, name: str) -> Callable[..., "_Stream"]:
+        return lambda *given, **named: self
+
+
+class _Cuda(ModuleType):
+    """What Megatron-Core calls of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.Stream = self.Event = lambda *given, **named: _Stream()
+        self.stream = lambda stream: contextlib.nullcontext()
+        self.current_stream = lambda *given: _Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def synchronize(self, *given: Any) -> None:
+        """Do nothing: a CPU has computed what it was asked to."""
+
+
+class _Torch(ModuleType):
+    """`torch`, with tensors on the host where "cuda" is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _Cuda()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return _on_host(found) if name in MAKERS else found
+
+
+def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*given: Any, **named: Any) -> torch.Tensor:
+        if str(named.get("device")).startswith("cuda"):
+            named["device"] = "cpu"
+        return make(*given, **named)
+
+    return made
+
+
+HOST = _Torch()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings of Megatron-Core that Transformer Engine and Apex are not installed: no module is used that needs them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def prepare(device: str) -> None:
+    """Prepare the modules of Megatron-Core that are imported for a device: no random states, and on a CPU its own `torch`."""
+    from megatron.core.tensor_parallel import random
+
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = NoRandomness(), True
+    if device != "cpu":
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch:
+            vars(module)["torch"] = HOST

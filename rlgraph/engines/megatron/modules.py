@@ -1,0 +1,90 @@
+"""Modules of a layer that Megatron-Core has only with Transformer Engine: attention over packed sequences, and norms of cut sequences."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlgraph.engines.forward.packed_attention import attend
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences that lie one behind another in a row: where each begins, the longest, and the rotation `[L, D]` at each token.
+
+    Megatron-Core hands it on to the attention as it is, and looks at `qkv_format` alone.
+    """
+
+    starts: torch.Tensor
+    longest: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    qkv_format: str = "thd"
+
+
+class RMSNorm(torch.nn.Module):
+    """A root mean square norm, of the tokens that this rank has or of its heads."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else "cuda"
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps = eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+
+
+class PackedAttention(torch.nn.Module):
+    """Attention within each sequence of a packed row, for the heads of this rank. It rotates queries and keys itself."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *, packed_seq_params: Packed, **given: Any
+    ) -> torch.Tensor:
+        """Attend `[L, H, D]`."""
+        packed = packed_seq_params
+        query, key = (_rotated(x, packed.cos[:, None], packed.sin[:, None]) for x in (query, key))
+        heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+        found, _ = attend(self, *heads, None, cu_seq_lens_q=packed.starts, max_length_q=packed.longest)
+        return found[0]
+
+
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat((-second, first), -1) * sin
+
+
+def layer_spec(*, head_norms: bool) -> Any:
+    """Describe a layer to Megatron-Core: its own matrices, and the modules of this file."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    of_heads = RMSNorm if head_norms else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=of_heads,
+        k_layernorm=of_heads,
+    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

@@ -1,0 +1,85 @@
+"""Megatron-Core's parameters as boxes of Hugging Face parameters: the one table by which weights are loaded, published and saved.
+
+Megatron-Core keeps q, k and v of a group of heads behind each other in one matrix, and gate and up of an MLP in another. A piece is a view
+of such a parameter, so it is read and written in place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from rlgraph.engines.megatron.ranks import Ranks
+
+Piece: TypeAlias = tuple[str, tuple[int, ...], torch.Tensor]  # the Hugging Face parameter, offsets in it, and a view that is this box of it
+
+NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+BY_COLUMNS = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
+SCORE = "score.weight"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The pieces of the parameters of one rank. `config` is Megatron-Core's. Names of the Hugging Face model's backbone begin with `prefix`,
+    and its `tied` embeddings are its head too."""
+
+    config: Any
+    ranks: Ranks
+    prefix: str
+    tied: bool
+
+    def pieces(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        """Yield the pieces of a parameter, or of a tensor of its shape such as a moment."""
+        first = self.ranks.tensor_rank * tensor.shape[0]
+        if name in ("embedding.weight", "output.weight"):
+            embeds = self.tied or name == "embedding.weight"
+            yield f"{self.prefix}embed_tokens.weight" if embeds else "lm_head.weight", (first, 0), tensor
+        elif name == "decoder.final_layernorm.weight":
+            yield f"{self.prefix}norm.weight", (0,), tensor
+        elif name == SCORE:
+            yield name, (0, 0), tensor
+        else:
+            yield from self._of_layer(name, tensor)
+
+    def _of_layer(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        number, _, rest = name.removeprefix("decoder.layers.").partition(".")
+        layer = f"{self.prefix}layers.{int(number) + self.ranks.stage * self.config.num_layers // self.ranks.pipeline}."
+        if rest in NORMS:
+            yield layer + NORMS[rest], (0,), tensor
+        elif rest in BY_COLUMNS:
+            yield layer + BY_COLUMNS[rest], (0, self.ranks.tensor_rank * tensor.shape[1]), tensor
+        elif rest == "mlp.linear_fc1.weight":
+            for part, box in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                yield f"{layer}mlp.{part}.weight", (self.ranks.tensor_rank * box.shape[0], 0), box
+        elif rest.startswith("self_attention.linear_qkv."):
+            yield from self._of_heads(f"{layer}self_attn.", rest.rpartition(".")[2], tensor)
+        else:
+            raise KeyError(f"Megatron-Core has a parameter '{name}', which the table of pieces lacks")
+
+    def _of_heads(self, attention: str, kind: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        """Yield the pieces of each group: the rows of its queries, of its keys and of its values, of a weight or of a bias."""
+        groups, size = self.config.num_query_groups // self.ranks.tensor, self.config.kv_channels
+        queries = self.config.num_attention_heads // self.config.num_query_groups * size
+        rest = (0,) * (tensor.dim() - 1)
+        for index, rows in enumerate(tensor.chunk(groups)):
+            group = self.ranks.tensor_rank * groups + index
+            yield f"{attention}q_proj.{kind}", (group * queries, *rest), rows[:queries]
+            yield f"{attention}k_proj.{kind}", (group * size, *rest), rows[queries : queries + size]
+            yield f"{attention}v_proj.{kind}", (group * size, *rest), rows[queries + size :]
+
+    def is_cut(self, name: str) -> bool:
+        """Whether the ranks of one matrix hold different parts of a parameter; norms and the head of a critic are whole on each."""
+        return name != SCORE and not name.endswith("layernorm.weight")
+
+    def replica(self, name: str) -> int:
+        """Number this rank among those that hold the same boxes of a parameter; the first is 0."""
+        ranks = self.ranks
+        found = ranks.data_rank if self.is_cut(name) else ranks.data_rank * ranks.tensor + ranks.tensor_rank
+        again = self.tied and name == "output.weight"  # the last stage has the embeddings once more
+        return found + again * ranks.world

@@ -1,0 +1,90 @@
+"""The part of a model that one rank computes: a stage of the pipeline, of whose matrices it has its share."""
+
+from typing import Any
+
+import torch
+
+from rlgraph.batching.packing import MicroBatch
+from rlgraph.engines.forward.collectives import gathered_rows
+from rlgraph.engines.forward.heads import Head, PolicyHead
+from rlgraph.engines.forward.scores import Scored, head_scores
+from rlgraph.engines.forward.vocabulary import VocabularyShard
+from rlgraph.engines.hf_models.backbone import LogitShape
+from rlgraph.engines.megatron import host_cuda
+from rlgraph.engines.megatron.model_config import has_head_norms
+from rlgraph.engines.megatron.modules import Packed, RMSNorm, layer_spec
+from rlgraph.engines.megatron.ranks import Ranks
+
+
+class Stage(torch.nn.Module):
+    """The layers of one stage, with the embedding in the first and the head in the last.
+
+    `head` is the Hugging Face model without weights, whose rotation is used; `tied` embeddings are the head of a policy. `config` and
+    `model_type` are what Megatron-Core's schedules ask for.
+    """
+
+    def __init__(self, head: Head, config: Any, ranks: Ranks, *, tied: bool, fused: bool, device: torch.device) -> None:
+        super().__init__()
+        from megatron.core.enums import ModelType
+        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+        from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+        spec = layer_spec(head_norms=has_head_norms(head.backbone.config.get_text_config()))
+        host_cuda.prepare(device.type)
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self._ranks, self._fused, self._policy = ranks, fused, isinstance(head, PolicyHead)
+        text = head.backbone.config.get_text_config()
+        size, dtype = config.hidden_size, config.params_dtype
+        if ranks.is_first:
+            cut = {"reduce_scatter_embeddings": config.sequence_parallel, "config": config, "tp_group": ranks.tensor_group}
+            self.embedding = VocabParallelEmbedding(text.vocab_size, size, init_method=_leave, **cut)
+        self._sequence_parallel: bool = config.sequence_parallel
+        block = TransformerBlockSubmodules([spec] * (config.num_layers // ranks.pipeline), RMSNorm)
+        self.decoder = TransformerBlock(config, block, pre_process=ranks.is_first, post_process=ranks.is_last)
+        words = text.vocab_size // ranks.tensor
+        if ranks.is_last and self._policy:
+            self.output = torch.nn.Linear(size, words, bias=False, device=device, dtype=dtype)
+            if tied and ranks.is_first:
+                self.output.weight = self.embedding.weight
+        elif ranks.is_last:
+            self.score = torch.nn.Linear(size, 1, bias=False, device=device, dtype=dtype)
+        self._rotation = [head.backbone.rotary_emb.to(device)]  # in a list: it has no parameters that are this module's
+        self._shape = LogitShape.of(text)
+        self._words = VocabularyShard(ranks.tensor_group, ranks.tensor_rank * words, words) if ranks.tensor > 1 else None
+        self.eval()
+
+    def set_input_tensor(self, given: list[Any]) -> None:
+        """Take the states of the stage before; the schedule calls it."""
+        self.decoder.set_input_tensor(given[0])
+
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Compute the states `[L, 1, H]` that the next stage takes, in the last stage those `[N, H]` from which targets are predicted."""
+        assert micro_batch.starts is not None
+        states = self._embedded(micro_batch.tokens) if self._ranks.is_first else None
+        like = torch.empty(0, device=micro_batch.tokens.device, dtype=self.config.params_dtype)
+        cos, sin = self._rotation[0](like, micro_batch.positions)
+        packed = Packed(micro_batch.starts, micro_batch.longest, cos[0], sin[0])
+        states = self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packed)
+        if not self._ranks.is_last:
+            return states
+        rows = states.transpose(0, 1)
+        if self._ranks.tensor > 1:
+            rows = gathered_rows(rows, self._ranks.tensor_group, summed=self._policy)  # else every rank has the whole head
+        return rows[0, micro_batch.predicts]
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.embedding(tokens)
+        return found if self._sequence_parallel else found.transpose(0, 1).contiguous()
+
+    def scores(
+        self, states: torch.Tensor, micro_batch: MicroBatch, *, temperature: float, entropy: bool = False, squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Score the targets of a micro-batch in the last stage, as a `Head` does."""
+        if not self._policy:
+            return (torch.mv(states.float(), self.score.weight.float()[0]),)
+        scored = Scored(self._shape, temperature, entropy, squares, self._words)
+        return head_scores(self.output, states, micro_batch.targets, scored, fused=self._fused)
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """Initialise nothing: weights are read from a folder."""

@@ -1,0 +1,133 @@
+"""Megatron-Core trains what the trainer "fsdp" does, step by step, however its ranks share the model, and each reads the other's states."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import folder_of
+from parallel_ranks import GOES_ON, Case, assembled, boxes, engine_of, given_to, run_ranks, trained
+from safetensors.torch import load_file
+from tiny import tiny_qwen
+
+from rlgraph.engines.hf_export.folder import GrowingExport
+from rlgraph.engines.hf_export.layout import planned
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.megatron.model_config import check_folder
+from rlgraph.errors import GraphError
+
+installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+NEAR = {"atol": 5e-6, "rtol": 5e-6}
+AFTER_STEPS = {"atol": 1e-5, "rtol": 2e-5}  # ten, in which rounding adds up
+STEPS = 10
+RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
+    "alone": (1, {}, ("llama", "qwen2", "qwen3", "critic")),
+    "dp2": (2, {}, ("llama",)),
+    "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving")),
+    "tp2 × dp2": (4, {"tensor_parallel": 2}, ("llama", "critic")),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    parent = tmp_path_factory.mktemp("models")
+    llama = tiny_model(parent / "llama", hidden=128, tied=False)
+    found = [
+        Case("llama", llama),
+        Case("saving", llama, saving=True),
+        Case("critic", llama, kind="critic"),
+        Case("qwen2", tiny_qwen(parent, "qwen2")),
+        Case("qwen3", tiny_qwen(parent, "qwen3")),
+    ]
+    return {case.name: replace(case, steps=STEPS) for case in found}
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
+    """What the trainer "fsdp" finds in one process with a model, and the folder of its state: computed once for each."""
+    found: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def one(name: str) -> tuple[dict[str, Any], Path]:
+        if name not in found:
+            threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("states") / name
+            torch.set_num_threads(1)
+            engine = engine_of(cases[name])
+            result = trained(engine, cases[name].kind, STEPS)
+            engine.save(folder, 60.0)()
+            found[name] = result | {"goes on": _going_on(engine, cases[name])}, folder
+            engine.close()
+            torch.set_num_threads(threads)
+        return found[name]
+
+    return one
+
+
+def _going_on(engine: Any, case: Case) -> list[dict[str, float]]:
+    batch, loss = given_to(case.kind)
+    return [engine.update(batch, loss, temperature=0.7) for _ in range(GOES_ON)]
+
+
+@installed
+@pytest.mark.parametrize("ranks", list(RANKS))
+def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
+    ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
+) -> None:
+    world, shared, names = RANKS[ranks]
+    given = [replace(cases[name], trainer="megatron", begins=alone(name)[1]) for name in names]
+    shapes = {shard.name: (shard.name, shard.global_shape) for shard in alone(names[0])[0]["weights"]}
+    with GrowingExport(tmp_path / "exported", planned(shapes, "float32")) as growing:
+        given[0] = replace(given[0], export=(growing.path, planned(shapes, "float32")))
+        results = run_ranks(given, tmp_path / "out", world, **shared)
+        growing.finish()
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], one) for name, one in assembled([rank["weights after"] for rank in results[names[0]]]).items())
+    for name in names:
+        one, many = alone(name)[0], results[name]
+        assert all(rank["metrics"] == many[0]["metrics"] for rank in many)
+        for column in ("metrics", "goes on"):
+            for found, wanted in zip(many[0][column], one[column], strict=True):
+                assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        for column in ("scores", "squares", "scores after") if "squares" in one else ("scores", "scores after"):
+            assert all(torch.equal(rank[column], many[0][column]) for rank in many)
+            torch.testing.assert_close(many[0][column], one[column], **(AFTER_STEPS if column == "scores after" else NEAR))
+        for held in ("weights", "moments", "weights after", "loaded"):
+            whole = assembled([rank[held] for rank in many])
+            expected = assembled([one["weights after" if held == "loaded" else held]])
+            assert whole.keys() == expected.keys()
+            near = {"atol": 0, "rtol": 0} if held in ("weights", "loaded") else AFTER_STEPS if held == "weights after" else NEAR
+            for parameter, tensor in whole.items():
+                torch.testing.assert_close(tensor, expected[parameter], **near)
+        engine = engine_of(cases[name])  # the trainer "fsdp" goes on from what Megatron-Core's ranks saved
+        engine.load(tmp_path / "out" / name)
+        kept = assembled([rank["weights after"] for rank in many])
+        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assembled([boxes(engine)]).items())
+        for found, wanted in zip(_going_on(engine, cases[name]), one["goes on"], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        ("qwen2", {"tensor": 4}, r"Policy\(tensor_parallel=4\): the model has num_key_value_heads=2"),
+        ("llama", {"pipeline": 3}, r"Policy\(pipeline_parallel=3\): the model has num_hidden_layers=2"),
+        ("gemma2", {}, r"Policy\(trainer='megatron'\): models of type 'gemma2' are not trained by Megatron-Core here; .* llama, qwen2"),
+        ("biased", {}, r"Policy\(trainer='megatron'\): the model has attention_bias, which is not offered"),
+    ],
+)
+def test_a_model_that_is_not_offered_is_refused(
+    name: str, ranks: dict[str, int], said: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    folder = cases[name].folder if name in cases else folder_of("gemma2", tmp_path) if name == "gemma2" else _biased(tmp_path / "biased")
+    with pytest.raises(GraphError, match=said):
+        check_folder("Policy", folder, **ranks)
+
+
+def _biased(folder: Path) -> Path:
+    tiny_model(folder, hidden=128)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"attention_bias": false', '"attention_bias": true'))
+    return folder
