@@ -41,7 +41,8 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
         whole, host = {f"whole weights of {worker.model}": size}, {f"whole weights of {worker.model}": size}
         if estimates.reads_shards:
             piece = {f"pieces of files of {worker.model}": being_read(shape)}
-            whole = {f"weights of {worker.model}": -(-size // ranks[worker.model])} | piece
+            shares = model.traits.sharing if estimates.in_each_group else ranks[worker.model]
+            whole = {f"weights of {worker.model}": -(-size // shares)} | piece
             host = piece if worker.gpus else whole
         elif "generate" in works and worker.gpus:  # what a GPU engine reads is mapped from its file
             host = {}

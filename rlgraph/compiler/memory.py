@@ -115,6 +115,7 @@ def _need(
         host_moments=model.traits.host_moments and "train" in works,
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,
+        pipeline=model.traits.pipeline_parallel,
         packed=model.traits.exact and not cluster.gpus,
         in_fp8=model.traits.weights_dtype is not None,
     )

@@ -265,7 +265,8 @@ def split(traits: ModelTraits, ranks: int = 0) -> str:
     """
     if traits.sharing == 1:
         return ""
-    parts = [("tp", traits.tensor_parallel), ("cp", traits.context_parallel), ("dp", ranks // traits.sharing)]
+    shared = [("tp", traits.tensor_parallel), ("cp", traits.context_parallel), ("pp", traits.pipeline_parallel)]
+    parts = [*shared, ("dp", ranks // traits.sharing)]
     return " × ".join(f"{what} {size}" for what, size in parts if size > 1 or (what == "dp" and size))
 
 

@@ -68,12 +68,18 @@ class Workload:
     host_moments: bool = False
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
     adapter: int | None = None
     frozen_bytes: int = 0
     remade: bool = False
     merged: int = 0
     packed: bool = False
     in_fp8: bool = False
+
+    @property
+    def sharing(self) -> int:
+        """The workers that compute one pass together."""
+        return self.tensor * self.context * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,18 @@ def fully_sharded(work: Workload) -> Need:
     return _ranks(work, MASTER)
 
 
+def model_parallel(work: Workload) -> Need:
+    """Estimate the memory of a rank with its share of one model of its group: each data-parallel group holds all weights, gradients and
+    moments in float32, and the weights again in the dtype of passes. Of a pipeline the first stage keeps a pass of each stage, of its own
+    layers: together as much as a pass of all layers."""
+    need, groups = _ranks(work, MASTER), max(work.workers // work.sharing, 1)
+    stays = {what: size * groups for what, size in need.stays.items()}
+    if work.itemsize != MASTER:
+        stays["weights"] += work.shape.parameters * work.itemsize // work.sharing
+    runs = {what: size for what, size in need.runs.items() if what != "gathered layers"}
+    return Need(stays, runs, sum(runs.values()))
+
+
 def whole(work: Workload) -> Need:
     """Estimate the memory of a model that keeps its weights in the dtype it computes in."""
     return _ranks(work, work.itemsize)
@@ -130,7 +148,7 @@ def _ranks(work: Workload, weights: int) -> Need:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
     if work.packed:
         stays["packed weights"] = work.itemsize * shape.parameters
-    groups = max(work.workers // (work.tensor * work.context), 1)
+    groups = max(work.workers // work.sharing, 1)
     tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
     logits = 0 if work.fused_head is None else _logits(work, tokens)
     runs = {"activations": _activations(work, tokens, logits), "gathered layers": _gathered(work, weights)}
@@ -238,12 +256,14 @@ class Estimates:
 
     `sleep_bytes(parameters, itemsize)` of a model go to host memory while its engine sleeps, `loading_bytes(parameters, itemsize)` are
     in a worker's memory while it loads, before its ranks share them; an engine that `reads_shards` loads only its own rank's share of
-    them. `memory_estimate(workload)` is the need of one device, `decode_law(shape, device, context)` what a decode step takes there.
+    them: one of all ranks, or `in_each_group` one of those that compute a pass together. `memory_estimate(workload)` is the need of one
+    device, `decode_law(shape, device, context)` what a decode step takes there.
     """
 
     sleep_bytes: Callable[[int, int], int] = compute_weights
     loading_bytes: Callable[[int, int], int] = compute_weights
     reads_shards: bool = False
+    in_each_group: bool = False
     memory_estimate: Callable[[Workload], Need] = paged
     decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law
 

@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Passes:
     """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
-    of at most `tokens` tokens, packed one behind the other. `tensor` × `context` ranks compute a pass together: it is cut between them."""
+    of at most `tokens` tokens, packed one behind the other. `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut
+    between them. A pipeline waits for as many passes more as it has stages behind the first."""
 
     tokens: int
     mini_batches: int = 1
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
 
     @property
     def sharing(self) -> int:
         """The ranks that compute one pass together."""
-        return self.tensor * self.context
+        return self.tensor * self.context * self.pipeline
 
     def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
@@ -37,7 +39,9 @@ class Passes:
         sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
         longest_first = [-np.sort(-batch, axis=1) for batch in np.array_split(sequences, self.mini_batches, axis=1)]
         groups = max(ranks // self.sharing, 1)
-        found: Array = np.concatenate([self._cut(batch, groups) for batch in longest_first], axis=1)
+        cut = [self._cut(batch, groups) for batch in longest_first]
+        filling = [batch.max(axis=1, keepdims=True).repeat(self.pipeline - 1, axis=1) for batch in cut]
+        found: Array = np.concatenate([*cut, *filling], axis=1)
         return found if self.sharing == 1 else found / self.sharing
 
     def _cut(self, sequences: Array, ranks: int) -> Array:
@@ -56,4 +60,4 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.sharing > 1):
         return None
     tensor, context = model.tensor_parallel, model.context_parallel
-    return Passes(model.micro_batch_tokens * context, node.traits.mini_batches, tensor, context)
+    return Passes(model.micro_batch_tokens * context, node.traits.mini_batches, tensor, context, model.pipeline_parallel)

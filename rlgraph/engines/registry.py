@@ -30,6 +30,7 @@ TrainerSetting: TypeAlias = Literal[
     "load_balance",
     "tensor_parallel",
     "context_parallel",
+    "pipeline_parallel",
     "adapter",
     "exact",
 ]
@@ -76,14 +77,24 @@ class SavedShard:
     read: Callable[[], torch.Tensor]
 
 
+def check_plan(model: Any) -> None:
+    """Raise GraphError for a model that its ranks cannot share by the plan that transformers has for it."""
+    from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
+
+    if model.traits.sharing > 1:
+        check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Estimates):
     """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` take its name or the spec itself.
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
     fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`, `fused_head`, `offload`,
-    `load_balance`, `tensor_parallel`, `context_parallel`, `adapter`. An engine that `only_scores` is for a teacher or a reference, and is
-    one process.
+    `load_balance`, `tensor_parallel`, `context_parallel`, `pipeline_parallel`, `adapter`. `check(model)` raises GraphError for a model that
+    it is not offered for, before anything starts; unless given, for one that ranks cannot share by the plan that transformers has for it.
+    An engine that `only_scores` is for a teacher or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of
+    one token at each position.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
     memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.
@@ -98,7 +109,9 @@ class TrainerSpec(Estimates):
     name: Name
     load: Callable[[Any, Place], TrainEngine]
     settings: tuple[TrainerSetting, ...] = ()
+    check: Callable[[Any], None] = check_plan
     only_scores: bool = False
+    whole_vocabulary: bool = True
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights
@@ -138,7 +151,9 @@ class SpecTable(Generic[S]):
 
 
 ENGINES: SpecTable[EngineSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec" for name in ("vllm", "transformers", "sglang")})
-TRAINERS: SpecTable[TrainerSpec] = SpecTable({"fsdp": "rlgraph.engines.fsdp.spec", "vllm": "rlgraph.engines.vllm.scorer_spec"})
+TRAINERS: SpecTable[TrainerSpec] = SpecTable(
+    {"fsdp": "rlgraph.engines.fsdp.spec", "megatron": "rlgraph.engines.megatron.spec", "vllm": "rlgraph.engines.vllm.scorer_spec"}
+)
 
 
 def engine_of(generator: Any) -> EngineSpec:

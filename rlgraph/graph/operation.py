@@ -210,7 +210,8 @@ class ModelTraits:
 
     `shares_steps` says that responses which joined later share each decode step with those already decoding.
 
-    `tensor_parallel` ranks share the model's matrices, and `context_parallel` ranks the tokens of a row: together they compute one pass.
+    `tensor_parallel` ranks share the model's matrices, `context_parallel` ranks the tokens of a row, and `pipeline_parallel` ranks the
+    layers: together they compute one pass.
     """
 
     dtype: str | None = None
@@ -235,8 +236,9 @@ class ModelTraits:
     shares_steps: bool = True
     tensor_parallel: int = 1
     context_parallel: int = 1
+    pipeline_parallel: int = 1
 
     @property
     def sharing(self) -> int:
         """The workers that compute one pass together; a model has a multiple of them."""
-        return self.tensor_parallel * self.context_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel

@@ -28,6 +28,9 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
     "dp2": (2, {}, ("llama",)),
     "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving")),
     "tp2 × dp2": (4, {"tensor_parallel": 2}, ("llama", "critic")),
+    "pp2": (2, {"pipeline_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving")),
+    "pp2 × dp2": (4, {"pipeline_parallel": 2}, ("llama",)),
+    "tp2 × pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}, ("llama", "qwen2", "qwen3", "critic")),
 }
 
 

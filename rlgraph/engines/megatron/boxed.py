@@ -26,7 +26,7 @@ class BoxedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], boxes: Sequence[Box]) -> "BoxedTensor":
         first = boxes[0][1]
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=first.dtype, device=first.device)  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=first.dtype, device=first.device)
         made.boxes = list(boxes)
         return made
 
@@ -34,7 +34,7 @@ class BoxedTensor(torch.Tensor):
         return f"BoxedTensor({list(self.shape)}, boxes at {[list(offsets) for offsets, _ in self.boxes]})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return _each(args[0], torch.Tensor.detach)
         if func is torch.ops.aten.empty_like.default:

@@ -31,17 +31,17 @@ from rlgraph.engines.megatron.pieces import Table
 from rlgraph.engines.megatron.ranks import Ranks
 from rlgraph.engines.megatron.stage import Stage
 
-Work = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, None]]  # a loss, tokens that nothing is divided by, and no more
+Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
 
 
 class MegatronEngine:
     """A `TrainEngine`: one of `world` ranks, with its stage of the layers, its share of their matrices, and its share of each batch.
 
     `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The
-    ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices and
-    the tokens between them, `pipeline_parallel` groups of these the layers: see `Ranks`. The other ranks hold the same for other sequences.
-    `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, of which
-    a pipeline has several under way. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
+    ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices
+    and the tokens between them, `pipeline_parallel` groups of these the layers: see `Ranks`. The others hold the same for other sequences.
+    `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, and a
+    pipeline has several under way. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
 
     Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
     """
@@ -116,7 +116,7 @@ class MegatronEngine:
     def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
         result = torch.zeros(1 + squares, *shape_of(batch), device=self._device)
 
-        def score(micro_batch: MicroBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        def score(micro_batch: MicroBatch, states: torch.Tensor) -> Done:
             found = self._stage.scores(states, micro_batch, temperature=temperature, squares=squares)
             for column, own in zip(result, found if self._ranks.speaks else (), strict=False):
                 column[micro_batch.rows[micro_batch.row], micro_batch.column] = own
@@ -137,7 +137,7 @@ class MegatronEngine:
         found: list[dict[str, float]] = []
         self._masters.begin()
 
-        def learn(micro_batch: MicroBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        def learn(micro_batch: MicroBatch, states: torch.Tensor) -> Done:
             scores = self._stage.scores(states, micro_batch, temperature=temperature, entropy=loss.needs_entropy)
             if len(micro_batch.rows) == 0:
                 return scores[0].sum() * 0, self._no_tokens, None  # the other ranks of the pass compute it too
@@ -159,7 +159,7 @@ class MegatronEngine:
     def _no_tokens(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int, device=self._device)
 
-    def _run(self, batch: Columns, work: Work, *, trains: bool) -> None:
+    def _run(self, batch: Columns, work: Callable[[MicroBatch, torch.Tensor], Done], *, trains: bool) -> None:
         """Run the passes of this rank by Megatron-Core's schedule; the ranks with the head do the `work`."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

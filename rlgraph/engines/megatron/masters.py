@@ -1,6 +1,7 @@
 """The float32 weights of a rank and their gradients, which lie behind each other in one memory: ranks add them up in one call."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def _copy(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return torch.nn.Parameter(parameter.detach().float())
 
 
-def _into(gradient: torch.Tensor):  # type: ignore[no-untyped-def] # a hook
+def _into(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         gradient.add_(parameter.grad)
@@ -76,11 +77,11 @@ def _into(gradient: torch.Tensor):  # type: ignore[no-untyped-def] # a hook
     return add
 
 
-def _together(gradients: Iterable[torch.Tensor], group: object) -> None:
+def _together(gradients: Iterable[torch.Tensor], group: Any) -> None:
     """Add up some gradients over a group in one call."""
     own = list(gradients)
     if own:
         flat = torch.cat([gradient.flatten() for gradient in own])
-        dist.all_reduce(flat, group=group)  # type: ignore[arg-type]
+        dist.all_reduce(flat, group=group)
         for gradient, part in zip(own, flat.split([gradient.numel() for gradient in own]), strict=True):
             gradient.copy_(part.view(gradient.shape))

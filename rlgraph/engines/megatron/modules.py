@@ -47,8 +47,8 @@ class PackedAttention(torch.nn.Module):
         """Attend `[L, H, D]`."""
         packed = packed_seq_params
         query, key = (_rotated(x, packed.cos[:, None], packed.sin[:, None]) for x in (query, key))
-        heads = (x.transpose(0, 1)[None] for x in (query, key, value))
-        found, _ = attend(self, *heads, None, cu_seq_lens_q=packed.starts, max_length_q=packed.longest)
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        found, _ = attend(self, query, key, value, None, cu_seq_lens_q=packed.starts, max_length_q=packed.longest)
         return found[0]
 
 

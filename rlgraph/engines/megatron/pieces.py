@@ -26,8 +26,8 @@ SCORE = "score.weight"
 
 @dataclass(frozen=True)
 class Table:
-    """The pieces of the parameters of one rank. `config` is Megatron-Core's. Names of the Hugging Face model's backbone begin with `prefix`,
-    and its `tied` embeddings are its head too."""
+    """The pieces of the parameters of one rank. `config` is Megatron-Core's. In the Hugging Face model the backbone's names begin with
+    `prefix`, and `tied` embeddings are its head too."""
 
     config: Any
     ranks: Ranks

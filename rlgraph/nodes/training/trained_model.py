@@ -44,14 +44,15 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 class TrainedModel(Model):
     """The base of policy, critic and reference: a Hugging Face folder, float32 master weights, `dtype` compute.
 
-    * `trainer`: "fsdp" (FSDP2), for a teacher or a reference "vllm", or a `TrainerSpec` of your own. `scores`: its output for
-      each token, "log_probs" or "values".
+    * `trainer`: "fsdp" (FSDP2), "megatron" (Megatron-Core), for a teacher or a reference "vllm", or a `TrainerSpec` of your own.
+      `scores`: its output for each token, "log_probs" or "values".
     * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
       AMX), else float32.
     * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
     * `data_parallel`: the number of data-parallel groups of processes. None: as many as the pool has GPUs for, one on the host.
     * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
     * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
+    * `pipeline_parallel`: the processes of a group that share the layers, of which each has as many; several passes are under way.
     * `recompute`: keeps only the input of each layer for the backward pass. It saves memory and takes a third more time.
     * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
@@ -71,6 +72,7 @@ class TrainedModel(Model):
     data_parallel: Count | None = None
     tensor_parallel: Count = 1
     context_parallel: Count = 1
+    pipeline_parallel: Count = 1
     micro_batch_tokens: Count = 16384
     dtype: Dtype = "auto"
     recompute: bool = False
@@ -130,7 +132,7 @@ class TrainedModel(Model):
     def ranks(self) -> int | None:
         if self.spec.only_scores or (self.adapter is not None and self.adapter.base is not None):
             return 1
-        return None if self.data_parallel is None else self.data_parallel * self.tensor_parallel * self.context_parallel
+        return None if self.data_parallel is None else self.data_parallel * self.traits.sharing
 
     @property
     def fuses_head(self) -> bool:
@@ -153,6 +155,7 @@ class TrainedModel(Model):
             exact=self.exact,
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
+            pipeline_parallel=self.pipeline_parallel,
         )
 
     def load(self, context: Any) -> Any:
@@ -183,16 +186,14 @@ def check_folder(path: str) -> None:
 
 def check_trained(model: TrainedModel) -> None:
     """Raise DataError for a folder without a model, or for a model whose log-probs here differ from those of its own forward, and
-    GraphError for a model that its ranks cannot share.
+    GraphError for a model that its trainer is not offered for, or that its ranks cannot share.
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
     from rlgraph.engines.exact.model import check_family, check_on_gpu
-    from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
     from rlgraph.engines.hf_models.pretrained import check_model
 
-    if model.traits.sharing > 1:
-        check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
+    model.spec.check(model)
     check_installed(model)
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
@@ -212,7 +213,12 @@ def _check_computed(path: str, config: str) -> None:
 
 
 def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
-    """Raise GraphError for a model whose ranks share passes: they do not compute the log-probs of several tokens at a position."""
+    """Raise GraphError for a trainer, or for ranks that share passes, that do not compute the log-probs of several tokens at a position."""
+    if not model.spec.whole_vocabulary:
+        raise GraphError(
+            f"node '{name}' needs log-probs of several tokens at each position, which trainer='{model.spec.name}' does not give: leave out "
+            "trainer, or distil by the sampled token"
+        )
     if model.tensor_parallel > 1 or model.context_parallel > 1:
         raise GraphError(
             f"node '{name}' needs log-probs of several tokens at each position, which ranks that share a pass do not give: leave out "

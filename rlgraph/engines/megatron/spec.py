@@ -1,0 +1,71 @@
+"""The trainer "megatron" for the registry."""
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlgraph.costs.estimates import model_parallel
+from rlgraph.engines.api import TrainEngine
+from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.registry import SavedShard, TrainerSpec
+from rlgraph.errors import GraphError
+
+
+def check(model: Any) -> None:
+    """Raise GraphError for a model or an optimizer that Megatron-Core is not offered for, or where it is not installed."""
+    from rlgraph.engines.megatron.model_config import check_folder
+
+    where = f"{type(model).__name__}(trainer='megatron'"
+    if importlib.util.find_spec("megatron") is None:
+        raise GraphError(f"{where}): megatron-core is not installed; pip install 'rlgraph-dataflow[megatron]', or leave out trainer")
+    kind, moments = type(model.optimizer).__name__, model.optimizer.moments
+    if kind != "AdamW" or moments != "32bit":
+        given = f"rg.{kind}(moments={moments!r})" if kind == "AdamW" else f"rg.{kind}()"
+        raise GraphError(f"{where}, optimizer={given}): it trains with AdamW's moments in float32; write rg.AdamW(…), or leave out trainer")
+    check_folder(type(model).__name__, model.path, tensor=model.tensor_parallel, pipeline=model.pipeline_parallel)
+
+
+def load(model: Any, place: Place) -> TrainEngine:
+    """Make one rank's engine; the ranks of one model meet at `place.rendezvous`."""
+    import torch
+
+    from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+    from rlgraph.engines.fsdp.rendezvous import meet
+    from rlgraph.engines.megatron.engine import MegatronEngine
+
+    if place.world > 1:
+        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
+    return MegatronEngine(
+        PolicyHead(model.path) if model.scores == "log_probs" else ValueHead(model.path),
+        optimizer=model.optimizer,
+        rank=place.rank,
+        world=place.world,
+        device=place.device,
+        dtype=getattr(torch, dtype_of(model, place)),
+        micro_batch_tokens=model.micro_batch_tokens,
+        fused=model.fuses_head,
+        tensor_parallel=model.tensor_parallel,
+        pipeline_parallel=model.pipeline_parallel,
+        on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
+    )
+
+
+def saved_shards(folder: Path) -> Iterable[SavedShard]:
+    """Find the weights in a state that the engine saved."""
+    from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
+
+    return weights_of(folder)
+
+
+SPEC = TrainerSpec(
+    name="megatron",
+    load=load,
+    settings=("micro_batch_tokens", "fused_head", "tensor_parallel", "pipeline_parallel"),
+    check=check,
+    whole_vocabulary=False,
+    reads_shards=True,
+    in_each_group=True,
+    saved_shards=saved_shards,
+    memory_estimate=model_parallel,
+)
