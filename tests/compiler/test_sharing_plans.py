@@ -4,11 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
-from rlgraph.costs.estimates import Workload, fully_sharded
+from rlgraph.costs.estimates import Workload, fully_sharded, model_parallel
 from rlgraph.costs.functions import NodeCost, Setting
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_shapes import ModelShape
@@ -53,6 +54,18 @@ def test_a_plan_says_how_ranks_share_passes_in_its_text_and_its_picture(tmp_path
     assert "tp 2 × cp 2 × dp 2" in str(both)
     assert passes_of(both) == Passes(2000, tensor=2, context=2)
     assert " tp " not in str(rg.compile(loop(rg.Pool("train", gpus=4)), rg.Cluster(gpus=6)))
+
+
+def test_a_pipeline_waits_for_its_stages_and_may_lie_on_several_hosts() -> None:
+    ranks = {"trainer": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2, "micro_batch_tokens": 1000}
+    plan = rg.compile(loop(rg.Pool("train", gpus=8), **ranks), rg.Cluster(gpus=12, gpus_per_node=6, hosts=2))
+    assert "tp 2 × pp 2 × dp 2" in str(plan)
+    hosts = [worker.host for worker in plan.workers if worker.model == "policy"]
+    assert hosts[:4] == [0, 0, 0, 0]
+    passes = Passes(1000, tensor=2, pipeline=2)
+    assert passes_of(plan) == passes
+    found = passes.of_a_rank(np.array([[700.0, 600.0, 500.0]]), 1.0, 4)
+    assert sorted(found[0].tolist()) == [125, 150, 175, 175], "three passes, each cut in four, and a longest one in which a stage waits"
 
 
 def test_a_pool_without_a_share_gets_whole_groups() -> None:
@@ -116,6 +129,16 @@ def test_ranks_that_share_a_pass_take_its_activations_and_logits_apart() -> None
     assert tensor["gathered layers"] == alone["gathered layers"] // 2
     assert tensor["logits"] < alone["logits"]
     assert context == alone, "micro_batch_tokens bounds the tokens of a rank"
+
+
+def test_each_group_of_a_model_that_is_cut_alike_holds_all_of_it() -> None:
+    shape = ModelShape.from_config(QWEN3_8B)
+    assert shape is not None
+    work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True, tensor=2, pipeline=2)
+    need = model_parallel(work)
+    assert need.stays == {"weights": 6 * shape.parameters // 4, "optimizer": 2 * shape.parameters, "gradients": shape.parameters}
+    assert model_parallel(replace(work, workers=4)).stays == need.stays
+    assert model_parallel(replace(work, itemsize=4)).stays["weights"] == shape.parameters, "passes compute with the weights themselves"
 
 
 def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(tmp_path: Path) -> None:

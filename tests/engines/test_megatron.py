@@ -13,11 +13,14 @@ from parallel_ranks import GOES_ON, Case, assembled, boxes, engine_of, given_to,
 from safetensors.torch import load_file
 from tiny import tiny_qwen
 
+import rlgraph as rg
 from rlgraph.engines.hf_export.folder import GrowingExport
 from rlgraph.engines.hf_export.layout import planned
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.megatron.model_config import check_folder
+from rlgraph.engines.megatron.spec import SPEC
 from rlgraph.errors import GraphError
+from rlgraph.nodes.training.trained_model import check_whole_vocabulary
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
@@ -127,6 +130,32 @@ def test_a_model_that_is_not_offered_is_refused(
     folder = cases[name].folder if name in cases else folder_of("gemma2", tmp_path) if name == "gemma2" else _biased(tmp_path / "biased")
     with pytest.raises(GraphError, match=said):
         check_folder("Policy", folder, **ranks)
+
+
+@installed
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (rg.Muon(), r"Policy\(trainer='megatron', optimizer=rg.Muon\(\)\): it trains with AdamW's moments in float32"),
+        (rg.AdamW(moments="8bit"), r"optimizer=rg.AdamW\(moments='8bit'\)\): it trains with AdamW's moments in float32"),
+    ],
+)
+def test_an_optimizer_that_is_not_offered_is_refused(optimizer: rg.AdamW, said: str, cases: dict[str, Case]) -> None:
+    with pytest.raises(GraphError, match=said):
+        SPEC.check(rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron", optimizer=optimizer))
+
+
+def test_where_megatron_is_not_installed_the_error_says_how(monkeypatch: pytest.MonkeyPatch, cases: dict[str, Case]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(GraphError, match=r"Policy\(trainer='megatron'\): megatron-core is not installed; pip install"):
+        SPEC.check(rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron"))
+
+
+@installed
+def test_several_tokens_at_a_position_are_refused(cases: dict[str, Case]) -> None:
+    policy = rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron")
+    with pytest.raises(GraphError, match=r"node 'update' needs log-probs of several tokens .* trainer='megatron' does not give"):
+        check_whole_vocabulary("update", policy)
 
 
 def _biased(folder: Path) -> Path:

@@ -105,7 +105,9 @@ def test_settings_that_an_engine_does_not_take_are_errors_that_name_who_does(mod
 def test_an_unknown_name_lists_the_names(model: str) -> None:
     with pytest.raises(GraphError, match=r"engine='llama'.: engine is one of \['vllm', 'transformers', 'sglang'\] or an EngineSpec"):
         rg.Generator(model, pool=rg.Pool("p"), engine="llama")
-    with pytest.raises(GraphError, match=r"trainer='fsdp2'.: trainer is one of \['fsdp', 'vllm'\] or a TrainerSpec; write trainer='fsdp'"):
+    with pytest.raises(
+        GraphError, match=r"trainer='fsdp2'.: trainer is one of \['fsdp', 'megatron', 'vllm'\] or a TrainerSpec; write trainer='fsdp'"
+    ):
         rg.Critic(model, pool=rg.Pool("p"), trainer="fsdp2")
 
 
