@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlgraph"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 MODULE_LINES, FUNCTION_LINES = 400, 60
-DISTRIBUTED = ("engines/fsdp/", "engines/forward/collectives.py", "channels/remote/gloo.py")  # who may import torch.distributed
+DISTRIBUTED = (
+    "engines/fsdp/",
+    "engines/megatron/",
+    "engines/forward/collectives.py",
+    "channels/remote/gloo.py",
+)  # who may import torch.distributed
 # The private names of other libraries that a module outside of engines/ needs, and what for. None of them is rlgraph's own.
 PRIVATE = {
     "channels/api.py": {"_version"},  # of a tensor: whether it was changed in place
@@ -45,7 +50,7 @@ PRIVATE_SHOWN = {
 BREACHES = {
     "imports go down only": ("errors.py", "from rlgraph import api"),
     "Ray is known to its dispatch, its channels and its graph": ("nodes/items.py", "import ray"),
-    "transformers, vllm and sglang are imported by the engines alone": ("nodes/prompts.py", "import transformers"),
+    "transformers, vllm, sglang and megatron are imported by the engines alone": ("nodes/prompts.py", "import transformers"),
     "what draws plans and runs knows no engine and no node's work": ("render/text.py", "import rlgraph.engines.registry"),
     "an engine saves and loads itself: the runtime knows nothing of how it is sharded": (
         "runtime/local.py",
