@@ -1,6 +1,7 @@
 """Ranks that share a model, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from rlgraph.engines.forward.heads import PolicyHead, ValueHead
 from rlgraph.engines.forward.scores import AT_ONCE
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_export.layout import ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.hf_models.folder_parts import folder_shards
 
 STEPS = 4
 GOES_ON = 3  # steps, from a state that another engine saved
@@ -74,14 +76,20 @@ def boxes(engine: Any, *, moments: bool = False) -> list[WeightShard]:
     shards = list(engine.weight_shards())
     if not moments:
         return [replace(shard, tensor=shard.tensor.clone()) for shard in shards]
-    state = engine.state()
-    if hasattr(engine, "weights"):  # each box is of a parameter of its own, in the same order
-        keys = ("moments.{}.exp_avg", "moments.{}.momentum_buffer")
-        held = [local(next(state[key.format(name)] for key in keys if key.format(name) in state)) for name in engine.weights()]
-    else:
-        names = [shard.name if f"weights.{shard.name}" in state else shard.name.removeprefix("model.") for shard in shards]
-        held = [dict(state[f"moments.{name}.exp_avg"].boxes)[shard.offsets] for name, shard in zip(names, shards, strict=True)]
-    return [replace(shard, tensor=tensor.clone()) for shard, tensor in zip(shards, held, strict=True)]
+    replicas = {(shard.name, shard.offsets): shard.replica for shard in shards}
+    cut = folder_shards(chain.from_iterable(map(_first_moments, *zip(*engine.state().items(), strict=True))), engine._parts)
+    return [replace(shard, tensor=shard.tensor.clone(), replica=replicas[shard.name, shard.offsets]) for shard in cut]
+
+
+def _first_moments(key: str, tensor: torch.Tensor) -> list[WeightShard]:
+    """The boxes of a tensor of a state, by the parameter's name, if it is a first moment."""
+    for moment in (".exp_avg", ".momentum_buffer"):
+        if key.endswith(moment):
+            name = key.removeprefix("moments.").removesuffix(moment)
+            held = getattr(tensor, "boxes", None)
+            found = [own_box(name, tensor)] if held is None else [WeightShard(name, tuple(tensor.shape), *box) for box in held]
+            return [replace(shard, replica=0) for shard in found]
+    return []
 
 
 def assembled(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:

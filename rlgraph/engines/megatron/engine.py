@@ -27,7 +27,7 @@ from rlgraph.engines.megatron import host_cuda
 from rlgraph.engines.megatron.boxed import Box, BoxedTensor
 from rlgraph.engines.megatron.masters import Masters
 from rlgraph.engines.megatron.model_config import check_config, transformer_config
-from rlgraph.engines.megatron.pieces import Table
+from rlgraph.engines.megatron.pieces import SCORE, Table
 from rlgraph.engines.megatron.ranks import Ranks
 from rlgraph.engines.megatron.stage import Stage
 
@@ -39,7 +39,7 @@ class MegatronEngine:
 
     `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The
     ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices
-    and the tokens between them, `pipeline_parallel` groups of these the layers: see `Ranks`. The others hold the same for other sequences.
+    and the tokens between them, `pipeline_parallel` groups of these the layers, and `expert_parallel` neighbours the experts: see `Ranks`.
     `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, and a
     pipeline has several under way. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
 
@@ -59,14 +59,16 @@ class MegatronEngine:
         fused: bool = False,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        expert_parallel: int = 1,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("MegatronEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         text = head.backbone.config.get_text_config()
-        check_config("MegatronEngine", text, tensor=tensor_parallel, pipeline=pipeline_parallel)
+        cut = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
+        check_config("MegatronEngine", text, **cut)
         self._made_group = join(rank, world)
         with host_cuda.quiet():
-            self._ranks = ranks = Ranks(rank, world, tensor=tensor_parallel, pipeline=pipeline_parallel)
+            self._ranks = ranks = Ranks(rank, world, **cut)
         self._device = torch.device(device)
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
@@ -91,9 +93,9 @@ class MegatronEngine:
     @torch.no_grad()
     def _read(self) -> None:
         """Read this rank's boxes of the weights from the folder."""
-        for name, weight in self._masters.weights.items():
-            for parameter, offsets, box in self._table.pieces(name, weight.detach()):
-                self._head.fill(parameter if parameter == "score.weight" else f"model.{parameter}", offsets, box)
+        pieces = [piece for name, weight in self._masters.weights.items() for piece in self._table.pieces(name, weight.detach())]
+        for parameter, offsets, box in pieces:
+            self._head.fill(parameter if parameter == SCORE else f"model.{parameter}", offsets, box)
         self._masters.publish()
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:

@@ -96,13 +96,21 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron-Core makes of counts on a GPU, of counts on the host."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def prepare(device: str) -> None:
-    """Prepare the modules of Megatron-Core that are imported for a device: no random states, and on a CPU its own `torch`."""
+    """Prepare the imported modules of Megatron-Core for a device: no random states, and on a CPU its own `torch`."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = NoRandomness(), True
+    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 asks for it where it was not imported: without Transformer Engine
     if device != "cpu":
         return
+    token_dispatcher.maybe_move_tensor_to_cpu = _numbers
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and vars(module).get("torch") is torch:
             vars(module)["torch"] = HOST

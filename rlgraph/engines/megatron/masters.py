@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.engines.fsdp.grad_norm import TINY
-from rlgraph.engines.megatron.pieces import Table
+from rlgraph.engines.megatron.pieces import Table, is_expert, sees_own
 
 
 class Masters:
@@ -17,7 +17,9 @@ class Masters:
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], table: Table) -> None:
-        self._parameters, self._table = dict(parameters), table
+        experts = {name: one for name, one in parameters.items() if is_expert(name)}
+        self._parameters, self._table = {**{n: one for n, one in parameters.items() if n not in experts}, **experts}, table
+        self._shared = sum(one.numel() for name, one in parameters.items() if name not in experts)  # the first gradients; then the experts'
         self.weights = {name: one if one.dtype == torch.float32 else _copy(one) for name, one in self._parameters.items()}
         self._all: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
@@ -38,9 +40,11 @@ class Masters:
         ranks, table = self._table.ranks, self._table
         assert self._all is not None
         if ranks.data > 1:
-            dist.all_reduce(self._all, group=ranks.data_group)
-        if ranks.tensor > 1:  # of norms each rank has the gradient of its own tokens or heads
-            _together([g for name, g in self._gradients.items() if name.endswith("layernorm.weight")], ranks.tensor_group)
+            dist.all_reduce(self._all[: self._shared], group=ranks.data_group)
+        if self._shared < len(self._all) and dist.get_world_size(ranks.expert_data_group) > 1:
+            dist.all_reduce(self._all[self._shared :], group=ranks.expert_data_group)
+        if ranks.tensor > 1:
+            _together([g for name, g in self._gradients.items() if sees_own(name)], ranks.tensor_group)
         if table.tied and ranks.pipeline > 1 and ranks.tied_group is not None:
             name = "embedding.weight" if ranks.is_first else "output.weight"
             dist.all_reduce(self._gradients[name], group=ranks.tied_group)

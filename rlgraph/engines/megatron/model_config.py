@@ -5,22 +5,22 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.hf_models.parallel_plan import check_parallel
+from rlgraph.costs.sharing import undivided
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.engines.megatron.ranks import Ranks
 from rlgraph.errors import GraphError, shown
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_megatron.py
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # by tests/engines/test_megatron.py
 
 
-def check_folder(where: str, path: str | Path, *, tensor: int = 1, pipeline: int = 1) -> None:
+def check_folder(where: str, path: str | Path, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> None:
     """Check that Megatron-Core trains the model of a folder. Raises as `check_config` does."""
     check_model(path)
-    check_config(where, text_config(path), tensor=tensor, pipeline=pipeline)
+    check_config(where, text_config(path), tensor=tensor, pipeline=pipeline, expert=expert)
 
 
-def check_config(where: str, config: Any, *, tensor: int = 1, pipeline: int = 1) -> None:
+def check_config(where: str, config: Any, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> None:
     """Check that Megatron-Core trains a model of this configuration.
 
     Raises GraphError for a family or a feature that it is not offered for, and for sizes that the ranks do not divide.
@@ -31,27 +31,38 @@ def check_config(where: str, config: Any, *, tensor: int = 1, pipeline: int = 1)
             f"{given}: models of type {shown(config.model_type)} are not trained by Megatron-Core here; it is offered for "
             f"{', '.join(FAMILIES)}: leave out trainer"
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = [
-        name
-        for name, has in {
-            "attention_bias": getattr(config, "attention_bias", False),
-            "mlp_bias": getattr(config, "mlp_bias", False),
-            f"hidden_act={shown(config.hidden_act)}": config.hidden_act != "silu",
-            "sliding windows": kinds != {"full_attention"},
-        }.items()
-        if has
-    ]
+    unknown = _unknown(config)
     if unknown:
         raise GraphError(f"{given}: the model has {', '.join(unknown)}, which is not offered with Megatron-Core; leave out trainer")
-    if tensor > 1:
-        check_parallel(where, config, tensor=tensor)
-    layers = config.num_hidden_layers
-    if layers % pipeline:
-        raise GraphError(
-            f"{where}(pipeline_parallel={pipeline}): the model has num_hidden_layers={layers}, which pipeline_parallel={pipeline} does not "
-            f"divide; every stage has as many: choose a divisor of {layers}"
-        )
+    experts = getattr(config, "num_experts", None) or 1
+    if experts == 1 < expert:
+        raise GraphError(f"{where}(expert_parallel={expert}): the model has no experts; leave out expert_parallel")
+    inner = tensor if experts > 1 else config.intermediate_size  # experts are not cut
+    found = undivided(config.num_attention_heads, config.num_key_value_heads, config.vocab_size, inner, tensor=tensor, context=1)
+    for name, size, setting, ranks in (
+        *([(*found, tensor)] if found is not None else []),
+        ("num_hidden_layers", config.num_hidden_layers, f"pipeline_parallel={pipeline}", pipeline),
+        ("num_experts", experts, f"expert_parallel={expert}", expert),
+    ):
+        if size % ranks:
+            raise GraphError(
+                f"{where}({setting}): the model has {name}={size}, which {setting} does not divide; every rank has as many: choose a "
+                f"divisor of {size}"
+            )
+
+
+def _unknown(config: Any) -> list[str]:
+    """Name what a model of a known family has that is not offered."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    dense = getattr(config, "num_experts", None) and (config.mlp_only_layers or config.decoder_sparse_step != 1)
+    found = {
+        "attention_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        f"hidden_act={shown(config.hidden_act)}": config.hidden_act != "silu",
+        "sliding windows": kinds != {"full_attention"},
+        "layers without experts among those with them": dense,
+    }
+    return [name for name, has in found.items() if has]
 
 
 def transformer_config(config: Any, ranks: Ranks, *, dtype: torch.dtype, device: str) -> Any:
@@ -71,8 +82,8 @@ def transformer_config(config: Any, ranks: Ranks, *, dtype: torch.dtype, device:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=has_qkv_bias(config),
-        qk_layernorm=has_head_norms(config),
+        add_qkv_bias=config.model_type == "qwen2",
+        qk_layernorm=config.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=ranks.tensor,
@@ -94,14 +105,20 @@ def transformer_config(config: Any, ranks: Ranks, *, dtype: torch.dtype, device:
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
+        **_experts(config, ranks),
     )
 
 
-def has_qkv_bias(config: Any) -> bool:
-    """Whether queries, keys and values have biases."""
-    return bool(config.model_type == "qwen2")
-
-
-def has_head_norms(config: Any) -> bool:
-    """Whether the queries and keys of each head are normed."""
-    return bool(config.model_type == "qwen3")
+def _experts(config: Any, ranks: Ranks) -> dict[str, Any]:
+    """Translate the experts of a mixture: the most probable ones are taken, and no token is dropped."""
+    if not getattr(config, "num_experts", None):
+        return {}
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,  # else the probabilities of those taken add up to 1
+        "moe_router_load_balancing_type": "none",
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "expert_model_parallel_size": ranks.expert,
+        "expert_tensor_parallel_size": 1,
+    }

@@ -1,4 +1,5 @@
-"""Modules of a layer that Megatron-Core has only with Transformer Engine: attention over packed sequences, and norms of cut sequences."""
+"""Modules of a layer that Megatron-Core has with Transformer Engine alone: attention over packed sequences, norms of cut sequences, and
+experts that compute together."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -57,14 +58,38 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return states * cos + torch.cat((-second, first), -1) * sin
 
 
-def layer_spec(*, head_norms: bool) -> Any:
-    """Describe a layer to Megatron-Core: its own matrices, and the modules of this file."""
+class Experts(torch.nn.Module):
+    """The `count` experts of this rank, in one matrix each for all gates and ups, and for all downs, as transformers keeps them."""
+
+    def __init__(self, count: int, config: Any, pg_collection: Any = None) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.moe_ffn_hidden_size
+        made: dict[str, Any] = {"dtype": config.params_dtype, "device": "cpu" if config.use_cpu_initialization else "cuda"}
+        self.gate_up = torch.nn.Parameter(torch.empty(count, 2 * inner, size, **made))
+        self.down = torch.nn.Parameter(torch.empty(count, size, inner, **made))
+
+    def forward(self, states: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Compute `states [N, H]`, which lie expert by expert, `counts` of each, and multiply by the weights `[N]` of the router."""
+        ends = counts.cumsum(0).to(states.device, torch.int32)
+        gate, up = _product(states, self.gate_up, ends).chunk(2, -1)
+        found = _product(torch.nn.functional.silu(gate) * up, self.down, ends)
+        return found * weights[:, None].to(found.dtype), None
+
+
+def _product(states: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch._grouped_mm(states, matrices.transpose(1, 2), offs=ends)
+    return found
+
+
+def layer_spec(*, head_norms: bool, experts: bool) -> Any:
+    """Describe a layer to Megatron-Core: its own matrices and router, and the modules of this file."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -76,7 +101,8 @@ def layer_spec(*, head_norms: bool) -> Any:
         q_layernorm=of_heads,
         k_layernorm=of_heads,
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=Experts))) if experts else dense
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -20,6 +20,8 @@ NORMS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
+ROUTER = "mlp.router.weight"
+EXPERTS = {"mlp.experts.gate_up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj"}
 BY_COLUMNS = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
 SCORE = "score.weight"
 
@@ -52,6 +54,10 @@ class Table:
         layer = f"{self.prefix}layers.{int(number) + self.ranks.stage * self.config.num_layers // self.ranks.pipeline}."
         if rest in NORMS:
             yield layer + NORMS[rest], (0,), tensor
+        elif rest == ROUTER:
+            yield f"{layer}mlp.gate.weight", (0, 0), tensor
+        elif rest in EXPERTS:
+            yield layer + EXPERTS[rest], (self.ranks.expert_rank * tensor.shape[0], 0, 0), tensor
         elif rest in BY_COLUMNS:
             yield layer + BY_COLUMNS[rest], (0, self.ranks.tensor_rank * tensor.shape[1]), tensor
         elif rest == "mlp.linear_fc1.weight":
@@ -73,13 +79,22 @@ class Table:
             yield f"{attention}k_proj.{kind}", (group * size, *rest), rows[queries : queries + size]
             yield f"{attention}v_proj.{kind}", (group * size, *rest), rows[queries + size :]
 
-    def is_cut(self, name: str) -> bool:
-        """Whether the ranks of one matrix hold different parts of a parameter; norms and the head of a critic are whole on each."""
-        return name != SCORE and not name.endswith("layernorm.weight")
-
     def replica(self, name: str) -> int:
         """Number this rank among those that hold the same boxes of a parameter; the first is 0."""
         ranks = self.ranks
-        found = ranks.data_rank if self.is_cut(name) else ranks.data_rank * ranks.tensor + ranks.tensor_rank
+        if is_expert(name):
+            return ranks.expert_data_rank
+        whole = name == SCORE or sees_own(name)  # on each rank, where matrices are cut
+        found = ranks.data_rank * ranks.tensor + ranks.tensor_rank if whole else ranks.data_rank
         again = self.tied and name == "output.weight"  # the last stage has the embeddings once more
         return found + again * ranks.world
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is of experts."""
+    return name.endswith(tuple(EXPERTS))
+
+
+def sees_own(name: str) -> bool:
+    """Whether each rank of those that share matrices holds all of a parameter, and the gradient of its own tokens or heads."""
+    return name.endswith(("layernorm.weight", ROUTER))

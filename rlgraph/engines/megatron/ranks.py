@@ -1,7 +1,8 @@
 """The ranks of a model that Megatron-Core cuts: those that share matrices (tensor) or layers (pipeline), or have other sequences (data).
 
-Neighbours share matrices, then layers: of 8 ranks with `tensor` and `pipeline` 2, ranks 0 and 1 have the first layers, ranks 2 and 3 the
-last, and ranks 4 to 7 do the same for other sequences.
+Neighbours share matrices, and the ranks of a stage come before those of the next: of 8 ranks with `tensor` and `pipeline` 2, ranks 0 and 1
+share the first layers, as 2 and 3 do for other sequences, and ranks 4 to 7 have the last layers. Of a mixture the experts are shared by
+`expert` neighbours of a stage, whole ones, whatever else these share.
 """
 
 from typing import Any
@@ -10,34 +11,40 @@ import torch.distributed as dist
 
 from rlgraph.errors import GraphError
 
-ORDER = "tp-cp-ep-pp-dp"
-_made: list[tuple[int, int]] = []  # Megatron-Core's groups are of a process, however many models it has
+ORDER = "tp-cp-ep-dp-pp"
+_made: list[tuple[int, int, int]] = []  # Megatron-Core's groups are of a process, however many models it has
 
 
 class Ranks:
     """The place of one rank of `world`. Raises GraphError where ranks are no multiple of those of a pass, or another model of this process
     is shared in another way."""
 
-    def __init__(self, rank: int, world: int, *, tensor: int = 1, pipeline: int = 1) -> None:
-        sharing = tensor * pipeline
-        given = f"MegatronEngine(world={world}, tensor_parallel={tensor}, pipeline_parallel={pipeline})"
-        if world % sharing:
-            raise GraphError(f"{given}: the ranks come in groups of {sharing}; give a multiple")
-        if _made and _made[-1] != (tensor, pipeline):
+    def __init__(self, rank: int, world: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> None:
+        asked = tensor, pipeline, expert
+        given = f"MegatronEngine(world={world}, {_named(asked)})"
+        for sharing in (tensor * pipeline, pipeline * expert):
+            if world % sharing:
+                raise GraphError(f"{given}: the ranks come in groups of {sharing}; give a multiple")
+        if _made and _made[-1] != asked:
             raise GraphError(
-                f"{given}: another model in these processes has tensor_parallel={_made[-1][0]}, pipeline_parallel={_made[-1][1]}, and "
-                "Megatron-Core knows one way in a process; give both the same, or pools of their own"
+                f"{given}: another model in these processes has {_named(_made[-1])}, and Megatron-Core knows one way in a process; give "
+                "both the same, or pools of their own"
             )
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state as groups
 
         if not _made:
-            parallel_state.initialize_model_parallel(tensor, pipeline, order=ORDER, create_gloo_process_groups=False)
-        _made.append((tensor, pipeline))
-        self.world, self.tensor, self.pipeline, self.data = world, tensor, pipeline, world // sharing
-        self.tensor_rank, self.stage, self.data_rank = rank % tensor, rank // tensor % pipeline, rank // sharing
-        self.tensor_group: Any = parallel_state.get_tensor_model_parallel_group()
-        self.data_group: Any = parallel_state.get_data_parallel_group()
-        self.tied_group: Any = parallel_state.get_embedding_group() if self.is_first or self.is_last else None
+            experts = {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
+            groups.initialize_model_parallel(tensor, pipeline, order=ORDER, create_gloo_process_groups=False, **experts)
+        _made.append(asked)
+        stage = world // pipeline  # ranks of one
+        self.world, self.tensor, self.pipeline, self.expert, self.data = world, tensor, pipeline, expert, stage // tensor
+        self.stage, of_stage = divmod(rank, stage)
+        self.data_rank, self.tensor_rank = divmod(of_stage, tensor)
+        self.expert_data_rank, self.expert_rank = divmod(of_stage, expert)
+        self.tensor_group: Any = groups.get_tensor_model_parallel_group()
+        self.data_group: Any = groups.get_data_parallel_group()
+        self.expert_data_group: Any = groups.get_expert_data_parallel_group()
+        self.tied_group: Any = groups.get_embedding_group() if self.is_first or self.is_last else None
 
     @property
     def is_first(self) -> bool:
@@ -61,3 +68,7 @@ class Ranks:
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
+
+
+def _named(asked: tuple[int, int, int]) -> str:
+    return "tensor_parallel={}, pipeline_parallel={}, expert_parallel={}".format(*asked)

@@ -11,7 +11,6 @@ from rlgraph.engines.forward.scores import Scored, head_scores
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.backbone import LogitShape
 from rlgraph.engines.megatron import host_cuda
-from rlgraph.engines.megatron.model_config import has_head_norms
 from rlgraph.engines.megatron.modules import Packed, RMSNorm, layer_spec
 from rlgraph.engines.megatron.ranks import Ranks
 
@@ -29,7 +28,7 @@ class Stage(torch.nn.Module):
         from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
         from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
-        spec = layer_spec(head_norms=has_head_norms(head.backbone.config.get_text_config()))
+        spec = layer_spec(head_norms=config.qk_layernorm, experts=config.num_moe_experts is not None)
         host_cuda.prepare(device.type)
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self._ranks, self._fused, self._policy = ranks, fused, isinstance(head, PolicyHead)
