@@ -116,6 +116,7 @@ def _need(
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,
         pipeline=model.traits.pipeline_parallel,
+        expert=model.traits.expert_parallel,
         packed=model.traits.exact and not cluster.gpus,
         in_fp8=model.traits.weights_dtype is not None,
     )

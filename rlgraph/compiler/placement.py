@@ -90,7 +90,7 @@ def splits(graph: Graph, cluster: Cluster) -> Divisions:
     exact = sum(p.gpus or 0 for p in graph.pools)
     total = (cluster.gpus or cluster.cpus) - exact
     _check_host_pools(graph, cluster)
-    groups = {p.name: lcm(*(m.group * m.traits.sharing for m in models if m.pool is p)) if cluster.gpus else 1 for p in shared}
+    groups = {p.name: lcm(*(m.group * m.traits.together for m in models if m.pool is p)) if cluster.gpus else 1 for p in shared}
     least = sum(groups.values())
     if exact > cluster.gpus or (cluster.gpus and total < least):
         raise PlanError(
@@ -232,17 +232,18 @@ def _ranks(
 
 def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
     """Count the groups of devices on which a model has its workers."""
-    sharing = model.traits.sharing
-    return model.ranks or (count // (model.group * sharing) if on_gpus else 1) * sharing
+    together = model.traits.together
+    return model.ranks or (count // (model.group * together) if on_gpus else 1) * together
 
 
 def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
-    """Raise PlanError for a pool that the workers of one pass do not divide."""
-    sharing = model.traits.sharing
-    if sharing > 1 and gpus and model.ranks is None and (not groups or gpus % (model.group * sharing)):
+    """Raise PlanError for a pool that the workers of one pass, or of one set of experts, do not divide."""
+    together = model.traits.together
+    if together > 1 and gpus and model.ranks is None and (not groups or gpus % (model.group * together)):
+        what = "computes each pass" if together == model.traits.sharing else "has its passes and experts"
         raise PlanError(
-            f"{name} computes each pass on {sharing} GPUs ({split(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a "
-            f"multiple of {sharing}"
+            f"{name} {what} on {together} GPUs ({split(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a multiple of "
+            f"{together}"
         )
 
 
@@ -258,16 +259,17 @@ def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
 
 
 def split(traits: ModelTraits, ranks: int = 0) -> str:
-    """Say how the ranks of a model share its work, as "tp 2 × dp 2"; empty if each has a pass of its own.
+    """Say how the ranks of a model share its work, as "tp 2 × dp 2"; empty if each has a pass and all experts of its own.
 
-    >>> split(ModelTraits(tensor_parallel=2), 4)
-    'tp 2 × dp 2'
+    >>> split(ModelTraits(tensor_parallel=2), 4), split(ModelTraits(expert_parallel=2), 4)
+    ('tp 2 × dp 2', 'dp 4 (ep 2)')
     """
-    if traits.sharing == 1:
+    if traits.together == 1:
         return ""
     shared = [("tp", traits.tensor_parallel), ("cp", traits.context_parallel), ("pp", traits.pipeline_parallel)]
     parts = [*shared, ("dp", ranks // traits.sharing)]
-    return " × ".join(f"{what} {size}" for what, size in parts if size > 1 or (what == "dp" and size))
+    found = " × ".join(f"{what} {size}" for what, size in parts if size > 1 or (what == "dp" and size))
+    return f"{found} (ep {traits.expert_parallel})".strip() if traits.expert_parallel > 1 else found
 
 
 def ranks_of(model: Model, count: int, cluster: Cluster) -> int:

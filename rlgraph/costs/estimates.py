@@ -69,6 +69,7 @@ class Workload:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
     adapter: int | None = None
     frozen_bytes: int = 0
     remade: bool = False
@@ -114,12 +115,12 @@ def model_parallel(work: Workload) -> Need:
     """Estimate the memory of a rank with its share of one model of its group: each data-parallel group holds all weights, gradients and
     moments in float32, and the weights again in the dtype of passes. Of a pipeline the first stage keeps a pass of each stage, of its own
     layers: together as much as a pass of all layers."""
-    need, groups = _ranks(work, MASTER), max(work.workers // work.sharing, 1)
-    stays = {what: size * groups for what, size in need.stays.items()}
-    if work.itemsize != MASTER:
-        stays["weights"] += work.shape.parameters * work.itemsize // work.sharing
-    runs = {what: size for what, size in need.runs.items() if what != "gathered layers"}
-    return Need(stays, runs, sum(runs.values()))
+    own = work.shape.own_parameters(work.tensor, work.pipeline, work.expert)
+    per_parameter = {"weights": MASTER if work.itemsize == MASTER else MASTER + work.itemsize}
+    if work.trained:
+        per_parameter |= {"optimizer": OPTIMIZER, "gradients": GRADIENT}
+    runs = {what: size for what, size in _ranks(work, MASTER).runs.items() if what != "gathered layers"}
+    return Need({what: size * own for what, size in per_parameter.items()}, runs, sum(runs.values()))
 
 
 def whole(work: Workload) -> Need:

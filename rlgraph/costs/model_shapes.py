@@ -51,6 +51,12 @@ class ModelShape:
     def layer_parameters(self) -> int:
         return self._layer(self.experts)
 
+    def own_parameters(self, tensor: int, pipeline: int, expert: int) -> int:
+        """Count the parameters of a rank where `tensor` × `pipeline` ranks share a model, and `expert` ranks with the same layers its
+        experts, whole ones."""
+        inner = 3 * self.hidden * self.intermediate * self.experts * self.layers if self.experts > 1 else 0
+        return (self.parameters - inner) // (tensor * pipeline) + inner // (pipeline * expert)
+
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden * (1 if self.tied else 2)

@@ -59,13 +59,16 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
     """Estimate the seconds in which a rank exchanges tokens with those of its pass, for each token of the pass.
 
     Ranks that share matrices gather and scatter the tokens twice a layer (Korthikanti et al., 2022, section 4.2.2), ranks that share a row
-    exchange queries, keys, values and results (Jacobs et al., 2023). The backward pass does both again, and so does recomputing.
+    exchange queries, keys, values and results (Jacobs et al., 2023), and ranks that share experts send them tokens and take them back. The
+    backward pass does all again, and so does recomputing. Of a pipeline a rank does so for its own layers.
     """
     tensor, context = traits.tensor_parallel, traits.context_parallel
     gathered = 4 * shape.hidden * (tensor - 1) / tensor / context
     exchanged = 2 * (shape.heads + max(shape.kv_heads, context)) * shape.head_dim / tensor * (context - 1) / context / context
+    expert, layers = traits.expert_parallel, shape.layers / traits.pipeline_parallel
+    dispatched = 2 * shape.hidden * shape.experts_used * (expert - 1) / expert / (tensor * context)
     walks = (2 + traits.recompute) if trains else 1
-    return walks * shape.layers * (gathered + exchanged) * ITEMSIZE / (device.peer_link * LINKED)
+    return walks * layers * (gathered + exchanged + dispatched) * ITEMSIZE / (device.peer_link * LINKED)
 
 
 def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:

@@ -6,6 +6,7 @@ Compiler and runtime read these attributes and no others: an attribute that is n
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class ModelTraits:
     `shares_steps` says that responses which joined later share each decode step with those already decoding.
 
     `tensor_parallel` ranks share the model's matrices, `context_parallel` ranks the tokens of a row, and `pipeline_parallel` ranks the
-    layers: together they compute one pass.
+    layers: together they compute one pass. `expert_parallel` ranks of those with the same layers share the experts of a mixture.
     """
 
     dtype: str | None = None
@@ -237,8 +238,14 @@ class ModelTraits:
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def sharing(self) -> int:
-        """The workers that compute one pass together; a model has a multiple of them."""
+        """The workers that compute one pass together."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def together(self) -> int:
+        """The workers of which a model has a multiple: whole groups that compute a pass, and that share experts."""
+        return lcm(self.sharing, self.pipeline_parallel * self.expert_parallel)

@@ -68,6 +68,23 @@ def test_a_pipeline_waits_for_its_stages_and_may_lie_on_several_hosts() -> None:
     assert sorted(found[0].tolist()) == [125, 150, 175, 175], "three passes, each cut in four, and a longest one in which a stage waits"
 
 
+def test_ranks_that_share_experts_come_in_whole_groups() -> None:
+    ranks = {"trainer": "megatron", "tensor_parallel": 2, "expert_parallel": 4, "micro_batch_tokens": 1000}
+    plan = rg.compile(loop(rg.Pool("train", gpus=8), **ranks), rg.Cluster(gpus=10, gpus_per_node=10))
+    assert "tp 2 × dp 4 (ep 4)" in str(plan)
+    with pytest.raises(
+        PlanError, match=r"has its passes and experts on 4 GPUs \(tp 2 \(ep 4\)\), but pool 'train' has 6; .* multiple of 4"
+    ):
+        rg.compile(loop(rg.Pool("train", gpus=6), **ranks), rg.Cluster(gpus=8))
+    generator, policy = rg.Generator("m", pool=rg.Pool("a")), rg.Policy("m", pool=rg.Pool("b"), trainer="megatron", expert_parallel=2)
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1"}] * 2, count=2), weights, group_size=2)
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    on_host = rg.compile(rg.Graph("host", step.metrics), rg.Cluster(cpus=4))
+    assert sum(w.model == "policy" for w in on_host.workers) == 2, "a host without GPUs runs one group"
+
+
 def test_a_pool_without_a_share_gets_whole_groups() -> None:
     plan = rg.compile(loop(rg.Pool("train"), tensor_parallel=4), rg.Cluster(gpus=8))
     assert [pool.gpus for pool in plan.pools] == [(0, 1), (2, 3, 4, 5)]
@@ -139,6 +156,14 @@ def test_each_group_of_a_model_that_is_cut_alike_holds_all_of_it() -> None:
     assert need.stays == {"weights": 6 * shape.parameters // 4, "optimizer": 2 * shape.parameters, "gradients": shape.parameters}
     assert model_parallel(replace(work, workers=4)).stays == need.stays
     assert model_parallel(replace(work, itemsize=4)).stays["weights"] == shape.parameters, "passes compute with the weights themselves"
+
+
+def test_ranks_that_share_experts_hold_their_own_and_all_of_the_rest() -> None:
+    shape = ModelShape(layers=4, hidden=8, heads=2, kv_heads=2, head_dim=4, intermediate=16, vocab=32, experts=4, experts_used=2)
+    experts = 4 * 4 * 3 * 8 * 16
+    assert shape.own_parameters(1, 1, 1) == shape.parameters
+    assert shape.own_parameters(1, 1, 2) == shape.parameters - experts // 2
+    assert shape.own_parameters(2, 2, 4) == (shape.parameters - experts) // 4 + experts // 8
 
 
 def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_a_job_goes_on_with_the_other_trainer_and_its_weights_reach_the_generato
     ("settings", "said"),
     [
         ({"pipeline_parallel": 2}, "'fsdp' has no such setting; leave it out, or use trainer='megatron'"),
+        ({"expert_parallel": 2}, "'fsdp' has no such setting; leave it out, or use trainer='megatron'"),
+        ({"trainer": "megatron", "expert_parallel": 4, "data_parallel": 2}, "2 processes have the same layers, of which 4 share experts"),
         ({"trainer": "megatron", "context_parallel": 2}, "'megatron' has no such setting; leave it out, or use trainer='fsdp'"),
         ({"trainer": "megatron", "recompute": True}, "'megatron' has no such setting"),
         ({"trainer": "megatron", "adapter": rg.LoRA(rank=4)}, "'megatron' has no such setting"),

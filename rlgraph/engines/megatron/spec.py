@@ -23,7 +23,8 @@ def check(model: Any) -> None:
     if kind != "AdamW" or moments != "32bit":
         given = f"rg.{kind}(moments={moments!r})" if kind == "AdamW" else f"rg.{kind}()"
         raise GraphError(f"{where}, optimizer={given}): it trains with AdamW's moments in float32; write rg.AdamW(…), or leave out trainer")
-    check_folder(type(model).__name__, model.path, tensor=model.tensor_parallel, pipeline=model.pipeline_parallel)
+    shared = {"tensor": model.tensor_parallel, "pipeline": model.pipeline_parallel, "expert": model.expert_parallel}
+    check_folder(type(model).__name__, model.path, **shared)
 
 
 def load(model: Any, place: Place) -> TrainEngine:
@@ -47,6 +48,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         fused=model.fuses_head,
         tensor_parallel=model.tensor_parallel,
         pipeline_parallel=model.pipeline_parallel,
+        expert_parallel=model.expert_parallel,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -61,7 +63,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
 SPEC = TrainerSpec(
     name="megatron",
     load=load,
-    settings=("micro_batch_tokens", "fused_head", "tensor_parallel", "pipeline_parallel"),
+    settings=("micro_batch_tokens", "fused_head", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
     check=check,
     whole_vocabulary=False,
     reads_shards=True,

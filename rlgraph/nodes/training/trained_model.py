@@ -53,6 +53,7 @@ class TrainedModel(Model):
     * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
     * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
     * `pipeline_parallel`: the processes of a group that share the layers, of which each has as many; several passes are under way.
+    * `expert_parallel`: the processes with the same layers that share the experts of a mixture, whole ones; others hold the same experts.
     * `recompute`: keeps only the input of each layer for the backward pass. It saves memory and takes a third more time.
     * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
@@ -73,6 +74,7 @@ class TrainedModel(Model):
     tensor_parallel: Count = 1
     context_parallel: Count = 1
     pipeline_parallel: Count = 1
+    expert_parallel: Count = 1
     micro_batch_tokens: Count = 16384
     dtype: Dtype = "auto"
     recompute: bool = False
@@ -110,6 +112,12 @@ class TrainedModel(Model):
                 "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         object.__setattr__(self, "_spec", trainer_of(self))
+        if self.data_parallel is not None and self.data_parallel * self.tensor_parallel % self.expert_parallel:
+            raise GraphError(
+                f"{type(self).__name__}(data_parallel={self.data_parallel}, tensor_parallel={self.tensor_parallel}, expert_parallel="
+                f"{self.expert_parallel}): {self.data_parallel * self.tensor_parallel} processes have the same layers, of which "
+                f"{self.expert_parallel} share experts; choose numbers that divide"
+            )
         if self.spec.only_scores:
             self._check_scorer()
 
@@ -156,6 +164,7 @@ class TrainedModel(Model):
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
             pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=self.expert_parallel,
         )
 
     def load(self, context: Any) -> Any:
