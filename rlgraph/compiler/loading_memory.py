@@ -41,12 +41,12 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
         whole, host = {f"whole weights of {worker.model}": size}, {f"whole weights of {worker.model}": size}
         if estimates.reads_shards:
             piece = {f"pieces of files of {worker.model}": being_read(shape)}
-            held = -(-size // ranks[worker.model])
+            share = -(-size // ranks[worker.model])
             if estimates.in_each_group:
                 traits = model.traits
                 own = shape.own_parameters(traits.tensor_parallel, traits.pipeline_parallel, traits.expert_parallel)
-                held = size * own // shape.parameters
-            whole = {f"weights of {worker.model}": held} | piece
+                share = size * own // shape.parameters
+            whole = {f"weights of {worker.model}": share} | piece
             host = piece if worker.gpus else whole
         elif "generate" in works and worker.gpus:  # what a GPU engine reads is mapped from its file
             host = {}

@@ -72,9 +72,7 @@ def test_ranks_that_share_experts_come_in_whole_groups() -> None:
     ranks = {"trainer": "megatron", "tensor_parallel": 2, "expert_parallel": 4, "micro_batch_tokens": 1000}
     plan = rg.compile(loop(rg.Pool("train", gpus=8), **ranks), rg.Cluster(gpus=10, gpus_per_node=10))
     assert "tp 2 × dp 4 (ep 4)" in str(plan)
-    with pytest.raises(
-        PlanError, match=r"has its passes and experts on 4 GPUs \(tp 2 \(ep 4\)\), but pool 'train' has 6; .* multiple of 4"
-    ):
+    with pytest.raises(PlanError, match=r"has its passes and experts on 4 GPUs \(tp 2 \(ep 4\)\).* has 6; .* multiple of 4"):
         rg.compile(loop(rg.Pool("train", gpus=6), **ranks), rg.Cluster(gpus=8))
     generator, policy = rg.Generator("m", pool=rg.Pool("a")), rg.Policy("m", pool=rg.Pool("b"), trainer="megatron", expert_parallel=2)
     weights = rg.feedback("weights", depth=1)
