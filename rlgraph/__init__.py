@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
         TruncatedIS,
         ValueLoss,
     )
-    from rlgraph.api import compile, export, profile, record, replay, report, tune, watch
+    from rlgraph.api import compile, export, profile, record, rehearse, replay, report, tune, watch
     from rlgraph.columns import Columns
     from rlgraph.comparing import compare
     from rlgraph.compiler.cluster import Cluster, Precision
@@ -104,6 +104,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.recording.samples import Samples
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
+    from rlgraph.simulate.site import ClusterSite
 
     facade: Facade = api  # mypy compares the two
 
@@ -129,6 +130,7 @@ __all__ = [
     "CheckpointError",
     "ClippedLoss",
     "Cluster",
+    "ClusterSite",
     "Columns",
     "ConfigError",
     "Constant",
@@ -217,6 +219,7 @@ __all__ = [
     "profile",
     "prompts",
     "record",
+    "rehearse",
     "replay",
     "report",
     "reward",
@@ -257,6 +260,7 @@ _NAMES = {
     "CheckpointError": "rlgraph.errors",
     "ClippedLoss": "rlgraph.algorithms",
     "Cluster": "rlgraph.compiler.cluster",
+    "ClusterSite": "rlgraph.simulate.site",
     "Columns": "rlgraph.columns",
     "ConfigError": "rlgraph.errors",
     "Constant": "rlgraph.engines.schedules",
@@ -339,6 +343,7 @@ _NAMES = {
     "profile": "rlgraph.api",
     "prompts": "rlgraph.nodes.prompts",
     "record": "rlgraph.api",
+    "rehearse": "rlgraph.api",
     "replay": "rlgraph.api",
     "report": "rlgraph.api",
     "reward": "rlgraph.nodes.rewards.reward",

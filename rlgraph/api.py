@@ -33,6 +33,8 @@ from rlgraph.render.text import text
 from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Natural, Seconds, checked
 from rlgraph.simulate.play import simulate
+from rlgraph.simulate.rehearse import Rehearsal, rehearsed
+from rlgraph.simulate.site import ClusterSite
 from rlgraph.tuning import replay, tune
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ __all__ = [
     "profile",
     "ray_dag",
     "record",
+    "rehearse",
     "replay",
     "report",
     "run_here",
@@ -87,6 +90,38 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     for warning in (*plan.prediction.warnings, *no_signal_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
     return plan
+
+
+@checked(PlanError)
+def rehearse(
+    graph: Graph,
+    cluster: Cluster,
+    costs: Costs | None = None,
+    *,
+    site: ClusterSite | None = None,
+    steps: Count = 1000,
+    every: Count | None = None,
+    seed: Natural = 0,
+) -> Rehearsal:
+    """Play a whole run of a graph at a site: its wall time, and what failures, checkpoints, links and stragglers cost of it. It prints.
+
+    >>> import rlgraph as rg
+    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
+    >>> batch = rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 4, policy)
+    >>> graph = rg.Graph("sft", policy.update(batch, loss=rg.SFTLoss()).metrics)
+    >>> site = rg.ClusterSite(host_mtbf_s=20_000, restart_s=60, checkpoint_s=10)
+    >>> found = rg.rehearse(graph, rg.Cluster(cpus=2), rg.Costs({"examples": 0.0, "update": 5.0}), site=site, steps=10_000, every=100)
+    >>> print(found.failures, round(found.lost_to["checkpoints"], 3))
+    1 0.019
+
+    Pure: nothing starts. The plan's schedule is played step after step, with lengths drawn as for predictions, links, stragglers,
+    checkpoints every `every` steps, and failures that take the run back to the last one. The same `seed` gives the same run. Without
+    `site` nothing fails, nobody is slow and links are left to the costs. Of many engines that are alike some stand for all.
+
+    Raises PlanError as `compile` does, and for settings without effect: checkpoints where nothing fails and they cost nothing.
+    """
+    place_models(graph, hub.cached)
+    return rehearsed(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
 
 
 @checked(PlanError)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rlgraph.graph.nodes import Node
 
 
+ALIKE = 64  # ranks that are dealt sequences at most; more of them, with as many sequences each, have passes of the same lengths
+
+
 @dataclass(frozen=True)
 class Passes:
     """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
@@ -34,11 +37,14 @@ class Passes:
         """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
 
         Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Of a pass that ranks share each
-        counts its part.
+        counts its part. Of more than `ALIKE` ranks so many, with their part of the rows, stand for all.
         """
+        groups = max(ranks // self.sharing, 1)
+        if groups > ALIKE:
+            rows = max(round(lengths.shape[1] * ALIKE / groups), ALIKE, self.mini_batches)
+            lengths, groups = lengths[:, :rows], ALIKE
         sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
         longest_first = [-np.sort(-batch, axis=1) for batch in np.array_split(sequences, self.mini_batches, axis=1)]
-        groups = max(ranks // self.sharing, 1)
         cut = [self._cut(batch, groups) for batch in longest_first]
         filling = [batch.max(axis=1, keepdims=True).repeat(self.pipeline - 1, axis=1) for batch in cut]
         found: Array = np.concatenate([*cut, *filling], axis=1)

@@ -100,9 +100,25 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
     rows = max(node.rows for node in nodes)
     together = [node for node in nodes if continuous.is_played(graph, node, costs)]
     steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
+    drawn = drawn_times(schedule, graph, settings, costs, steps)
+    apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn.items() if each.shape[1] > 1}
+    for node in together:
+        apart |= continuous.played(node, settings[node.name], costs, schedule, steps, rows)
+    alone = {name: each[:, 0].tolist() for name, each in drawn.items() if name not in apart}
+
+    def seconds(event: Event, step: int) -> float:
+        return alone[event.name][step] if event.name in alone else event.seconds
+
+    played = steps - schedule.most_lag  # events that fire rounds ahead of others need lengths of as many steps more
+    return Forecast(schedule, play(schedule, played, seconds, apart), played, played // 8)
+
+
+def drawn_times(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, steps: int) -> dict[str, Array]:
+    """Draw the seconds `[steps, engines]` of the events of each node whose firings differ, `[steps, 1]` where engines work together."""
+    rows = max(node.rows for node in graph.nodes)
     relative: dict[str, Array] = {}  # seconds of each firing `[steps, engines]`, relative to the mean of the last engine
     of_chunks: dict[str, Array] = {}
-    for node in (node for node in nodes if node.name in varying):
+    for node in (node for node in graph.nodes if costs.varies(node.name)):
         cost = costs.cost_of(node.name)
         drawn = cost.each(settings[node.name], costs.lengths, steps, rows)
         relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
@@ -116,14 +132,4 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
         found: Array = event.seconds * relative[event.node] * of_chunks[event.node][:, event.chunk, None]
         return found
 
-    drawn_times = {event.name: times(event) for event in schedule.events if event.node in relative}
-    apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn_times.items() if each.shape[1] > 1}
-    for node in together:
-        apart |= continuous.played(node, settings[node.name], costs, schedule, steps, rows)
-    alone = {name: each[:, 0].tolist() for name, each in drawn_times.items() if name not in apart}
-
-    def seconds(event: Event, step: int) -> float:
-        return alone[event.name][step] if event.name in alone else event.seconds
-
-    played = steps - schedule.most_lag  # events that fire rounds ahead of others need lengths of as many steps more
-    return Forecast(schedule, play(schedule, played, seconds, apart), played, played // 8)
+    return {event.name: times(event) for event in schedule.events if event.node in relative}

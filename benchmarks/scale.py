@@ -1,0 +1,234 @@
+"""Runs on 1,024 and 10,240 GPUs, rehearsed: step time, best split, time lost to failures by checkpoint interval, the weights' fan-out.
+
+    python benchmarks/scale.py --json benchmarks/results/scale.json --svg docs/scale.svg    # three minutes; needs no GPU
+    python benchmarks/scale.py --smoke
+
+Nothing here was measured on such a machine. Costs come from the models' shapes (`rlgraph/costs/roofline.py`), calibrated by runs on one
+and two H200s (docs/prediction.md). What others have published stands beside the model's own figure for the same settings.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import scale_plot
+from scale_graphs import Case, gathers_s, shape
+
+import rlgraph as rg
+from rlgraph.compiler.plan import Plan
+from rlgraph.simulate import daly
+from rlgraph.simulate.links import direct_s, relayed_s
+
+LINK = 400e9  # bytes a second of a host each way: eight ports of 400 Gbit/s
+# 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
+GPU_MTBF_S = 16_384 * 54 * 86_400 / 419
+RESTART_S, CHECKPOINT_S = 600.0, 30.0  # assumed
+SITE = rg.ClusterSite(bandwidth=LINK, gpu_mtbf_s=GPU_MTBF_S, restart_s=RESTART_S, checkpoint_s=CHECKPOINT_S)
+STRAGGLING = replace(SITE, stragglers=1e-4, slow_down=1.5)  # one host in 10,000 at each step; assumed
+STEPS, EVERY, SEEDS = 1000, 10, 3
+INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200)
+LARGE = tuple(
+    Case(model, gpus, kind, prompts=gpus // 2, group=16, most_tokens=16_384, mean_tokens=4_096, width=width, fp8=fp8)
+    for model, kind, width, fp8 in (
+        ("8B", "H100", 1, False),
+        ("32B", "H100", 2, False),
+        ("235B-A22B", "H200", 8, False),
+        ("1T-A32B", "B200", 8, True),
+    )
+    for gpus in (1_024, 10_240)
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A step time of others, and the case of the same settings; `split` says which GPUs are known to do what."""
+
+    name: str
+    seconds: float
+    case: Case
+
+
+def nemo(name: str, seconds: float, most: int, mean: float, gpus: int, rows: int, width: int, depth: int) -> Published:
+    """Make a row of NeMo RL v0.4's table of performance (docs/about/performance-summary.md there): GRPO on H100s, 1-step off or on policy.
+
+    Its generation batch has `rows` responses, its training batches 512. The split of the GPUs is not in the table: the best is taken.
+    """
+    together = 0 if depth == 0 else None
+    case = Case(
+        name, gpus, "H100", prompts=rows // 16, group=16, most_tokens=most, mean_tokens=mean - 100, prompt_tokens=100.0, depth=depth,
+        rollout=together, train=together, width=width, scores=True, mini_batches=rows // 512,
+    )  # fmt: skip
+    return Published(f"{name}, {gpus} H100, {'1-step off' if depth else 'on policy'}", seconds, case)
+
+
+PUBLISHED = (
+    nemo("Llama 8B", 97.7, 4096, 1060, 16, 2048, 1, 0),
+    nemo("Llama 8B", 74.6, 4096, 1129, 16, 2048, 1, 1),
+    nemo("32B", 393.0, 4096, 3206, 32, 2048, 4, 0),
+    nemo("32B", 215.0, 4096, 3207, 64, 2048, 4, 1),
+    nemo("30B-A3B", 225.0, 4096, 3154, 32, 2048, 4, 0),
+    nemo("30B-A3B", 244.0, 4096, 3158, 32, 2048, 2, 1),
+    nemo("235B-A22B", 241.0, 8192, 5691, 256, 512, 8, 1),
+)
+TRANSFER = ("1T, 256 GPUs (bfloat16) to 128 (fp8)", 1.3)  # Perplexity, "Weight Transfer for RL Post-Training in under 2 seconds", 2025
+
+
+def pools(plan: Plan) -> dict[str, int]:
+    return {pool.name: len(pool.gpus) for pool in plan.pools}
+
+
+def large(case: Case, models: Path) -> dict[str, Any]:
+    """Rehearse a large run: at the best split, in the steady state and with all that goes wrong."""
+    began = time.perf_counter()
+    graph = case.graph(models)
+    costs = case.costs(graph)
+    best = rg.compile(graph, case.cluster, costs)
+    split = pools(best)
+    fixed = replace(case, rollout=split["rollout"], train=split["train"])
+    compiled_s = time.perf_counter() - began
+    graph = fixed.graph(models)
+    runs = [rg.rehearse(graph, case.cluster, costs, site=STRAGGLING, steps=STEPS, every=EVERY, seed=seed) for seed in range(SEEDS)]
+    relayed = rg.rehearse(graph, case.cluster, costs, site=replace(STRAGGLING, relayed=True), steps=STEPS, every=EVERY)
+    tokens = case.rows * (case.mean_tokens + case.prompt_tokens)
+    passes = -(-tokens * case.sharing // (split["train"] * case.micro_batch_tokens))
+    lost = {name: statistics.fmean(run.lost_to[name] for run in runs) for name in runs[0].lost_to}
+    return {
+        "case": asdict(fixed),
+        "parameters": shape(case.model).parameters,
+        "split": split,
+        "predicted_s": best.prediction.step_s,
+        "busy": {pool.name: pool.busy for pool in best.pools},
+        "step_s": runs[0].step_s,
+        "p95_s": runs[0].p95_s,
+        "tokens_per_s": tokens * STEPS / statistics.fmean(run.wall_s for run in runs),
+        "lost_to": lost,
+        "idle": runs[0].idle,
+        "relayed": {"step_s": relayed.step_s, "weights": relayed.lost_to["weights"]},
+        "trainer_gathers_s": gathers_s(case, split["train"], LINK, int(passes)),
+        "left_out": list(runs[0].left_out),
+        "compile_s": compiled_s,
+        "rehearse_s": (time.perf_counter() - began - compiled_s) / (SEEDS + 1),
+    }
+
+
+def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
+    """Rehearse a run with checkpoints at several intervals, beside Daly's formula."""
+    case = Case(**row["case"])
+    graph = case.graph(models)
+    costs = case.costs(graph)
+    mtbf_s = SITE.mtbf_s(case.gpus, case.cluster.hosts)
+    points = []
+    for every in INTERVALS:
+        runs = [rg.rehearse(graph, case.cluster, costs, site=SITE, steps=STEPS, every=every, seed=seed) for seed in range(SEEDS)]
+        bare_s = statistics.fmean(run.calm_s - run.lost_to["checkpoints"] * run.wall_s for run in runs)
+        wall_s = statistics.fmean(run.wall_s for run in runs)
+        work_s = bare_s / STEPS * every
+        formula = daly.expected_s(bare_s, work_s, CHECKPOINT_S, RESTART_S, mtbf_s)
+        points.append(
+            {"every": every, "lost": 1 - bare_s / wall_s, "daly_lost": 1 - bare_s / formula, "failures": sum(r.failures for r in runs)}
+        )
+    best_s = daly.best_interval_s(CHECKPOINT_S, mtbf_s)
+    return {"model": case.model, "gpus": case.gpus, "mtbf_s": mtbf_s, "daly_every": best_s * STEPS / bare_s, "points": points}
+
+
+def fan_out() -> dict[str, Any]:
+    """Compute the transfer of 1T from 256 to 128 GPUs: by engines' width and by the bytes of a parameter, each generator or each host."""
+    rows = []
+    for name, itemsize in (("bfloat16", 2), ("fp8", 1)):
+        for width in (1, 8, 16, 32):
+            given = {"generators": 128 // width, "trainer_hosts": 32, "generator_hosts": 16}
+            size = shape("1T-A32B").parameters * itemsize
+            times = {"direct_s": direct_s(size, LINK, **given), "relayed_s": relayed_s(size, LINK, **given)}
+            rows.append({"dtype": name, "gpus_an_engine": width, **times})
+    hosts = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    size = 2 * shape("8B").parameters
+    by_hosts = [
+        {
+            "generator_hosts": count,
+            "direct_s": direct_s(size, LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
+            "relayed_s": relayed_s(size, LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
+        }
+        for count in hosts
+    ]
+    return {"1T, 256 to 128 GPUs": rows, "8B, from 8 hosts": by_hosts, "published": dict([TRANSFER])}
+
+
+def played_transfer(models: Path) -> dict[str, Any]:
+    """Rehearse 1T on 256 and 128 GPUs: what the version's way costs a step."""
+    case = Case(
+        "1T-A32B", 384, "B200", prompts=128, group=16, most_tokens=16_384, mean_tokens=4_096, rollout=128, train=256, width=8, fp8=True
+    )
+    graph = case.graph(models)
+    costs = case.costs(graph)
+    return {
+        name: {"step_s": run.step_s, "weights": run.lost_to["weights"]}
+        for name, relayed in (("direct", False), ("relayed", True))
+        for run in [rg.rehearse(graph, case.cluster, costs, site=rg.ClusterSite(bandwidth=LINK, relayed=relayed), steps=200)]
+    }
+
+
+def anchors(models: Path) -> Iterator[dict[str, Any]]:
+    """Compare published step times with the model's own."""
+    for row in PUBLISHED:
+        graph = row.case.graph(models)
+        plan = rg.compile(graph, row.case.cluster, row.case.costs(graph))
+        own_s = plan.prediction.step_s
+        nodes = {node.name: node.seconds for node in plan.nodes if node.pool}
+        yield {
+            "name": row.name,
+            "published_s": row.seconds,
+            "modelled_s": own_s,
+            "ratio": own_s / row.seconds,
+            "split": pools(plan),
+            "nodes_s": nodes,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--svg", type=Path, help="draw it")
+    parser.add_argument("--draw", type=Path, help="draw this result, and rehearse nothing")
+    parser.add_argument("--smoke", action="store_true", help="one small case")
+    given = parser.parse_args()
+    if given.draw:
+        given.svg.write_text(scale_plot.svg(json.loads(given.draw.read_text())))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
+        if given.smoke:
+            small = Case("8B", 64, "H100", prompts=32, group=16, most_tokens=4096, mean_tokens=1024)
+            print(json.dumps(large(small, models), indent=1))
+            return
+        rows = []
+        for case in LARGE:
+            rows.append(large(case, models))
+            print(json.dumps({name: rows[-1][name] for name in ("split", "step_s", "lost_to", "compile_s", "rehearse_s")}), flush=True)
+        values = {
+            "machine": f"{platform.machine()}, Python {platform.python_version()}, NumPy {version('numpy')}; all modelled from shapes",
+            "site": asdict(STRAGGLING),
+            "steps": STEPS,
+            "every": EVERY,
+            "seeds": SEEDS,
+            "large": rows,
+            "intervals": [intervals(row, models) for row in rows if row["case"]["model"] in ("8B", "1T-A32B")],
+            "fan_out": {**fan_out(), "played": played_transfer(models)},
+            "anchors": list(anchors(models)),
+        }
+    print(json.dumps(values["anchors"], indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(values, indent=1) + "\n")
+    if given.svg:
+        given.svg.write_text(scale_plot.svg(values))
+
+
+if __name__ == "__main__":
+    main()
