@@ -20,28 +20,29 @@ from pathlib import Path
 from typing import Any
 
 import scale_plot
-from scale_graphs import Case, gathers_s, shape
+from scale_graphs import LINK, Case, gathers_s, shape
 
 import rlgraph as rg
 from rlgraph.compiler.plan import Plan
+from rlgraph.costs.model_configs import shapes_of
 from rlgraph.simulate import daly
 from rlgraph.simulate.links import direct_s, relayed_s
+from rlgraph.simulate.rehearse import failing, prepared
 
-LINK = 400e9  # bytes a second of a host each way: eight ports of 400 Gbit/s
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
 GPU_MTBF_S = 16_384 * 54 * 86_400 / 419
 RESTART_S, CHECKPOINT_S = 600.0, 30.0  # assumed
-SITE = rg.ClusterSite(bandwidth=LINK, gpu_mtbf_s=GPU_MTBF_S, restart_s=RESTART_S, checkpoint_s=CHECKPOINT_S)
+SITE = rg.ClusterSite(bandwidth=8 * LINK, gpu_mtbf_s=GPU_MTBF_S, restart_s=RESTART_S, checkpoint_s=CHECKPOINT_S)
 STRAGGLING = replace(SITE, stragglers=1e-4, slow_down=1.5)  # one host in 10,000 at each step; assumed
 STEPS, EVERY, SEEDS = 1000, 10, 3
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200)
 LARGE = tuple(
-    Case(model, gpus, kind, prompts=gpus // 2, group=16, most_tokens=16_384, mean_tokens=4_096, width=width, fp8=fp8)
-    for model, kind, width, fp8 in (
-        ("8B", "H100", 1, False),
-        ("32B", "H100", 2, False),
-        ("235B-A22B", "H200", 8, False),
-        ("1T-A32B", "B200", 8, True),
+    Case(model, gpus, kind, prompts=gpus // 2, group=16, most_tokens=16_384, mean_tokens=4_096, width=width, a_host=a_host)
+    for model, kind, width, a_host in (
+        ("8B", "H100", 1, 8),
+        ("32B", "H100", 4, 8),
+        ("235B-A22B", "H200", 8, 8),
+        ("1T-A32B", "B200", 16, 64),
     )
     for gpus in (1_024, 10_240)
 )
@@ -95,8 +96,9 @@ def large(case: Case, models: Path) -> dict[str, Any]:
     fixed = replace(case, rollout=split["rollout"], train=split["train"])
     compiled_s = time.perf_counter() - began
     graph = fixed.graph(models)
-    runs = [rg.rehearse(graph, case.cluster, costs, site=STRAGGLING, steps=STEPS, every=EVERY, seed=seed) for seed in range(SEEDS)]
-    relayed = rg.rehearse(graph, case.cluster, costs, site=replace(STRAGGLING, relayed=True), steps=STEPS, every=EVERY)
+    site = replace(STRAGGLING, bandwidth=case.link)
+    runs = [rg.rehearse(graph, case.cluster, costs, site=site, steps=STEPS, every=EVERY, seed=seed) for seed in range(SEEDS)]
+    relayed = rg.rehearse(graph, case.cluster, costs, site=replace(site, relayed=True), steps=STEPS, every=EVERY)
     tokens = case.rows * (case.mean_tokens + case.prompt_tokens)
     passes = -(-tokens * case.sharing // (split["train"] * case.micro_batch_tokens))
     lost = {name: statistics.fmean(run.lost_to[name] for run in runs) for name in runs[0].lost_to}
@@ -111,8 +113,9 @@ def large(case: Case, models: Path) -> dict[str, Any]:
         "tokens_per_s": tokens * STEPS / statistics.fmean(run.wall_s for run in runs),
         "lost_to": lost,
         "idle": runs[0].idle,
+        "refused": fixed.refused(graph),
         "relayed": {"step_s": relayed.step_s, "weights": relayed.lost_to["weights"]},
-        "trainer_gathers_s": gathers_s(case, split["train"], LINK, int(passes)),
+        "trainer_gathers_s": gathers_s(case, split["train"], int(passes)),
         "left_out": list(runs[0].left_out),
         "compile_s": compiled_s,
         "rehearse_s": (time.perf_counter() - began - compiled_s) / (SEEDS + 1),
@@ -123,20 +126,23 @@ def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
     """Rehearse a run with checkpoints at several intervals, beside Daly's formula."""
     case = Case(**row["case"])
     graph = case.graph(models)
-    costs = case.costs(graph)
-    mtbf_s = SITE.mtbf_s(case.gpus, case.cluster.hosts)
+    costs, site = case.costs(graph), replace(SITE, bandwidth=case.link)
+    mtbf_s = site.mtbf_s(case.gpus, case.cluster.hosts)
+    seeds = 16 if case.gpus < 10_000 else 6
     points = []
+    bare_s = 0.0
     for every in INTERVALS:
-        runs = [rg.rehearse(graph, case.cluster, costs, site=SITE, steps=STEPS, every=every, seed=seed) for seed in range(SEEDS)]
-        bare_s = statistics.fmean(run.calm_s - run.lost_to["checkpoints"] * run.wall_s for run in runs)
-        wall_s = statistics.fmean(run.wall_s for run in runs)
-        work_s = bare_s / STEPS * every
-        formula = daly.expected_s(bare_s, work_s, CHECKPOINT_S, RESTART_S, mtbf_s)
-        points.append(
-            {"every": every, "lost": 1 - bare_s / wall_s, "daly_lost": 1 - bare_s / formula, "failures": sum(r.failures for r in runs)}
-        )
+        course = prepared(graph, case.cluster, costs, shapes_of(graph), site, STEPS, every, 0)[1]
+        calm = course.played().step_ends()
+        bare_s = bare_s or replace(course, saves={}).played().step_ends()[-1]
+        walls = [failing(course, calm, site, mtbf_s, every, seed) for seed in range(seeds)]
+        formula = daly.expected_s(bare_s, bare_s / STEPS * every, CHECKPOINT_S, RESTART_S, mtbf_s)
+        lost = 1 - bare_s / statistics.fmean(wall.seconds for wall in walls)
+        failures = statistics.fmean(wall.failures for wall in walls)
+        points.append({"every": every, "lost": lost, "daly_lost": 1 - bare_s / formula, "failures": failures})
     best_s = daly.best_interval_s(CHECKPOINT_S, mtbf_s)
-    return {"model": case.model, "gpus": case.gpus, "mtbf_s": mtbf_s, "daly_every": best_s * STEPS / bare_s, "points": points}
+    daly_every = best_s * STEPS / bare_s
+    return {"model": case.model, "gpus": case.gpus, "mtbf_s": mtbf_s, "seeds": seeds, "daly_every": daly_every, "points": points}
 
 
 def fan_out() -> dict[str, Any]:
@@ -146,15 +152,15 @@ def fan_out() -> dict[str, Any]:
         for width in (1, 8, 16, 32):
             given = {"generators": 128 // width, "trainer_hosts": 32, "generator_hosts": 16}
             size = shape("1T-A32B").parameters * itemsize
-            times = {"direct_s": direct_s(size, LINK, **given), "relayed_s": relayed_s(size, LINK, **given)}
+            times = {"direct_s": direct_s(size, 8 * LINK, **given), "relayed_s": relayed_s(size, 8 * LINK, **given)}
             rows.append({"dtype": name, "gpus_an_engine": width, **times})
     hosts = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     size = 2 * shape("8B").parameters
     by_hosts = [
         {
             "generator_hosts": count,
-            "direct_s": direct_s(size, LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
-            "relayed_s": relayed_s(size, LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
+            "direct_s": direct_s(size, 8 * LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
+            "relayed_s": relayed_s(size, 8 * LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
         }
         for count in hosts
     ]
@@ -164,14 +170,14 @@ def fan_out() -> dict[str, Any]:
 def played_transfer(models: Path) -> dict[str, Any]:
     """Rehearse 1T on 256 and 128 GPUs: what the version's way costs a step."""
     case = Case(
-        "1T-A32B", 384, "B200", prompts=128, group=16, most_tokens=16_384, mean_tokens=4_096, rollout=128, train=256, width=8, fp8=True
+        "1T-A32B", 384, "B200", prompts=128, group=16, most_tokens=16_384, mean_tokens=4_096, rollout=128, train=256, width=16, a_host=64
     )
     graph = case.graph(models)
     costs = case.costs(graph)
     return {
         name: {"step_s": run.step_s, "weights": run.lost_to["weights"]}
         for name, relayed in (("direct", False), ("relayed", True))
-        for run in [rg.rehearse(graph, case.cluster, costs, site=rg.ClusterSite(bandwidth=LINK, relayed=relayed), steps=200)]
+        for run in [rg.rehearse(graph, case.cluster, costs, site=rg.ClusterSite(bandwidth=case.link, relayed=relayed), steps=200)]
     }
 
 

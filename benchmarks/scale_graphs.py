@@ -16,7 +16,7 @@ from rlgraph.costs.model_configs import shapes_of
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.costs.roofline import DEVICES
 
-GPUS_A_HOST, CORES_A_HOST = 8, 128
+CORES, LINK = 16, 50e9  # of a host for each GPU: cores, and bytes a second each way of a port of 400 Gbit/s
 # hidden, layers, heads, key-value heads, intermediate (of an expert), vocabulary, experts, experts of a token
 SHAPES: Mapping[str, tuple[int, int, int, int, int, int, int, int]] = {
     "8B": (4096, 36, 32, 8, 12288, 151936, 1, 1),  # Qwen3
@@ -62,7 +62,7 @@ class Case:
     train: int | None = None
     width: int = 1  # GPUs of an engine
     sharing: int = 1  # ranks of the trainer that share the matrices of a layer
-    fp8: bool = False  # the engine's layers
+    a_host: int = 8  # GPUs that are linked to each other; 64 of a rack with NVLink count as one host
     scores: bool = False  # a pass for the old log-probs
     mini_batches: int = 1
     micro_batch_tokens: int = 16384
@@ -73,9 +73,19 @@ class Case:
 
     @property
     def cluster(self) -> rg.Cluster:
-        hosts = -(-self.gpus // GPUS_A_HOST)
-        memory = DEVICES[self.gpu].memory_bytes
-        return rg.Cluster(gpus=self.gpus, cpus=CORES_A_HOST * hosts, gpus_per_node=GPUS_A_HOST, gpu=self.gpu, gpu_memory_bytes=memory)
+        return rg.Cluster(gpus=self.gpus, cpus=CORES * self.gpus, gpus_per_node=self.a_host, gpu=self.gpu)
+
+    @property
+    def link(self) -> float:
+        return LINK * self.a_host
+
+    def refused(self, graph: rg.Graph) -> str:
+        """Say what of the plan does not fit the memory of its GPUs; empty if all fits. Rehearsals go on without this check."""
+        try:
+            rg.compile(graph, replace(self.cluster, gpu_memory_bytes=DEVICES[self.gpu].memory_bytes), self.costs(graph))
+        except rg.PlanError as error:
+            return str(error)
+        return ""
 
     def graph(self, models: Path) -> rg.Graph:
         """Build GRPO in the shape of the case; `models` gets the config.json."""
@@ -89,7 +99,6 @@ class Case:
             str(folder),
             pool=generating,
             tensor_parallel=self.width,
-            weights_dtype="fp8" if self.fp8 else None,
             sampling=rg.Sampling(max_tokens=self.most_tokens),
         )
         policy = rg.Policy(
@@ -104,10 +113,12 @@ class Case:
         return rg.Graph(self.model, step.metrics)
 
     def costs(self, graph: rg.Graph) -> rg.Costs:
-        """Estimate the costs from the shape, with lengths of the case's mean: geometric, cut off at the most."""
+        """Estimate the costs from the shape, with lengths of the case's mean: geometric, cut off at the most. A version reaches an engine
+        by the links of its GPUs."""
         priced = priced_for(graph, self.cluster, None, shapes_of(graph))
         tokens = lengths(self.mean_tokens, self.most_tokens)
-        return replace(priced, lengths=rg.Lengths(PROBABILITIES, tokens, self.prompt_tokens))
+        received_s = (priced.publish_bytes or 0) / (LINK * self.width)
+        return replace(priced, lengths=rg.Lengths(PROBABILITIES, tokens, self.prompt_tokens), receive_s=received_s)
 
 
 def _pool(name: str, gpus: int | None) -> rg.Pool:
@@ -129,11 +140,11 @@ def lengths(mean: float, most: int) -> tuple[float, ...]:
     return tuple(map(float, tokens))
 
 
-def gathers_s(case: Case, train: int, link: float, passes: int) -> float:
+def gathers_s(case: Case, train: int, passes: int) -> float:
     """Predict the seconds in which the trainer's ranks gather weights and scatter gradients over the hosts' links in a step.
 
     Each pass gathers the weights forwards and backwards and scatters gradients, in bfloat16; a rank has its part of its host's link.
     Predictions do not count it: it is hidden where passes compute for longer.
     """
-    others = max(1 - GPUS_A_HOST / train, 0.0)
-    return passes * 3 * 2 * shape(case.model).parameters / case.sharing * others / (link / GPUS_A_HOST)
+    others = max(1 - case.a_host / train, 0.0)
+    return passes * 3 * 2 * shape(case.model).parameters / case.sharing * others / LINK

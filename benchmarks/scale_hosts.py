@@ -46,7 +46,7 @@ PAYLOAD, PACKET = 1448, 1514  # bytes of TCP in a full Ethernet packet, and of t
 SITE = rg.ClusterSite(bandwidth=RATE_MBIT * 1e6 / 8 * PAYLOAD / PACKET)
 GENERATE_S, TRAIN_S = 0.4, 0.3
 ROWS, TOKENS, NUMBERS = 64, 4096, 1 << 20  # of a batch, of a response, of a version: 2.4 and 4.2 megabytes
-EVERY, STEPS = 4, 16
+EVERY, STEPS = 4, 12
 ROUNDS = 2  # of each point without kills
 DEADLINE_S = 60.0
 

@@ -254,19 +254,23 @@ def _done(ends: Callable[[int, int], Sequence[float]], first: int, steps: int, s
     raise AssertionError("unreachable")
 
 
+def failing(course: Course, calm: Sequence[float], site: ClusterSite, mtbf_s: float, every: int, seed: int) -> Walls:
+    """Play a course whose steps end at `calm` without failures with those that the seed draws."""
+    draw = np.random.default_rng([seed, 1])
+
+    def ends(first: int, steps: int) -> Sequence[float]:
+        return calm[:steps] if first == 0 else course.played(first, steps).step_ends()
+
+    return with_failures(ends, course.steps, calm[-1] / course.steps, every, site.restart_s, lambda: float(draw.exponential(mtbf_s)))
+
+
 def _summed(plan: Plan, course: Course, site: ClusterSite, every: int | None, unknown: tuple[str, ...], seed: int) -> Rehearsal:
     played = course.played()
     ends = played.step_ends()
     calm_s, warm = ends[-1], course.steps // WARM_UP
-    mean_s = calm_s / course.steps
     walls = Walls(calm_s, 0, 0)
     if every is not None and site.fails:
-        mtbf_s, draw = site.mtbf_s(plan.cluster.gpus, plan.cluster.hosts), np.random.default_rng([seed, 1])
-
-        def later(first: int, steps: int) -> Sequence[float]:
-            return ends if (first, steps) == (0, course.steps) else course.played(first, steps).step_ends()
-
-        walls = with_failures(later, course.steps, mean_s, every, site.restart_s, lambda: float(draw.exponential(mtbf_s)))
+        walls = failing(course, ends, site, site.mtbf_s(plan.cluster.gpus, plan.cluster.hosts), every, seed)
     events = course.schedule.events
     kinds = {
         "weights": {e.name for e in events if e.kind in MOVING and e.edge},
