@@ -68,23 +68,28 @@ def shown(value: float, form: str = "{:.3f}") -> str:
 
 
 def draw_staleness(runs: Mapping[str, Run]) -> dict[str, str]:
-    """Draw accuracy by updates and by seconds, a row for each correction, as SVG by name."""
+    """Draw accuracy by updates and by seconds, and by updates alone, for each correction, as SVG by name."""
     groups = grouped(runs, "correction", "depth")
     corrections = sorted({correction for correction, _ in groups})
-    figure, axes = _figure(len(corrections), 2)
-    for row, correction in zip(axes, corrections, strict=True):
-        depths = [depth for name, depth in groups if name == correction]
-        for column, axis, label in ((0, row[0], "updates"), (1, row[1], "seconds")):
-            for colour, depth in zip(COLOURS, depths, strict=False):
-                curves = [
-                    ([each[column] for each in run["accuracy"]], [each[2] for each in run["accuracy"]]) for run in groups[correction, depth]
-                ]
-                _curves(axis, curves, colour, f"depth {depth}")
-            axis.set_title(correction, loc="left", fontsize=10)
-            axis.set_xlabel(label)
-        row[0].set_ylabel("held-out accuracy")
-        row[0].legend(frameon=False, fontsize=8)
-    return {"accuracy": _as_svg(figure)}
+    both, axes = _figure(len(corrections), 2)
+    for correction, row in zip(corrections, axes, strict=True):
+        _accuracy(row[0], groups, correction, 0)
+        _accuracy(row[1], groups, correction, 1)
+    alone, axes = _figure(1, len(corrections))
+    for correction, axis in zip(corrections, axes[0], strict=True):
+        _accuracy(axis, groups, correction, 0)
+    return {"accuracy": _as_svg(both), "updates": _as_svg(alone)}
+
+
+def _accuracy(axis: Any, groups: Mapping[tuple[Any, ...], Sequence[Run]], correction: str, along: int) -> None:
+    """Draw a curve of each depth by updates (0) or by seconds (1)."""
+    for colour, depth in zip(COLOURS, [depth for name, depth in groups if name == correction], strict=False):
+        curves = [([each[along] for each in run["accuracy"]], [each[2] for each in run["accuracy"]]) for run in groups[correction, depth]]
+        _curves(axis, curves, colour, f"depth {depth}")
+    axis.set_title(correction, loc="left", fontsize=10)
+    axis.set_xlabel(("updates", "seconds")[along])
+    axis.set_ylabel("held-out accuracy")
+    axis.legend(frameon=False, fontsize=8)
 
 
 def draw_learning(runs: Mapping[str, Run]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import scale_tables
+import staleness_tables
 from between_hosts_rows import BETWEEN_HOSTS
 from exact_rows import EXACT
 from figures import Each, Figure, count, gigabytes, ms, percent, seconds, share, times
@@ -391,7 +392,7 @@ def tables() -> tuple[dict[str, str], list[str]]:
     """Return every table by its name, and what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": ON_GPUS}  # fmt: skip
-    found, missing = scale_tables.tables(), []
+    found, missing = scale_tables.tables() | staleness_tables.tables(), []
     for name, rows in groups.items():
         found[name], left_out = table((*HEAD, "file: field"), rows, 5)
         missing += left_out

@@ -12,6 +12,7 @@ import forked
 import learning_plots
 import learning_runs
 import pytest
+import staleness_tables
 from learning_runs import Flat, Results, chosen, entry, named
 from templates import model_with
 
@@ -151,3 +152,11 @@ def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_p
     assert (resumed["reward"], resumed["staleness_worst"]) == (whole["reward"], 2)
     assert [each[2:] for each in resumed["accuracy"]] == [each[2:] for each in whole["accuracy"]]
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_table_by_updates_has_each_seed_and_the_largest_fall() -> None:
+    falling = entry([line(n, 1.0, **evaluated(n, accuracy)) for n, accuracy in enumerate((0.2, 0.96, 0.7))], "steps", Flat(window=1))
+    steady = entry([line(n, 1.0, **evaluated(n, accuracy)) for n, accuracy in enumerate((0.2, 0.5, 0.8))], "flat", Flat(window=1))
+    keys = [{"depth": 8, "correction": "disabled", "seed": seed} for seed in (0, 1)]
+    runs = {named(key): run | {"key": key} for key, run in zip(keys, (falling, steady), strict=True)}
+    assert staleness_tables.by_updates(runs).splitlines()[2:] == ["| `disabled` | 8 | 1, – | 0.700, 0.800 | 0.560 | 0.26 |"]
