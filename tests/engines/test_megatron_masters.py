@@ -1,0 +1,43 @@
+"""Weights in float32 behind parameters in bfloat16: gradients add up and small steps count, which bfloat16 would round away."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlgraph.engines.megatron.masters import Masters
+from rlgraph.engines.megatron.pieces import Table
+
+ALONE: Any = SimpleNamespace(tensor=1, data=1, pipeline=1, world=1, stage=0, tensor_rank=0, data_rank=0)
+SMALL = 2.0**-10  # beside 1, bfloat16 rounds it away
+
+
+def test_gradients_and_steps_that_bfloat16_rounds_away_count() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    masters = Masters({"decoder.final_layernorm.weight": parameter}, Table(None, ALONE, "model.", tied=False))
+    (weight,) = masters.weights.values()
+    optimizer = torch.optim.SGD([weight], lr=SMALL)
+    for step in range(1, 9):
+        masters.begin()
+        for gradient in (1.0, SMALL, SMALL):  # of micro-batches
+            (parameter * gradient).sum().backward()
+        assert parameter.grad is None
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, torch.full((4,), 1 + 2 * SMALL))
+        optimizer.step()
+        masters.publish()
+        assert torch.equal(parameter, weight.bfloat16())
+        torch.testing.assert_close(weight.detach(), torch.full((4,), 1 - step * SMALL * (1 + 2 * SMALL)))
+    assert (parameter < 1).all()
+
+
+def test_a_gradient_is_clipped_to_the_norm_over_all_weights() -> None:
+    parameters = {
+        f"decoder.layers.0.{name}": torch.nn.Parameter(torch.zeros(1)) for name in ("mlp.router.weight", "input_layernorm.weight")
+    }
+    masters = Masters(parameters, Table(None, ALONE, "model.", tied=False))
+    masters.begin()
+    (3 * parameters["decoder.layers.0.mlp.router.weight"] + 4 * parameters["decoder.layers.0.input_layernorm.weight"]).sum().backward()
+    masters.add_up()
+    assert masters.clip(1.0) == 5.0
+    torch.testing.assert_close([float(weight.grad) for weight in masters.weights.values() if weight.grad is not None], [0.6, 0.8])
