@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines.megatron.masters import Masters
-from rlgraph.engines.megatron.pieces import Table
+from rlgraph.engines.megatron.pieces import PieceTable
 
 ALONE: Any = SimpleNamespace(tensor=1, data=1, pipeline=1, world=1, stage=0, tensor_rank=0, data_rank=0)
 SMALL = 2.0**-10  # beside 1, bfloat16 rounds it away
@@ -14,7 +14,7 @@ SMALL = 2.0**-10  # beside 1, bfloat16 rounds it away
 
 def test_gradients_and_steps_that_bfloat16_rounds_away_count() -> None:
     parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    masters = Masters({"decoder.final_layernorm.weight": parameter}, Table(None, ALONE, "model.", tied=False))
+    masters = Masters({"decoder.final_layernorm.weight": parameter}, PieceTable(None, ALONE, "model.", tied=False))
     (weight,) = masters.weights.values()
     optimizer = torch.optim.SGD([weight], lr=SMALL)
     for step in range(1, 9):
@@ -35,7 +35,7 @@ def test_a_gradient_is_clipped_to_the_norm_over_all_weights() -> None:
     parameters = {
         f"decoder.layers.0.{name}": torch.nn.Parameter(torch.zeros(1)) for name in ("mlp.router.weight", "input_layernorm.weight")
     }
-    masters = Masters(parameters, Table(None, ALONE, "model.", tied=False))
+    masters = Masters(parameters, PieceTable(None, ALONE, "model.", tied=False))
     masters.begin()
     (3 * parameters["decoder.layers.0.mlp.router.weight"] + 4 * parameters["decoder.layers.0.input_layernorm.weight"]).sum().backward()
     masters.add_up()

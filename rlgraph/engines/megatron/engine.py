@@ -27,9 +27,9 @@ from rlgraph.engines.megatron import host_cuda
 from rlgraph.engines.megatron.boxed import Box, BoxedTensor
 from rlgraph.engines.megatron.masters import Masters
 from rlgraph.engines.megatron.model_config import check_config, transformer_config
-from rlgraph.engines.megatron.pieces import SCORE, Table
-from rlgraph.engines.megatron.ranks import Ranks
-from rlgraph.engines.megatron.stage import Stage
+from rlgraph.engines.megatron.pieces import SCORE, PieceTable
+from rlgraph.engines.megatron.ranks import MegatronRanks
+from rlgraph.engines.megatron.stage import PipelineStage
 
 Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
 
@@ -39,7 +39,8 @@ class MegatronEngine:
 
     `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The
     ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices
-    and the tokens between them, `pipeline_parallel` groups of these the layers, and `expert_parallel` neighbours the experts: see `Ranks`.
+    and the tokens between them, `pipeline_parallel` groups of these the layers, and `expert_parallel` neighbours the experts:
+    see `MegatronRanks`.
     `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, and a
     pipeline has several under way. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
 
@@ -68,7 +69,7 @@ class MegatronEngine:
         check_config("MegatronEngine", text, **cut)
         self._made_group = join(rank, world)
         with host_cuda.quiet():
-            self._ranks = ranks = Ranks(rank, world, **cut)
+            self._ranks = ranks = MegatronRanks(rank, world, **cut)
         self._device = torch.device(device)
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
@@ -78,8 +79,8 @@ class MegatronEngine:
         self._shapes = named
         with host_cuda.quiet():
             config = transformer_config(text, ranks, dtype=dtype, device=device)
-            self._table = Table(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied)
-            self._stage = Stage(head, config, ranks, tied=tied, fused=fused, device=self._device)
+            self._table = PieceTable(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied)
+            self._stage = PipelineStage(head, config, ranks, tied=tied, fused=fused, device=self._device)
         self._masters = Masters(dict(self._stage.named_parameters()), self._table)
         self._parts = {} if head.folder is None else head.folder.parts()
         self._read()
@@ -173,7 +174,7 @@ class MegatronEngine:
                 self._on_progress(done, len(passes))
                 yield pack_flat(batch, sequences, multiple=ranks.tensor).to(self._device)
 
-        def forward(given: Iterator[MicroBatch], stage: Stage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        def forward(given: Iterator[MicroBatch], stage: PipelineStage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             micro_batch = next(given)
             return stage(micro_batch), partial(work, micro_batch)
 

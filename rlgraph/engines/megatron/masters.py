@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.engines.fsdp.grad_norm import TINY
-from rlgraph.engines.megatron.pieces import Table, is_expert, sees_own
+from rlgraph.engines.megatron.pieces import PieceTable, is_expert, sees_own
 
 
 class Masters:
@@ -16,7 +16,7 @@ class Masters:
     Gradients of all micro-batches add up in float32.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], table: Table) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], table: PieceTable) -> None:
         experts = {name: one for name, one in parameters.items() if is_expert(name)}
         self._parameters, self._table = {**{n: one for n, one in parameters.items() if n not in experts}, **experts}, table
         self._shared = sum(one.numel() for name, one in parameters.items() if name not in experts)  # the first gradients; then the experts'

@@ -8,7 +8,7 @@ import torch
 from rlgraph.costs.sharing import undivided
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
-from rlgraph.engines.megatron.ranks import Ranks
+from rlgraph.engines.megatron.ranks import MegatronRanks
 from rlgraph.errors import GraphError, shown
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # by tests/engines/test_megatron.py
@@ -65,7 +65,7 @@ def _unknown(config: Any) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
-def transformer_config(config: Any, ranks: Ranks, *, dtype: torch.dtype, device: str) -> Any:
+def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype, device: str) -> Any:
     """Translate the configuration of a Hugging Face model. Nothing is fused, and nothing is drawn at random."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -109,7 +109,7 @@ def transformer_config(config: Any, ranks: Ranks, *, dtype: torch.dtype, device:
     )
 
 
-def _experts(config: Any, ranks: Ranks) -> dict[str, Any]:
+def _experts(config: Any, ranks: MegatronRanks) -> dict[str, Any]:
     """Translate the experts of a mixture: the most probable ones are taken, and no token is dropped."""
     if not getattr(config, "num_experts", None):
         return {}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rlgraph.engines.megatron.ranks import Ranks
+from rlgraph.engines.megatron.ranks import MegatronRanks
 
 Piece: TypeAlias = tuple[str, tuple[int, ...], torch.Tensor]  # the Hugging Face parameter, offsets in it, and a view that is this box of it
 
@@ -27,12 +27,12 @@ SCORE = "score.weight"
 
 
 @dataclass(frozen=True)
-class Table:
+class PieceTable:
     """The pieces of the parameters of one rank. `config` is Megatron-Core's. In the Hugging Face model the backbone's names begin with
     `prefix`, and `tied` embeddings are its head too."""
 
     config: Any
-    ranks: Ranks
+    ranks: MegatronRanks
     prefix: str
     tied: bool
 

@@ -15,7 +15,7 @@ ORDER = "tp-cp-ep-dp-pp"
 _made: list[tuple[int, int, int]] = []  # Megatron-Core's groups are of a process, however many models it has
 
 
-class Ranks:
+class MegatronRanks:
     """The place of one rank of `world`. Raises GraphError where ranks are no multiple of those of a pass, or another model of this process
     is shared in another way."""
 

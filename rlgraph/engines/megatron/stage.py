@@ -12,17 +12,17 @@ from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.backbone import LogitShape
 from rlgraph.engines.megatron import host_cuda
 from rlgraph.engines.megatron.modules import Packed, RMSNorm, layer_spec
-from rlgraph.engines.megatron.ranks import Ranks
+from rlgraph.engines.megatron.ranks import MegatronRanks
 
 
-class Stage(torch.nn.Module):
+class PipelineStage(torch.nn.Module):
     """The layers of one stage, with the embedding in the first and the head in the last.
 
     `head` is the Hugging Face model without weights, whose rotation is used; `tied` embeddings are the head of a policy. `config` and
     `model_type` are what Megatron-Core's schedules ask for.
     """
 
-    def __init__(self, head: Head, config: Any, ranks: Ranks, *, tied: bool, fused: bool, device: torch.device) -> None:
+    def __init__(self, head: Head, config: Any, ranks: MegatronRanks, *, tied: bool, fused: bool, device: torch.device) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
         from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
