@@ -1,5 +1,6 @@
 """Ranks that share a model, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forked import server
+from safetensors.torch import load_file
 from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
@@ -17,7 +19,8 @@ from rlgraph.engines.forward.scores import AT_ONCE
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box
-from rlgraph.engines.hf_export.layout import ExportLayout
+from rlgraph.engines.hf_export.folder import GrowingExport
+from rlgraph.engines.hf_export.layout import ExportLayout, planned
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.hf_models.folder_parts import folder_shards
 
@@ -71,6 +74,33 @@ def given_to(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
     return returns_of(batch_of(LENGTHS, holes=True)), WeightedLikelihood(entropy=0.1) if kind == "policy" else ValueLoss()
 
 
+def going_on(engine: Any, case: Case) -> list[dict[str, float]]:
+    """Take some more steps, and tell the metrics of each."""
+    batch, loss = given_to(case.kind)
+    return [engine.update(batch, loss, temperature=0.7) for _ in range(GOES_ON)]
+
+
+def by_one_process(
+    cases: dict[str, Case], parent: Path, then: Callable[[Any, Case], dict[str, Any]] = lambda engine, case: {}
+) -> Callable[[str], tuple[dict[str, Any], Path]]:
+    """Give what one process finds with a model and `then` does, and the folder of its state before that: computed once for each."""
+    found: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def one(name: str) -> tuple[dict[str, Any], Path]:
+        if name not in found:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            engine = engine_of(cases[name])
+            result = trained(engine, cases[name].kind, cases[name].steps)
+            engine.save(parent / name, 60.0)()
+            found[name] = result | then(engine, cases[name]), parent / name
+            engine.close()
+            torch.set_num_threads(threads)
+        return found[name]
+
+    return one
+
+
 def boxes(engine: Any, *, moments: bool = False) -> list[WeightShard]:
     """Copy the boxes of this rank: of the weights, or of the first moment of each."""
     shards = list(engine.weight_shards())
@@ -111,8 +141,7 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
         if case.begins is not None:
             engine.load(case.begins)
             found["loaded"] = boxes(engine)
-            batch, loss = given_to(case.kind)
-            found["goes on"] = [engine.update(batch, loss, temperature=0.7) for _ in range(GOES_ON)]
+            found["goes on"] = going_on(engine, case)
         torch.save(found, out / f"{case.name}.{rank}.pt")
         engine.close()
     dist.destroy_process_group()
@@ -128,3 +157,15 @@ def run_ranks(cases: list[Case], out: Path, world: int, **ranks: int) -> dict[st
         process.join(200)
     assert [process.exitcode for process in processes] == [0] * world
     return {case.name: [torch.load(out / f"{case.name}.{rank}.pt", weights_only=False) for rank in range(world)] for case in cases}
+
+
+def run_exporting(cases: list[Case], folder: Path, world: int, whole: list[WeightShard], **ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """Run the ranks, the first case with an export of the parameters that `whole` has, and check that it holds the weights after."""
+    shapes = {shard.name: (shard.name, shard.global_shape) for shard in whole}
+    with GrowingExport(folder / "exported", planned(shapes, "float32")) as growing:
+        first = replace(cases[0], export=(growing.path, planned(shapes, "float32")))
+        results = run_ranks([first, *cases[1:]], folder / "out", world, **ranks)
+        growing.finish()
+    exported = load_file(folder / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], one) for name, one in assembled([rank["weights after"] for rank in results[first.name]]).items())
+    return results

@@ -50,11 +50,10 @@ def score_engine(model: Any, place: Place) -> Any:
     """Load a `RewardModel`; its ranks meet at `place.rendezvous`."""
     import torch
 
-    from rlgraph.engines.fsdp.rendezvous import add_up, meet
+    from rlgraph.engines.fsdp.rendezvous import add_up, meet_at
     from rlgraph.engines.transformers.scorer import ScoreEngine
 
-    if place.world > 1:
-        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
+    meet_at(place)
     return ScoreEngine(
         model.path,
         device=place.device,

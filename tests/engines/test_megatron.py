@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 from families import folder_of
-from parallel_ranks import GOES_ON, Case, assembled, boxes, engine_of, given_to, run_ranks, trained
-from safetensors.torch import load_file
+from parallel_ranks import Case, assembled, boxes, by_one_process, engine_of, going_on, run_exporting
 from tiny import tiny_qwen
 
 import rlgraph as rg
-from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import planned
 from rlgraph.engines.hf_models.pretrained import byte_tokenizer, tiny_model
 from rlgraph.engines.megatron.model_config import check_folder
 from rlgraph.engines.megatron.spec import SPEC
@@ -65,31 +62,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What the trainer "fsdp" finds in one process with a model, and the folder of its state: computed once for each."""
-    found: dict[str, tuple[dict[str, Any], Path]] = {}
-
-    def one(name: str) -> tuple[dict[str, Any], Path]:
-        if name not in found:
-            threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("states") / name
-            torch.set_num_threads(1)
-            engine = engine_of(cases[name])
-            result = trained(engine, cases[name].kind, STEPS)
-            engine.save(folder, 60.0)()
-            found[name] = result | {"goes on": _going_on(engine, cases[name])}, folder
-            engine.close()
-            torch.set_num_threads(threads)
-        return found[name]
-
-    return one
+    return by_one_process(cases, tmp_path_factory.mktemp("states"), lambda engine, case: {"goes on": going_on(engine, case)})
 
 
 def _told(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that both trainers have: all but those of the routers of experts."""
     return {name: value for name, value in metrics.items() if not name.startswith("moe/")}
-
-
-def _going_on(engine: Any, case: Case) -> list[dict[str, float]]:
-    batch, loss = given_to(case.kind)
-    return [engine.update(batch, loss, temperature=0.7) for _ in range(GOES_ON)]
 
 
 @installed
@@ -99,13 +77,7 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
 ) -> None:
     world, shared, names = RANKS[ranks]
     given = [replace(cases[name], trainer="megatron", begins=alone(name)[1]) for name in names]
-    shapes = {shard.name: (shard.name, shard.global_shape) for shard in alone(names[0])[0]["weights"]}
-    with GrowingExport(tmp_path / "exported", planned(shapes, "float32")) as growing:
-        given[0] = replace(given[0], export=(growing.path, planned(shapes, "float32")))
-        results = run_ranks(given, tmp_path / "out", world, **shared)
-        growing.finish()
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert all(torch.equal(exported[name], one) for name, one in assembled([rank["weights after"] for rank in results[names[0]]]).items())
+    results = run_exporting(given, tmp_path, world, alone(names[0])[0]["weights"], **shared)
     for name in names:
         one, many = alone(name)[0], results[name]
         assert all(rank["metrics"] == many[0]["metrics"] for rank in many)
@@ -126,7 +98,7 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
         engine.load(tmp_path / "out" / name)
         kept = assembled([rank["weights after"] for rank in many])
         assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assembled([boxes(engine)]).items())
-        for found, wanted in zip(_going_on(engine, cases[name]), one["goes on"], strict=True):
+        for found, wanted in zip(going_on(engine, cases[name]), one["goes on"], strict=True):
             assert _told(found) == pytest.approx(_told(wanted), rel=1e-4, abs=1e-5)
         engine.close()
 

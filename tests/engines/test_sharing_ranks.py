@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from families import folder_of
-from parallel_ranks import MUON, Case, assembled, boxes, engine_of, run_ranks, trained
-from safetensors.torch import load_file
+from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, run_exporting
 from tiny import tiny_qwen
 
 from rlgraph.engines.fsdp.ranks import Ranks
-from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import planned
 from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
@@ -52,20 +49,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What one process finds with a model, and the folder of its state: computed once for each."""
-    found: dict[str, tuple[dict[str, Any], Path]] = {}
-
-    def one(name: str) -> tuple[dict[str, Any], Path]:
-        if name not in found:
-            threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("states") / name
-            torch.set_num_threads(1)
-            engine = engine_of(cases[name])
-            found[name] = trained(engine, cases[name].kind), folder
-            engine.save(folder, 60.0)()
-            engine.close()
-            torch.set_num_threads(threads)
-        return found[name]
-
-    return one
+    return by_one_process(cases, tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(name, marks=pytest.mark.slow) if RANKS[name][0] > 4 else name for name in RANKS])
@@ -74,13 +58,7 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
 ) -> None:
     world, shared, names = RANKS[ranks]
     given = [replace(cases[name], begins=alone(name)[1]) for name in names]
-    shapes = {shard.name: (shard.name, shard.global_shape) for shard in alone(names[0])[0]["weights"]}
-    with GrowingExport(tmp_path / "exported", planned(shapes, "float32")) as growing:
-        given[0] = replace(given[0], export=(growing.path, planned(shapes, "float32")))
-        results = run_ranks(given, tmp_path / "out", world, **shared)
-        growing.finish()
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert all(torch.equal(exported[name], one) for name, one in assembled([rank["weights after"] for rank in results[names[0]]]).items())
+    results = run_exporting(given, tmp_path, world, alone(names[0])[0]["weights"], **shared)
     for name in names:
         one, many = alone(name)[0], results[name]
         assert all(rank["metrics"] == many[0]["metrics"] for rank in many)

@@ -58,8 +58,13 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
         if not held:
             held.update(first_moments(optimizer, parameter))
         found[f"{WEIGHTS}{name}"] = parameter.detach()
-        found |= {f"moments.{name}.{key}": value for key, value in held.items()}
+        found |= {moment_key(name, moment): value for moment, value in held.items()}
     return found
+
+
+def moment_key(name: str, moment: str) -> str:
+    """The name in a state of what the optimizer holds of a parameter, such as "exp_avg"."""
+    return f"moments.{name}.{moment}"
 
 
 class StateCopy:

@@ -1,10 +1,15 @@
 """The rendezvous of the ranks of one model: a file on one host, a socket between hosts."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from rlgraph.engines.fsdp.sharding import backends
+
+if TYPE_CHECKING:
+    from rlgraph.engines.load import Place
 
 TCP = "tcp://"
 
@@ -29,6 +34,12 @@ def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
         master_listen_fd=listen_fd if rank == 0 else None,
     )
     dist.init_process_group(backends(), store=store, rank=rank, world_size=world)
+
+
+def meet_at(place: "Place") -> None:
+    """Join the process group of a model's ranks at its place, if it has several."""
+    if place.world > 1:
+        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
 
 
 def add_up(tensor: torch.Tensor) -> None:

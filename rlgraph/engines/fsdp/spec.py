@@ -19,7 +19,7 @@ def load(model: Any, place: Place) -> TrainEngine:
 
     from rlgraph.engines.forward.heads import PolicyHead, ValueHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.engines.fsdp.rendezvous import meet
+    from rlgraph.engines.fsdp.rendezvous import meet_at
 
     sharing = model.traits.sharing > 1
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute or sharing
@@ -33,8 +33,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         flat, shared = layout.flat, layout.shared
         if layout.note and place.rank == 0:
             log.warning(layout.note)
-    if place.world > 1:
-        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
+    meet_at(place)
     return FsdpEngine(
         PolicyHead(model.path, fused=model.fuses_head) if model.scores == "log_probs" else ValueHead(model.path),
         optimizer=model.optimizer,

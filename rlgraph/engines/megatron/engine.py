@@ -1,6 +1,6 @@
 """Train with Megatron-Core: its layers and its pipeline schedule, our losses and our AdamW over float32 weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from rlgraph.engines.forward.heads import Head, PolicyHead
 from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp.distributed_checkpoint import moment_key
 from rlgraph.engines.fsdp.exchange import summed
 from rlgraph.engines.fsdp.muon import first_moments
 from rlgraph.engines.fsdp.offload import OffloadedMoments
@@ -94,10 +95,15 @@ class MegatronEngine:
     @torch.no_grad()
     def _read(self) -> None:
         """Read this rank's boxes of the weights from the folder."""
-        pieces = [piece for name, weight in self._masters.weights.items() for piece in self._table.pieces(name, weight.detach())]
-        for parameter, offsets, box in pieces:
+        for _, parameter, offsets, box in self._pieces(self._masters.weights):
             self._head.fill(parameter if parameter == SCORE else f"model.{parameter}", offsets, box)
         self._masters.publish()
+
+    def _pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, tuple[int, ...], torch.Tensor]]:
+        """Yield the pieces of tensors of this rank by Megatron-Core's name: that name, the parameter in the folder, offsets and box."""
+        for name, tensor in tensors.items():
+            for piece in self._table.pieces(name, tensor.detach()):
+                yield name, *piece
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""
@@ -209,8 +215,7 @@ class MegatronEngine:
         if not self._shards:
             own = [
                 WeightShard(parameter, self._shapes[parameter], offsets, box, self._table.replica(name))
-                for name, weight in self._masters.weights.items()
-                for parameter, offsets, box in self._table.pieces(name, weight.detach())
+                for name, parameter, offsets, box in self._pieces(self._masters.weights)
             ]
             self._shards = list(folder_shards(own, self._parts))
         return iter(self._shards)
@@ -218,20 +223,20 @@ class MegatronEngine:
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps, live, by the Hugging Face names that the trainer "fsdp" has too."""
         self._offloaded.put_back()
-        boxes: dict[str, list[Box]] = {}
+        weights, moments = self._masters.weights, {}
+        for name, weight in weights.items():
+            moments[name] = self._optimizer.state[weight]
+            if not moments[name]:
+                moments[name].update(first_moments(self._optimizer, weight))
         found: dict[str, torch.Tensor] = {"optimizer_steps": torch.tensor(self._steps)}
-        for name, weight in self._masters.weights.items():
-            held = self._optimizer.state[weight]
-            if not held:
-                held.update(first_moments(self._optimizer, weight))
-            for parameter, offsets, box in self._table.pieces(name, weight.detach()):
-                boxes.setdefault(f"{distributed_checkpoint.WEIGHTS}{parameter}", []).append((offsets, box))
-                found[f"moments.{parameter}.step"] = held["step"]
-            for key in ("exp_avg", "exp_avg_sq"):
-                for parameter, offsets, box in self._table.pieces(name, held[key]):
-                    boxes.setdefault(f"moments.{parameter}.{key}", []).append((offsets, box))
-        shapes = {key: self._shapes[key.partition(".")[2].removesuffix(".exp_avg").removesuffix(".exp_avg_sq")] for key in boxes}
-        return found | {key: BoxedTensor(shapes[key], own) for key, own in boxes.items()}
+        boxes: dict[tuple[str, str], list[Box]] = {}
+        for name, parameter, offsets, box in self._pieces(weights):
+            boxes.setdefault((f"{distributed_checkpoint.WEIGHTS}{parameter}", parameter), []).append((offsets, box))
+            found[moment_key(parameter, "step")] = moments[name]["step"]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            for _, parameter, offsets, box in self._pieces({name: held[moment] for name, held in moments.items()}):
+                boxes.setdefault((moment_key(parameter, moment), parameter), []).append((offsets, box))
+        return found | {key: BoxedTensor(self._shapes[parameter], own) for (key, parameter), own in boxes.items()}
 
     def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
         """Copy the state to the host, and give the function that writes it as shards of torch.distributed.checkpoint."""

@@ -1,14 +1,13 @@
 """The trainer "megatron" for the registry."""
 
 import importlib.util
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rlgraph.costs.estimates import model_parallel
 from rlgraph.engines.api import TrainEngine
+from rlgraph.engines.fsdp.spec import saved_shards
 from rlgraph.engines.load import Place, dtype_of
-from rlgraph.engines.registry import SavedShard, TrainerSpec
+from rlgraph.engines.registry import TrainerSpec
 from rlgraph.errors import GraphError
 
 
@@ -32,11 +31,10 @@ def load(model: Any, place: Place) -> TrainEngine:
     import torch
 
     from rlgraph.engines.forward.heads import PolicyHead, ValueHead
-    from rlgraph.engines.fsdp.rendezvous import meet
+    from rlgraph.engines.fsdp.rendezvous import meet_at
     from rlgraph.engines.megatron.engine import MegatronEngine
 
-    if place.world > 1:
-        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
+    meet_at(place)
     return MegatronEngine(
         PolicyHead(model.path) if model.scores == "log_probs" else ValueHead(model.path),
         optimizer=model.optimizer,
@@ -51,13 +49,6 @@ def load(model: Any, place: Place) -> TrainEngine:
         expert_parallel=model.expert_parallel,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
-
-
-def saved_shards(folder: Path) -> Iterable[SavedShard]:
-    """Find the weights in a state that the engine saved."""
-    from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
-
-    return weights_of(folder)
 
 
 SPEC = TrainerSpec(

@@ -120,7 +120,7 @@ def code(
     at ends. `score` "all" gives 1 if all tests pass, else 0, and runs none after the first that fails; "share" gives the share that pass.
     A pair's right output never enters the process. Code can find and forge an assertion that runs beside it: prefer pairs.
 
-    `accept_missing` is that of `rg.tools.python`. `concurrency` responses run at a time, by default as many as the cores it may use.
+    `accept_missing` is that of `rg.tools.python`. `concurrency` responses run at a time, by default as many as this program has cores.
     Raises GraphError where the sandbox cannot run, before anything starts, and DataError for a field that holds no tests.
     """
     limits = Limits(seconds=seconds, memory_bytes=memory_bytes, output_bytes=output_bytes)
