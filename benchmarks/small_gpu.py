@@ -10,15 +10,16 @@ after each part, beside the parts that it holds of earlier runs on such a machin
 * `lora_memory`: the peak of a trainer of an adapter of rank 32, beside the bytes that a plan counts.
 * `lora_publish`: an adapter staged by the trainer, received, merged into an engine's live weights (`lora_stage`: without an engine);
   vLLM's own LoRA beside it (`vllm_lora`).
-* `colocated`, `colocated_8b`: a job on one GPU in turns, 1.7B in full and 8B by an adapter: seconds of sleeping, waking and a step, and of
-  a rollout and an update that have the GPU to themselves; the most memory of the GPU that all processes had.
+* `colocated`, `colocated_8b`: a job on one GPU in turns, 1.7B in full and 8B by an adapter: seconds of sleeping, waking and a step; the
+  most memory of the GPU that all processes had. `colocated_halves`, `colocated_8b_halves`: a rollout and an update of the same size, each
+  with the GPU to itself.
 * `fp8`, `fp8_8b`, `fp8_kv` (keys and values too): an engine with fp8 weights beside one in bfloat16: tokens a second,
   a swap of weights, and how far its log-probs are.
 * `fp8_learning`: reward of a job with fp8 rollouts, with and without truncated importance sampling, beside one in bfloat16.
 * `speculative`: rollouts with guessed tokens, beside those without, on responses that end early and late, by a model that never repeats
   itself; `speculative_best`: by one that always does.
-* `moments`: an update with AdamW's moments in host memory, beside one with them on the GPU; `moments_8bit`: in 8 bits,
-  beside 32; `moments_learning`: how a small model learns with either.
+* `moments`: an update of 4B with AdamW's moments in host memory, beside one with them on the GPU; `moments_of_8b`: of 8B, in host memory;
+  `moments_8bit`: in 8 bits, beside 32; `moments_learning`: how a small model learns with either.
 """
 
 import argparse
@@ -36,13 +37,16 @@ from typing import Any
 PARTS = {  # by the module that has a function of that name
     "lora_memory": "small_gpu_training",
     "moments": "small_gpu_training",
+    "moments_of_8b": "small_gpu_training",
     "moments_8bit": "small_gpu_training",
     "moments_learning": "small_gpu_training",
     "lora_publish": "small_gpu_adapters",
     "lora_stage": "small_gpu_adapters",
     "vllm_lora": "small_gpu_adapters",
     "colocated": "small_gpu_jobs",
+    "colocated_halves": "small_gpu_jobs",
     "colocated_8b": "small_gpu_jobs",
+    "colocated_8b_halves": "small_gpu_jobs",
     "fp8_learning": "small_gpu_jobs",
     "fp8": "small_gpu_engines",
     "fp8_8b": "small_gpu_engines",

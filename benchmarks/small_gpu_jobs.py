@@ -1,6 +1,7 @@
 """Parts of `small_gpu.py` that run a job on one GPU: time-shared pools, and learning with fp8 rollouts."""
 
 import ctypes
+import multiprocessing
 import os
 import statistics
 import threading
@@ -65,9 +66,10 @@ class Size:
     steps: int = 6
 
 
-FULL = Size("1.7B", 32, 8, 512, 16384, 0.4)
+FULL = Size("1.7B", 32, 8, 512, 16384, 0.4, steps=5)
 ADAPTER = Size("8B", 16, 8, 256, 8192, 0.24, rg.LoRA(rank=32), steps=5)  # an engine of 34 GB, as one GPU of 80 GB has room for
 TINY = Size("toy", 2, 2, 8, 8192, None, steps=3)
+TINY_ADAPTER = Size("toy", 2, 2, 8, 8192, None, rg.LoRA(rank=4), steps=3)
 
 
 def graph(size: Size, folder: str, *, gpu: bool) -> rg.Graph:
@@ -103,7 +105,7 @@ def in_turns(size: Size) -> dict[str, Any]:
     """Run the job: seconds of its parts, and the most memory of the GPU that all processes had."""
     cluster = rg.local_cluster()
     folder = random_model(size.shape, FOLDER)
-    say(f"{size.shape} is in {folder}")
+    say(f"weights are in {folder}")
     plan = rg.compile(graph(size, folder, gpu=cluster.gpus > 0), cluster)
     print(plan, flush=True)
     marks = [time.monotonic()]
@@ -147,22 +149,23 @@ def in_turns(size: Size) -> dict[str, Any]:
     return found
 
 
-def alone(size: Size) -> dict[str, Any]:
+def rolled_out(size: Size) -> dict[str, Any]:
     """Seconds of the rollout with the GPU to itself: an engine of the same settings in this process."""
     from rlgraph.engines.vllm.engine import VllmEngine
 
-    engine = VllmEngine(
-        random_model(size.shape, FOLDER), max_model_len=size.tokens + 64, max_sequences=size.prompts * size.group, memory=0.9
-    )  # fmt: skip
-    rows = size.prompts * size.group
+    rows, gpu = size.prompts * size.group, rg.local_cluster().gpus > 0
+    machine: dict[str, Any] = {"memory": size.memory} if gpu else {"dtype": "float32"}
+    start = time.monotonic()
+    engine = VllmEngine(random_model(size.shape, FOLDER), max_model_len=size.tokens + 64, max_sequences=rows, **machine)
+    say(f"engine up in {time.monotonic() - start:.1f} s")
     prompts = [[ord(letter) + 5 for letter in SUMS[row % len(SUMS)]["prompt"]] for row in range(rows)]
     seconds = []
-    for repeat in range(4):
+    for repeat in range(3):
         start = time.monotonic()
         engine.generate(prompts, rg.Sampling(max_tokens=size.tokens, ignore_eos=True), [repeat * rows + row for row in range(rows)])
         seconds.append(time.monotonic() - start)
-    say(f"rollout alone: {statistics.median(seconds[1:]):.2f} s")
-    return {"rollout_alone_s": statistics.median(seconds[1:])}
+        say(f"rollout alone: {seconds[-1]:.2f} s")
+    return {"rollout_alone_s": statistics.median(seconds[1:]), "rollout_alone_each_s": seconds}
 
 
 def trained_alone(size: Size) -> dict[str, Any]:
@@ -174,35 +177,34 @@ def trained_alone(size: Size) -> dict[str, Any]:
         micro_batch_tokens=size.micro_batch_tokens, adapter=size.adapter,
     )  # fmt: skip
     say(f"update alone: {run['update_s']:.2f} s")
-    return {"update_alone_s": run["update_s"]}
+    return {"update_alone_s": run["update_s"], "update_alone_spread_s": run["spread_s"]}
 
 
-def apart(function: Any, size: Size) -> dict[str, Any]:
-    """Run a function in a process of its own."""
-    import multiprocessing
-
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found: dict[str, Any] = pool.apply_async(function, (size,)).get(150)
-        return found
-
-
-def both(size: Size, smoke: bool) -> dict[str, Any]:
-    found = in_turns(size)
-    if not smoke:
-        found |= apart(alone, size) | apart(trained_alone, size)
-        halves = found["rollout_alone_s"] + found["update_alone_s"]
-        found["step_to_halves"] = found["step_s"] / halves
-        say(f"{size.shape}: step {found['step_s']:.2f} s against {halves:.2f} s of the two alone ({found['step_to_halves']:.3f})")
+def halves(size: Size) -> dict[str, Any]:
+    """Seconds of a rollout and of an update, each in a process of its own that has the GPU to itself."""
+    found: dict[str, Any] = {"shape": size.shape}
+    for half in (rolled_out, trained_alone):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found |= pool.apply_async(half, (size,)).get(150)
+    found["halves_s"] = found["rollout_alone_s"] + found["update_alone_s"]
+    say(f"{size.shape}: {found['halves_s']:.2f} s of the two alone")
     return found
 
 
 def colocated(smoke: bool) -> dict[str, Any]:
-    return both(TINY if smoke else FULL, smoke)
+    return in_turns(TINY if smoke else FULL)
+
+
+def colocated_halves(smoke: bool) -> dict[str, Any]:
+    return halves(TINY if smoke else FULL)
 
 
 def colocated_8b(smoke: bool) -> dict[str, Any]:
-    tiny = Size("toy", 2, 2, 8, 8192, None, rg.LoRA(rank=4), steps=3)
-    return both(tiny, smoke) if smoke else in_turns(ADAPTER)
+    return in_turns(TINY_ADAPTER if smoke else ADAPTER)
+
+
+def colocated_8b_halves(smoke: bool) -> dict[str, Any]:
+    return halves(TINY_ADAPTER if smoke else ADAPTER)
 
 
 @rg.node(reads="responses", writes="rewards", by_group=True)

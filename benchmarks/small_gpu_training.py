@@ -88,25 +88,22 @@ def lora_memory(smoke: bool) -> dict[str, Any]:
 
 
 def moments(smoke: bool) -> dict[str, Any]:
-    size = (4, 32) if smoke else (8, 2048)
-    runs: tuple[tuple[str, bool], ...] = ("toy", False), ("toy", True)
-    if not smoke:
-        runs = ("4B", False), ("4B", True), ("8B", True)
-    found: dict[str, Any] = {"runs": {}}
-    for shape, on_host in runs:
-        if on_host and device() == "cpu":
-            continue  # there are no moments to take off a GPU
-        way = {"recompute": True, "micro_batch_tokens": 8192}
-        counted = planned(shape, fused_head=True, **way, **({"offload": "moments"} if on_host else {}))
-        run = trained(shape, size, fused=True, host_moments=on_host, **way)
-        total = sum(counted.values())
-        run |= {"planned_bytes": total, "planned": counted, "peak_to_plan": run["peak_bytes"] / total}
-        found["runs"][f"{shape}, moments on the {'host' if on_host else 'GPU'}"] = run
-        say(
-            f"{shape}, moments on the {'host' if on_host else 'GPU'}: update {run['update_s']:.2f} s, peak "
-            f"{run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} planned"
-        )
-    return found
+    return {"runs": {**_moments("toy" if smoke else "4B", False, smoke), **_moments("toy" if smoke else "4B", True, smoke)}}
+
+
+def moments_of_8b(smoke: bool) -> dict[str, Any]:
+    return {"runs": _moments("toy" if smoke else "8B", True, smoke)}
+
+
+def _moments(shape: str, on_host: bool, smoke: bool) -> dict[str, Any]:
+    """Updates with AdamW's moments on the host or on the GPU: seconds, and the peak of the GPU beside the plan's bytes."""
+    size, way = (4, 32) if smoke else (8, 2048), {"recompute": True, "micro_batch_tokens": 8192}
+    counted = planned(shape, fused_head=True, **way, **({"offload": "moments"} if on_host else {}))
+    run = trained(shape, size, fused=True, host_moments=on_host, **way)
+    total, where = sum(counted.values()), f"{shape}, moments on the {'host' if on_host else 'GPU'}"
+    peak = f"{run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} planned"
+    say(f"{where}: update {run['update_s']:.2f} s ({run['spread_s'][0]:.2f} to {run['spread_s'][1]:.2f}), peak {peak}")
+    return {where: run | {"planned_bytes": total, "planned": counted, "peak_to_plan": run["peak_bytes"] / total}}
 
 
 def moments_8bit(smoke: bool) -> dict[str, Any]:
