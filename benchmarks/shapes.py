@@ -49,8 +49,8 @@ def config(shape: str) -> object:
 def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) -> str:
     """Return a folder with a model of that shape and a byte tokenizer, made at the first call, as fast as the disk writes.
 
-    Matrices hold normal numbers of deviation 0.02 from one block that repeats, norms hold ones. With `headers_only` the file of weights is a
-    hole of the right size: for engines that are started with random weights.
+    Matrices hold normal numbers of deviation 0.02 from one block that repeats, norms hold ones. With `headers_only` the file of weights
+    is a hole of the right size: for engines that are started with random weights.
     """
     from transformers import Qwen3ForCausalLM
 
