@@ -45,18 +45,15 @@ def made_engine(
     return FsdpEngine(head, optimizer=optimizer or rg.AdamW(), rank=rank, world=world, device=device, dtype=dtype, **settings)
 
 
-def timed_updates(engine: Any, size: tuple[int, int], steps: int) -> list[float]:
-    """Update by one batch of random tokens, `size` of sequences and their length, so often. Returns seconds of each update."""
+def random_batch(size: tuple[int, int]) -> dict[str, Any]:
+    """Make a batch of random tokens, `size` of sequences and their length: a quarter is the prompt. It is the same every time."""
     import torch
     from shapes import VOCAB
 
-    import rlgraph as rg
-
-    finished: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     (sequences, length), draw = size, torch.Generator().manual_seed(0)
     prompt, response = length // 4, length + 1 - length // 4
     mask = torch.ones(sequences, response, dtype=torch.bool)
-    batch = {
+    return {
         "prompts": torch.randint(VOCAB, (sequences, prompt), generator=draw),
         "prompt_mask": torch.ones(sequences, prompt, dtype=torch.bool),
         "responses": torch.randint(VOCAB, (sequences, response), generator=draw),
@@ -64,7 +61,16 @@ def timed_updates(engine: Any, size: tuple[int, int], steps: int) -> list[float]
         "advantages": torch.randn(sequences, 1, generator=draw).expand(-1, response).contiguous(),
         "old_log_probs": torch.full(mask.shape, -12.0),
     }
-    seconds = []
+
+
+def timed_updates(engine: Any, size: tuple[int, int], steps: int) -> list[float]:
+    """Update by one batch of random tokens, `size` of sequences and their length, so often. Returns seconds of each update."""
+    import torch
+
+    import rlgraph as rg
+
+    finished: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    batch, seconds = random_batch(size), []
     for _ in range(steps):
         finished()
         start = time.perf_counter()
