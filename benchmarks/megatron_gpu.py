@@ -66,7 +66,7 @@ def let_go() -> None:
     """Give back what closed trainers had."""
     import torch
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
