@@ -95,19 +95,25 @@ def plan(
     cpus: Cpus = None,
     hosts: Hosts = None,
 ) -> None:
-    """Compile a recipe's graph and print the plan. Nothing starts."""
+    """Compile a recipe's graph, or its graphs, and print the plan of each. Nothing starts."""
     import rlgraph as rg
     from rlgraph_cli.recipe import read
 
     found = read(recipe)
     cfg = found.configured(settings or [])
     cluster = _cluster(found, cfg, gpus, gpu, gpus_per_host, cpus, hosts)
-    made = rg.compile(found.graph(cfg), cluster, rg.Costs.from_file(costs) if costs else None)
-    if draw:
-        made.draw(draw)
-    if timeline:
-        made.timeline(timeline)
-    typer.echo(made.to_json() if json else str(made))
+    plans = found.plans(cfg, cluster, rg.Costs.from_file(costs) if costs else None)
+    for made in plans:
+        own = f".{made.graph}" if len(plans) > 1 else ""  # of several graphs each has files of its own: plan.svg is plan.GRAPH.svg
+        if draw:
+            made.draw(draw.with_name(f"{draw.stem}{own}{draw.suffix}"))
+        if timeline:
+            made.timeline(timeline.with_name(f"{timeline.stem}{own}{timeline.suffix}"))
+    if json:
+        written = ",\n".join(made.to_json() for made in plans)
+        typer.echo(written if len(plans) == 1 else f"[{written}]")
+    else:
+        typer.echo("\n\n".join(map(str, plans)))
 
 
 @app.command()

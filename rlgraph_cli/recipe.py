@@ -1,4 +1,4 @@
-"""A recipe: a Python file with a dataclass `Config` and a function `graph(cfg)`. This module reads one, or says what it lacks."""
+"""A recipe: a Python file with a dataclass `Config` and a function `graph(cfg)` or `graphs(cfg)`. Here it is read and checked."""
 
 import ast
 import dataclasses
@@ -11,23 +11,34 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlgraph.api import compile
 from rlgraph.compiler.cluster import Cluster
+from rlgraph.compiler.plan import Plan
 from rlgraph.config import config
+from rlgraph.costs.costs import Costs
+from rlgraph.curriculum.stages import planned_stages
 from rlgraph.errors import ConfigError, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.recording import profile as profiles
 from rlgraph_cli.choices import steps_of
 
-RULE = "a recipe defines a dataclass `Config` and a function `graph(cfg)` that returns an rlgraph.Graph"
+RULE = (
+    "a recipe defines a dataclass `Config` and a function `graph(cfg)` that returns an rlgraph.Graph, or `graphs(cfg)` that returns what "
+    "rg.run takes: the graphs, and the steps of each"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The parts of a recipe that `plan` and `tune` call. `cluster_of` is its function `cluster(cfg)`, if it has one."""
+    """The parts of a recipe that `plan` and `tune` call. It has `graph_of` or, for several graphs, `graphs_of`.
+
+    `cluster_of` is its function `cluster(cfg)`, if it has one.
+    """
 
     path: Path
     config_class: type
-    graph_of: Callable[[Any], Graph]
+    graph_of: Callable[[Any], Graph] | None
+    graphs_of: Callable[[Any], tuple[Sequence[Any], Sequence[int]]] | None
     cluster_of: Callable[[Any], Cluster] | None
 
     def configured(self, settings: Sequence[str]) -> Any:
@@ -35,24 +46,39 @@ class Recipe:
         return config(self.config_class, settings)
 
     def graph(self, cfg: Any) -> Graph:
-        """Build the graph. Raises ConfigError if the recipe's function returns anything else."""
+        """Build the graph. Raises ConfigError if the recipe's function returns anything else, or there are several graphs."""
+        if self.graph_of is None:
+            raise ConfigError(f"recipe '{self.path}' has several graphs, by `graphs(cfg)`; this takes a recipe of one, by `graph(cfg)`")
         made = self.graph_of(cfg)
         if not isinstance(made, Graph):
             raise ConfigError(f"recipe '{self.path}': graph(cfg) returned {shown(made)}; {RULE}")
         return made
 
+    def plans(self, cfg: Any, cluster: Cluster, costs: Costs | None) -> list[Plan]:
+        """Plan the graph, or those that run one after the other, later ones on stand-ins for the weights that they begin from.
+
+        Raises ConfigError if the recipe's function returns anything else, and what `rg.compile` raises, or `rg.run` before it starts.
+        """
+        if self.graphs_of is None or costs is not None:
+            return [compile(self.graph(cfg), cluster, costs)]
+        made = self.graphs_of(cfg)
+        if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, list | tuple) for part in made):
+            raise ConfigError(f"recipe '{self.path}': graphs(cfg) returned {shown(made)}; {RULE}")
+        return [stage.plan for stage in planned_stages(*made, cluster)]
+
 
 def read(path: Path) -> Recipe:
     """Import a recipe without running its `__main__` block. Raises ConfigError if the file is missing or is no recipe."""
     module = _imported(path)
-    config_class, graph_of = vars(module).get("Config"), vars(module).get("graph")
+    config_class, cluster_of = vars(module).get("Config"), vars(module).get("cluster")
+    graph_of, graphs_of = (made if inspect.isfunction(made := vars(module).get(name)) else None for name in ("graph", "graphs"))
     missing = [
         *([] if isinstance(config_class, type) and dataclasses.is_dataclass(config_class) else ["dataclass `Config`"]),
-        *([] if inspect.isfunction(graph_of) else ["function `graph(cfg)`"]),
+        *([] if graph_of or graphs_of else ["function `graph(cfg)`"]),
     ]
     if missing:
         raise ConfigError(f"recipe '{path}' has no {' and no '.join(missing)}; {RULE}")
-    return Recipe(path, config_class, graph_of, vars(module).get("cluster"))  # type: ignore[arg-type]
+    return Recipe(path, config_class, graph_of, None if graph_of else graphs_of, cluster_of)  # type: ignore[arg-type]
 
 
 def run(path: Path, settings: Sequence[str], profile: str | None = None, workers: Sequence[str] = ()) -> None:

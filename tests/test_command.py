@@ -192,7 +192,11 @@ def test_a_recipe_that_is_missing_or_runs_or_returns_nothing_is_named(
         found.graph(found.configured([]))
 
 
-SEVERAL = ("curriculum", "process_rewards", "teachers")  # which run several graphs by themselves
+SEVERAL = {  # recipes that run several graphs one after the other, and their graphs
+    "curriculum": ["sft", "one_step_off"],
+    "process_rewards": ["judge", "policy"],
+    "teachers": ["sums", "differences", "student"],
+}
 ONE_GRAPH = sorted(path for path in (ROOT / "recipes").glob("*.py") if path.stem not in SEVERAL)
 
 
@@ -201,6 +205,32 @@ def test_every_recipe_of_one_graph_follows_the_convention(path: Path, monkeypatc
     monkeypatch.setattr(sys, "path", list(sys.path))
     found = recipes.read(path)
     assert found.configured(["steps=3"]).steps == 3
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_graphs_of_a_recipe_are_planned_and_drawn_each(name: str, tmp_path: Path) -> None:
+    settings = ["model=tiny", "engine=transformers", "--cpus", "2", "--json", "--draw", "plan.svg", "--timeline", "times.json"]
+    ended = rlgraph("plan", str(ROOT / "recipes" / f"{name}.py"), *settings, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [plan["graph"] for plan in json.loads(ended.stdout)] == SEVERAL[name]
+    drawn = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert drawn == {f"{stem}.{graph}.{ending}" for stem, ending in (("plan", "svg"), ("times", "json")) for graph in SEVERAL[name]}
+
+
+def test_what_is_for_one_graph_refuses_a_recipe_of_several(recipe: Path) -> None:
+    rg.Costs({"prompts": 0.1}).to_file(recipe.parent / "costs.yaml")
+    one = RECIPE.partition("if __name__")[0].replace("def graph(cfg)", "def one(cfg)")
+    recipe.write_text(f"{one}\ndef graphs(cfg):\n    return [one(cfg)], [2]\n")
+    ended = rlgraph("plan", "lengths.py", cwd=recipe.parent)
+    assert ended.stdout.startswith("lengths on 2 cores:"), ended.stderr
+    for command in (["tune", "lengths.py", "count=4,8"], ["plan", "lengths.py", "--costs", "costs.yaml"]):
+        ended = rlgraph(*command, cwd=recipe.parent)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert "error: recipe 'lengths.py' has several graphs, by `graphs(cfg)`; this takes a recipe of one" in ended.stderr
+    recipe.write_text(recipe.read_text().replace("return [one(cfg)], [2]", "return [one(cfg)]"))
+    ended = rlgraph("plan", "lengths.py", cwd=recipe.parent)
+    assert ended.returncode == 2
+    assert "graphs(cfg) returned [" in ended.stderr
 
 
 def test_choices_are_split_at_commas_outside_of_brackets_and_each_is_checked() -> None:

@@ -79,6 +79,15 @@ def test_the_readmes_picture_is_what_is_drawn_today(tmp_path: Path) -> None:
     assert (tmp_path / "ppo.svg").read_text() == (ROOT / "docs" / "ppo.svg").read_text()
 
 
+def test_the_pictures_of_the_recipes_are_what_is_planned_today(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs" / "draw_recipes.py"), str(tmp_path)], check=True, timeout=250)
+    held = {path.name: path.read_text() for path in (ROOT / "docs" / "plans").iterdir()}
+    changed = sorted(path.name for path in tmp_path.glob("*.svg") if held.pop(path.name, "") != path.read_text())
+    assert (changed, list(held)) == ([], []), "recipes or plans have changed: python docs/draw_recipes.py docs/plans"
+    shown = re.findall(r"\]\(plans/(\w+\.svg)\)", (ROOT / "docs" / "beyond_rl.md").read_text())
+    assert sorted(shown) == sorted(path.name for path in tmp_path.glob("*.svg"))
+
+
 def test_the_picture_of_the_packages_is_what_is_imported_today(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "docs" / "architecture.py"), str(tmp_path / "now.svg")], check=True, timeout=250)
     drawn = (tmp_path / "now.svg").read_text() == (ROOT / "docs" / "architecture.svg").read_text()

@@ -96,7 +96,7 @@ def _need(
     works = {node.traits.work for node in nodes}
     setting = settings[nodes[0].name]
     generates = "generate" in works
-    longest = _longest_of(model, lengths) if generates else _longest(graph, lengths)
+    longest = _longest_of(model, lengths) if generates or model.traits.max_context else _longest(graph, lengths)
     work = Workload(
         shape=shape,
         itemsize=itemsize_of(model, cluster),

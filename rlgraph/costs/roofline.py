@@ -93,8 +93,8 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     adapter = adapter_size(model, shapes.get(model.path))
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
     count = count if adapter is None else adapter.parameters
-    # What only scores keeps its memory, and a trainer's moments may be on the host already.
-    sleeps = works & {"generate", "train"} and not model.traits.host_moments
+    # What only scores keeps its memory in most engines, and a trainer's moments may be on the host already.
+    sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not model.traits.host_moments
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
     size = int(size * EIGHT_BITS / OPTIMIZER) if model.traits.eight_bit_moments else size
     seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))

@@ -34,6 +34,7 @@ TrainerSetting: TypeAlias = Literal[
     "expert_parallel",
     "adapter",
     "exact",
+    "max_context",
 ]
 
 
@@ -92,10 +93,10 @@ class TrainerSpec(Estimates):
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
     fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`, `fused_head`, `offload`,
-    `load_balance`, `tensor_parallel`, `context_parallel`, `pipeline_parallel`, `expert_parallel`, `adapter`. `check(model)` raises
-    GraphError for a model that it is not offered for, before anything starts; unless given, for one that ranks cannot share by the plan
-    that transformers has for it. An engine that `only_scores` is for a teacher or a reference, and is one process. One without the
-    `whole_vocabulary` gives log-probs of one token at each position.
+    `load_balance`, `tensor_parallel`, `context_parallel`, `pipeline_parallel`, `expert_parallel`, `adapter`, `exact`, and of a model
+    that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before anything starts;
+    unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores` is for a teacher
+    or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
     memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.

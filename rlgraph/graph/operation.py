@@ -179,6 +179,8 @@ class ModelTraits:
 
     `estimates` predict the memory and the host resources that its engine takes; None derives them from the work of its nodes.
 
+    `frees_memory` says that its engine gives its device memory away in sleep although it only scores.
+
     `micro_batch_tokens` bounds the tokens of a pass; None for a model that computes its batch at once.
 
     `recompute` says that the forward pass keeps only the input of each layer for the backward pass.
@@ -217,6 +219,7 @@ class ModelTraits:
 
     dtype: str | None = None
     estimates: "Estimates | None" = None
+    frees_memory: bool = False
     micro_batch_tokens: int | None = None
     recompute: bool = False
     host_moments: bool = False

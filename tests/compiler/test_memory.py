@@ -154,6 +154,29 @@ def test_a_plan_that_cannot_fit_is_refused_with_the_largest_part_and_a_way_out(
         rg.compile(graph, rg.Cluster(gpus=gpus, gpu_memory_bytes=80 * GIB))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_teacher_on_vllm_takes_its_weights_once_and_makes_room_for_those_it_takes_turns_with(tmp_path: Path, shared: bool) -> None:
+    student = folder(tmp_path / "student", {**QWEN3_8B, "num_hidden_layers": 4, "hidden_size": 1024, "tie_word_embeddings": True})
+    large = folder(tmp_path / "teacher", {**QWEN3_30B_A3B, "max_position_embeddings": 40960})
+    cluster = rg.Cluster(gpus=1 if shared else 2, cpus=16, gpu="H100", gpu_memory_bytes=80 * 10**9)
+    train = rg.Pool("train")
+
+    def planned(trainer: str) -> rg.Plan:
+        policy = rg.Policy(student, pool=train)
+        teacher = rg.Teacher(large, pool=train if shared else rg.Pool("teacher"), trainer=trainer, dtype="bfloat16")
+        rows = rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 4, policy)
+        step = policy.update(rows, teacher.top_log_probs(rows, top_k=64), loss=rg.DistillationLoss())
+        return rg.compile(rg.Graph("distil", step.metrics), cluster)
+
+    plan = planned("vllm")
+    held = parts(plan, "a GPU of 'train'" if shared else "a GPU of 'teacher'")
+    assert held["engine's weights"] == pytest.approx(2 * 30.5e9, rel=0.01)
+    slept = {sleep.model: sleep.bytes for sleep in plan.sleeps}
+    assert slept.get("teacher", 0) == (pytest.approx(2 * 30.5e9, rel=0.01) if shared else 0)
+    with pytest.raises(PlanError, match="GiB"):
+        planned("fsdp")  # in float32
+
+
 def test_on_a_host_everything_is_in_its_memory(tmp_path: Path) -> None:
     graph = loop(folder(tmp_path / "m", QWEN3_8B))
     with pytest.raises(PlanError, match=r"on host, which has 24.0 GiB"):

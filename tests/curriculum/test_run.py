@@ -14,6 +14,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph.curriculum import run as running
+from rlgraph.curriculum.progress import digest
 from rlgraph.curriculum.stages import planned_stages
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import CheckpointError, DataError, ExportError, PlanError, RlgraphError
@@ -64,6 +65,23 @@ def test_the_second_graph_begins_with_the_weights_that_the_first_one_left(model:
     assert "4 of 4" in said
     assert "the weights of 'first'" in said
     assert all((tmp_path / name / "run.html").exists() for name in ("first", "second"))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_graph_gets_the_weights_of_each_earlier_one_under_its_name(model: str, tmp_path: Path) -> None:
+    def third(other: str, first: str) -> rg.Graph:
+        assert Path(first).name == Path(other).name
+        return imitation(other, "third")
+
+    graphs = [imitation(model, "first"), imitation(model, "other", lr=3e-3), third]
+    with pytest.raises(PlanError, match="no later graph starts from the weights of 'first'"):
+        rg.run([*graphs[:2], lambda other: third(other, other)], tmp_path, steps=[2, 1, 1], cluster=HOST, quiet=True)
+    rg.run(graphs, tmp_path, steps=[2, 1, 1], cluster=HOST, quiet=True)
+    with rg.compile(imitation(model, "alone", lr=3e-3), HOST).run_here() as job:
+        alone = [step.metrics["actor/nll"] for step in job.steps(2)]
+    assert losses(tmp_path / "third") == pytest.approx(alone[1:], rel=1e-6)
+    began = json.loads((tmp_path / "third" / "began.json").read_text())
+    assert began == {name: digest(tmp_path / name / "model") for name in ("first", "other")}
 
 
 @pytest.mark.usefixtures("here")
@@ -198,8 +216,6 @@ def test_a_program_that_is_killed_in_its_second_graph_goes_on_from_its_checkpoin
 
 def test_the_digest_of_weights_tells_them_apart(model: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
-
-    from rlgraph.curriculum.progress import digest
 
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     zeros = digest(tmp_path)

@@ -1,5 +1,6 @@
 """Log-probs of a reference are kept on disk by row: the bits are those of a run without a cache, and no row is computed twice."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_the_key_of_a_model_follows_weights_dtype_and_temperature(model: str, tm
         model_key(*each) for each in ((model, "float32", 1.0), (other, "float32", 1.0), (model, "bfloat16", 1.0), (model, "float32", 0.5))
     ]
     assert len(set(keys)) == 4
-    assert model_key(model, "float32", 1.0) == keys[0]
+    moved = shutil.copytree(model, tmp_path / "moved")
+    assert model_key(str(moved), "float32", 1.0) == keys[0]
+    shutil.copy(Path(other) / "model.safetensors", moved)
+    assert model_key(str(moved), "float32", 1.0) not in keys, "other weights in the same folder"
 
 
 def test_the_key_of_a_row_follows_its_tokens_and_not_their_padding() -> None:

@@ -237,6 +237,26 @@ def test_a_teacher_without_a_row_of_its_source_scores_nothing(model: str, top_k:
         assert [metrics[f"teachers/{name}"] for name in teachers] == [4.0 * (name == own) for name in teachers]
 
 
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_each_row_is_scored_by_the_teacher_of_its_source(model: str, tmp_path: Path, top_k: int | None) -> None:
+    folders = {"maths": model, "code": str(tiny_model(tmp_path / "other", vocab=288, tied=False))}
+    teachers = {name: rg.Teacher(folder, pool=rg.Pool(name), dtype="float32") for name, folder in folders.items()}
+    source = rg.examples([{**row, "data_source": ("maths", "code")[n % 3 == 0]} for n, row in enumerate(SUMS)], 8, policy(model))
+    seen: dict[str, Any] = {}
+
+    @rg.node(reads=["data_sources", "teacher_log_probs"], writes="rewards")
+    def look(batch: Any) -> Any:
+        seen.update(batch)
+        return {"rewards": torch.zeros(len(batch["data_sources"]))}
+
+    run(look(source, rg.by_source(source, teachers=teachers, top_k=top_k)))
+    of_each = {name: direct(folder, drawn(source))[1].detach() for name, folder in folders.items()}
+    assert not torch.allclose(*of_each.values(), atol=1e-2)
+    assert set(seen["data_sources"]) == set(folders)
+    expected = torch.stack([of_each[name][row] for row, name in enumerate(seen["data_sources"])])
+    torch.testing.assert_close(seen["teacher_log_probs"], expected, atol=1e-4, rtol=0)
+
+
 def test_further_batches_of_one_source_have_metrics_of_their_own(model: str) -> None:
     trained = policy(model)
     source = rg.examples(SUMS, 4, trained)

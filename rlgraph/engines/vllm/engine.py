@@ -225,10 +225,11 @@ class VllmEngine(GenerateEngine):
             self._finished |= self._tagged(self.decode())
         core.resume_scheduler()
 
-    def prompt_log_probs(self, texts: Mapping[int, Sequence[int]], top_k: int) -> Iterator[tuple[int, Sequence[Mapping[int, float]]]]:
-        """Yield for each text, as it is read, the log-probs at each of its places: of its own token and of the `top_k` most probable ones.
+    def prompt_log_probs(self, texts: Mapping[int, Sequence[int]], top_k: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield for each text of N tokens, as it is read, tokens and their log-probs `[N - 1, 1 + top_k]` at its second place and all later
+        ones: the text's own token, and then the `top_k` most probable ones, the most probable first.
 
-        A text is token ids; nothing is known of its first one. Nothing else may be running.
+        Nothing else may be running.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -236,12 +237,13 @@ class VllmEngine(GenerateEngine):
         asked = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=top_k, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        for row, tokens in texts.items():
-            self.llm.add_request(str(row), {"prompt_token_ids": list(tokens)}, asked)
-        while self.llm.has_unfinished_requests():
-            for output in self.llm.step():
-                places = output.prompt_logprobs or []
-                yield int(output.request_id), [{token: own.logprob for token, own in (place or {}).items()} for place in places]
+        rows = {self.llm.add_request(str(row), {"prompt_token_ids": list(tokens)}, asked): row for row, tokens in texts.items()}
+        while rows:
+            # The core's own outputs: vLLM makes an object of each of them, at each place and for each token.
+            for output in self.llm.engine_core.get_output().outputs:
+                found = output.new_prompt_logprobs_tensors
+                self.llm.output_processor.abort_requests([output.request_id], internal=True)
+                yield rows.pop(output.request_id), found.logprob_token_ids, found.logprobs
 
     def sleep(self) -> int | None:
         """Free the memory of keys, values and weights; the weights go to host memory; see `GenerateEngine`."""

@@ -9,6 +9,7 @@ import torch
 from rlgraph.batching.packing import response_lengths
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
+from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.errors import GraphError
 
@@ -33,7 +34,8 @@ class VllmScorer:
         **machine: Any,
     ) -> None:
         unlimited = {"max_logprobs": -1, "enable_prefix_caching": False}  # a prompt that is scored is read whole
-        self._engine = VllmEngine(path, dtype=dtype, threads=threads, max_model_len=context, engine_args=unlimited, **machine)
+        most = None if context is None else min(context + 1, check_model(path).context_length)  # vLLM always samples a token
+        self._engine = VllmEngine(path, dtype=dtype, threads=threads, max_model_len=most, engine_args=unlimited, **machine)
         self._on_progress = on_progress
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
@@ -59,14 +61,14 @@ class VllmScorer:
         lengths = {row: length for row, length in enumerate(response_lengths(mask).tolist()) if length}
         read = {row: prompts[row][prompt_mask[row]].tolist() for row in lengths}
         texts = {row: [*read[row], *responses[row, :length].tolist()] for row, length in lengths.items()}
-        for done, (row, places) in enumerate(self._engine.prompt_log_probs(texts, top_k), start=1):
-            own = texts[row]
-            for at in mask[row].nonzero()[:, 0].tolist():
-                found = places[len(read[row]) + at]
-                scores[row, at] = found[own[len(read[row]) + at]]
-                best = sorted(found.items(), key=lambda each: -each[1])[:top_k]
-                ids[row, at] = torch.tensor([token for token, _ in best], dtype=torch.int32)
-                top[row, at] = torch.tensor([value for _, value in best])
+        longest, room = max(map(len, texts.values()), default=0), self._engine.context_length() - 1
+        if longest > room:
+            raise GraphError(f"a row has {longest} tokens, and the model on vLLM has room for {room}; raise max_context=, or shorten rows")
+        for done, (row, tokens, values) in enumerate(self._engine.prompt_log_probs(texts, top_k), start=1):
+            at = mask[row].nonzero()[:, 0]
+            behind = at + len(read[row]) - 1  # of a text's first token nothing is known
+            scores[row, at] = values[behind, 0]
+            ids[row, at], top[row, at] = tokens[behind, 1:].to(ids.dtype), values[behind, 1:]
             self._on_progress(done, len(texts))
         return scores, ids, top
 

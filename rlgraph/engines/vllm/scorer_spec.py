@@ -1,10 +1,14 @@
 """The trainer "vllm" for the registry: it only scores."""
 
+from dataclasses import replace
 from typing import Any
 
+from rlgraph.costs.estimates import Need, Workload, compute_weights, paged
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import TrainerSpec
+
+LONGEST = 32_768.0
 
 
 def load(model: Any, place: Place) -> TrainEngine:
@@ -15,9 +19,23 @@ def load(model: Any, place: Place) -> TrainEngine:
         model.path,
         dtype=dtype_of(model, place),
         threads=place.threads,
+        context=model.max_context,
         shared=place.shared and place.device == "cuda",
         on_progress=lambda done, total: place.report_progress(done, total, "rows"),
     )
 
 
-SPEC = TrainerSpec(name="vllm", load=load, only_scores=True)
+def memory(work: Workload) -> Need:
+    """Estimate the memory as of an engine that generates. Where nothing bounds a row, it counts keys and values of one of 32,768 tokens."""
+    return paged(replace(work, longest=min(work.longest, LONGEST), usual=min(work.usual, LONGEST)))
+
+
+SPEC = TrainerSpec(
+    name="vllm",
+    load=load,
+    settings=("max_context",),
+    only_scores=True,
+    sleep_bytes=compute_weights,
+    loading_bytes=compute_weights,
+    memory_estimate=memory,
+)

@@ -1,7 +1,7 @@
 """The reference: a model without an update. A KL term keeps the policy close to it, or it follows the policy on devices of its own."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -9,10 +9,11 @@ from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Feedback, Output, declare
+from rlgraph.graph.operation import ModelTraits
 from rlgraph.nodes.training.cached_scores import CachedLogProbs
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored
-from rlgraph.settings import checked
+from rlgraph.settings import Count, checked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,6 +26,8 @@ class Reference(TrainedModel):
     ('ref_log_probs',)
 
     `log_probs` uses the weights of the folder. `old_log_probs` uses those of a feedback edge; `path` is then the policy's folder.
+    With `trainer="vllm"`, `max_context` bounds prompt and response together, in tokens (None: the model's own bound): vLLM keeps room for
+    keys and values of so many.
     """
 
     role: ClassVar[str] = "reference"
@@ -36,6 +39,11 @@ class Reference(TrainedModel):
     fused_head: bool | None = field(default=None, init=False)
     offload: Literal["moments"] | None = field(default=None, init=False)
     load_balance: float = field(default=0.0, init=False)
+    max_context: Count | None = None
+
+    @property
+    def traits(self) -> ModelTraits:
+        return replace(super().traits, max_context=self.max_context)
 
     @checked()
     def log_probs(self, *inputs: Output, cache: str | Path | None = None, name: str = "ref_log_probs") -> Output:

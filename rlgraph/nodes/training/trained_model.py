@@ -153,6 +153,7 @@ class TrainedModel(Model):
         return ModelTraits(
             dtype=self.dtype,
             estimates=self.spec,
+            frees_memory=self.spec.only_scores,
             micro_batch_tokens=tokens,
             recompute=self.recompute,
             host_moments=self.offload == "moments",
@@ -184,6 +185,7 @@ class ModelScores(Operation):
     def check(self, node: Node) -> None:
         check_trained(self.model)
         check_vocabulary(node)
+        check_rows_fit(node, self.model)
 
 
 def check_folder(path: str) -> None:
@@ -233,6 +235,22 @@ def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
             f"node '{name}' needs log-probs of several tokens at each position, which ranks that share a pass do not give: leave out "
             f"tensor_parallel={model.tensor_parallel} and context_parallel={model.context_parallel}, or distil by the sampled token"
         )
+
+
+def check_rows_fit(node: Node, model: TrainedModel) -> None:
+    """Raise GraphError for an engine that only scores and has less room for a row than the generator that writes it."""
+    from rlgraph.engines.hf_models.pretrained import check_model
+
+    if not model.spec.only_scores:
+        return
+    room = model.traits.max_context or check_model(model.path).context_length
+    for writer in (output.node for output in node.inputs if output.node.traits.work == "generate"):
+        most = writer.model and (writer.model.traits.max_context or check_model(writer.model.path).context_length)
+        if most and most > room:
+            raise GraphError(
+                f"node '{node.name}' scores rows of '{writer.name}', which may have {most} tokens, but its model has room for {room}: "
+                "raise its max_context= as far as the model's own bound, or lower that of the generator"
+            )
 
 
 def check_scored(name: str, model: TrainedModel, temperature: float, top_k: int | None = 1) -> None:

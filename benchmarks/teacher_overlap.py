@@ -1,0 +1,101 @@
+"""A teacher that scores while its student trains: on a pool of its own and on the student's pool, each predicted and then measured.
+
+    python benchmarks/teacher_overlap.py [--json PATH] [--student MODEL] [--teacher MODEL] [--scored-by fsdp] [--smoke]
+
+On-policy distillation on two devices, two GPUs or two cores. With a pool of its own the teacher scores batch k + 1 on one device while the
+student, one step off, trains on batch k on the other. On the student's pool rollout, teacher and update take turns on both devices. Each
+placement is profiled for a few steps, which predict its step; then it runs from the beginning, and its step is the median after the
+warm-up. `hidden` is the share of the teacher's seconds in which something else was at work: 1 if the step is as long as without it.
+
+A MODEL is a folder, smollm2, tiny, or a shape of Qwen3 with random weights, as 0.6B. All responses have `--tokens` tokens. `--smoke` runs
+two steps of a tiny model.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES, random_model
+from weights import machine
+
+import rlgraph as rg
+
+QUESTIONS = [{"prompt": f"What is {a} times {a + 1}? Think step by step, and then"} for a in range(512)]
+WARM_UP = 2
+SCORED = "teacher_top_log_probs"
+ON_GPUS = {"student": "0.6B", "teacher": "8B", "engine": "vllm", "prompts": 128, "tokens": 512, "steps": 8, "profiled": 3}
+ON_CORES = {"student": "smollm2", "teacher": "smollm2", "engine": "transformers", "prompts": 8, "tokens": 16, "steps": 10, "profiled": 3}
+SMOKE = {"student": "tiny", "teacher": "tiny", "engine": "transformers", "prompts": 2, "tokens": 4, "steps": 2, "profiled": 1}
+
+
+def folder(model: str) -> str:
+    return random_model(model, ".models") if model in SHAPES else rg.model_folder(model)
+
+
+def graph(given: argparse.Namespace, own: bool) -> rg.Graph:
+    """Distillation with the teacher on a pool of its own, or on the student's."""
+    path, pool = folder(given.student), rg.Pool("student", share=1)
+    sampling = rg.Sampling(max_tokens=given.tokens, ignore_eos=True)
+    generator = rg.Generator(path, pool=pool, sampling=sampling, engine=given.engine, max_context=given.tokens + 128)
+    policy = rg.Policy(path, pool=pool, optimizer=rg.AdamW(lr=1e-6))
+    teacher = rg.Teacher(folder(given.teacher), pool=rg.Pool("teacher", share=1) if own else pool, trainer=given.scored_by)
+    weights = rg.feedback("weights", depth=int(own))
+    rollout = generator.rollout(rg.prompts(QUESTIONS, count=given.prompts), weights)
+    scored = teacher.top_log_probs(rollout, top_k=given.top_k, name=SCORED)
+    step = policy.update(rollout, scored, loss=rg.DistillationLoss(divergence="reverse_kl"))
+    weights.close(step.weights)
+    return rg.Graph("own pool" if own else "student's pool", step.metrics)
+
+
+def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
+    """Predict the step of a placement from a profile, then run it and measure its step."""
+    cluster, made, before = rg.local_cluster(), graph(given, own), os.getloadavg()[0]
+    plan = rg.compile(made, cluster, rg.profile(made, cluster, given.profiled))
+    predicted_s = plan.prediction.step_s
+    print(f"{made.name}: a step is predicted to take {predicted_s:.2f} s", flush=True)
+    with plan.launch() as job:
+        seconds = [step.seconds for step in job.steps(given.steps)]
+        fitted = rg.compile(made, cluster, job.costs())
+    step_s = statistics.median(seconds[min(WARM_UP, len(seconds) - 1) :])
+    nodes = {name: fitted.node(name).seconds for name in ("rollout", SCORED, "update")}
+    found = {
+        "predicted_s": predicted_s,
+        "measured_s": step_s,
+        "nodes_s": nodes,
+        "hidden": (sum(nodes.values()) - step_s) / nodes[SCORED],
+        "steps_s": seconds,
+        "load": [before, os.getloadavg()[0]],
+    }
+    print(f"{made.name}: measured {step_s:.2f} s, {found['hidden']:.0%} of the teacher's {nodes[SCORED]:.2f} s hidden", flush=True)
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments.add_argument("--scored-by", default="vllm", help="what runs the teacher: the engine vllm, or the trainer fsdp")
+    arguments.add_argument("--top-k", type=int, default=64, help="tokens a position")
+    arguments.add_argument("--smoke", action="store_true", help="two steps of a tiny model")
+    for name, value in ON_GPUS.items():
+        arguments.add_argument(f"--{name}", type=type(value))
+    given = arguments.parse_args()
+    defaults = SMOKE if given.smoke else ON_GPUS if torch.cuda.is_available() else ON_CORES
+    for name, value in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    figures: dict[str, Any] = {**machine(), "settings": {key: value for key, value in vars(given).items() if key not in ("json", "smoke")}}
+    for name, own in (("own_pool", True), ("students_pool", False)):
+        figures[name] = measured(given, own)
+    figures["ratio"] = figures["own_pool"]["measured_s"] / figures["students_pool"]["measured_s"]
+    figures["predicted_ratio"] = figures["own_pool"]["predicted_s"] / figures["students_pool"]["predicted_s"]
+    print(f"the step on a pool of its own is {figures['ratio']:.3f} of the other one, predicted {figures['predicted_ratio']:.3f}")
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Draw the plans that docs/beyond_rl.md shows: of each recipe beyond policy gradients, as it stands, with a tiny model on two cores.
+
+python docs/draw_recipes.py FOLDER
+
+A recipe of several graphs has one picture, of all of them in their order.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import rlgraph as rg
+from rlgraph.render.plan_svg.draw import svg
+from rlgraph.render.plan_svg.layout import layout
+from rlgraph_cli.recipe import read
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+NAMES = (
+    "sft",
+    "mixture",
+    "dpo",
+    "kto",
+    "online_dpo",
+    "distill",
+    "teachers",
+    "reward_model",
+    "process_rewards",
+    "curriculum",
+    "self_play",
+)
+
+
+def plans(name: str) -> list[rg.Plan]:
+    """Plan the graphs of a recipe. Its engine is `transformers`, as on two cores, and its models are tiny."""
+    recipe = read(RECIPES / f"{name}.py")
+    known = recipe.config_class.__dataclass_fields__  # type: ignore[attr-defined]
+    wanted = {"model": "tiny", "teacher": "tiny", "engine": "transformers"}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # tiny models are made here
+        return recipe.plans(
+            recipe.configured([f"{key}={value}" for key, value in wanted.items() if key in known]), rg.Cluster(cpus=2), None
+        )
+
+
+def picture(made: Sequence[rg.Plan]) -> str:
+    """Draw plans as one SVG document, one below the other."""
+    if len(made) == 1:
+        return svg(made[0])
+    sizes = [(found.width, found.height) for found in map(layout, made)]
+    width, height = max(wide for wide, _ in sizes), sum(high for _, high in sizes)
+    said = ", then ".join(plan.graph for plan in made)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
+        f'aria-label="{said}">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    top = 0.0
+    for plan, (_, high) in zip(made, sizes, strict=True):
+        parts.append(svg(plan).replace("<svg ", f'<svg y="{top:g}" ', 1).rstrip())
+        top += high
+    return "\n".join([*parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    for name in NAMES:
+        Path(sys.argv[1], f"{name}.svg").write_text(picture(plans(name)), encoding="utf-8")
