@@ -62,6 +62,12 @@ def test_an_engine_that_guesses_samples_what_one_without_guesses_does(alone: Alo
 
 
 @pytest.mark.gpu
+@pytest.mark.vllm
+def test_a_teacher_on_vllm_scores_as_the_models_own_forward_and_again_after_it_has_slept(alone: Alone) -> None:
+    assert alone("teacher_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_generator_and_policy_share_one_gpu_in_turns(alone: Alone) -> None:
