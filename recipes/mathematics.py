@@ -8,9 +8,9 @@ The model's own chat template renders each question, so the same file trains a f
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
+from tasks.exports import new_folder
 from tasks.school import by_task, questions, with_examples
 
 import rlgraph as rg
@@ -110,9 +110,10 @@ def graph(cfg: Config) -> rg.Graph:
 
 if __name__ == "__main__":
     cfg = rg.config(Config)
+    model = new_folder(f"{cfg.out}/model") if cfg.export else ""
     plan = rg.compile(graph(cfg), rg.local_cluster())
     print(plan)
     with plan.launch() as job:
         list(rg.record(job, cfg.steps, cfg.out))
-        if cfg.export:
-            job.export(Path(cfg.out) / "model", dtype="float32" if cfg.export_float32 else "bfloat16")
+        if model:
+            job.export(model, dtype="float32" if cfg.export_float32 else "bfloat16")

@@ -10,6 +10,7 @@ the settings.
 from dataclasses import dataclass
 
 from tasks.addition import wrong_and_right
+from tasks.exports import new_folder
 
 import rlgraph as rg
 
@@ -35,8 +36,9 @@ def graph(cfg: Config) -> rg.Graph:
 
 if __name__ == "__main__":
     cfg = rg.config(Config)
+    model = new_folder(f"{cfg.out}/model")
     plan = rg.compile(graph(cfg), rg.local_cluster())
     print(plan)
     with plan.launch() as job:
         list(rg.record(job, cfg.steps, cfg.out))
-        job.export(f"{cfg.out}/model", dtype="float32")
+        job.export(model, dtype="float32")

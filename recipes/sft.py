@@ -2,13 +2,14 @@
 
     python recipes/sft.py [key=value ...] [config=FILE.yaml]
 
-Trains SmolLM2-135M-Instruct to add, by imitation. There is no rollout to train on: the feedback edge leads to the evaluation alone.
-`--help` lists the settings.
+Trains SmolLM2-135M-Instruct to add, by imitation, and leaves its weights in OUT/model. There is no rollout to train on: the feedback edge
+leads to the evaluation alone. `--help` lists the settings.
 """
 
 from dataclasses import dataclass
 
 from tasks.addition import right_number, sums
+from tasks.exports import new_folder
 
 import rlgraph as rg
 
@@ -44,7 +45,9 @@ def graph(cfg: Config) -> rg.Graph:
 
 if __name__ == "__main__":
     cfg = rg.config(Config)
+    model = new_folder(f"{cfg.out}/model")
     plan = rg.compile(graph(cfg), rg.local_cluster())
     print(plan)
     with plan.launch() as job:
         list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics and seconds
+        job.export(model, dtype="float32")

@@ -85,6 +85,31 @@ def test_a_graph_gets_the_weights_of_each_earlier_one_under_its_name(model: str,
 
 
 @pytest.mark.usefixtures("here")
+def test_a_reward_model_that_learns_margins_rewards_the_policy_of_the_next_graph(model: str, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": f" {a}", "by": 0.5 + a} for a in range(4)]
+
+    def learnt() -> rg.Graph:
+        judge = rg.LearnedReward(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+        return rg.Graph("judge", judge.update(rg.pairs(pairs, 4, judge, margin="by"), loss=rg.BradleyTerry()).metrics)
+
+    def rewarded(judge: str) -> rg.Graph:
+        sampling, weights = rg.Sampling(max_tokens=4), rg.feedback("weights", depth=0)
+        generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, max_context=64, dtype="float32")
+        policy = rg.Policy(model, pool=rg.Pool("train"), dtype="float32")
+        rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=2), weights, group_size=4)
+        rewards = rg.LearnedReward(judge, pool=rg.Pool("judge"), dtype="float32").rewards(rollout)
+        step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+        weights.close(step.weights)
+        return rg.Graph("policy", step.metrics)
+
+    judge, policy = rg.run([learnt, rewarded], tmp_path, steps=[3, 1], cluster=HOST, quiet=True)
+    first = json.loads((judge.folder / "metrics.jsonl").read_text().splitlines()[0])
+    margins = torch.tensor([row["by"] for row in pairs])
+    assert first["critic/vf_loss"] == pytest.approx(torch.nn.functional.softplus(margins).mean().item(), abs=1e-4), "a head of zeros"
+    assert policy.metrics["critic/rewards/max"] > policy.metrics["critic/rewards/min"], "responses are told apart"
+
+
+@pytest.mark.usefixtures("here")
 def test_a_curriculum_that_stopped_in_its_second_graph_goes_on_there(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rg.run(stages(model), tmp_path / "whole", steps=STEPS, cluster=HOST, quiet=True)
     began: list[tuple[str, int]] = []
