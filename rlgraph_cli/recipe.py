@@ -16,7 +16,6 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import Plan
 from rlgraph.config import config
 from rlgraph.costs.costs import Costs
-from rlgraph.curriculum.stages import planned_stages
 from rlgraph.errors import ConfigError, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.recording import profile as profiles
@@ -64,6 +63,8 @@ class Recipe:
         made = self.graphs_of(cfg)
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, list | tuple) for part in made):
             raise ConfigError(f"recipe '{self.path}': graphs(cfg) returned {shown(made)}; {RULE}")
+        from rlgraph.curriculum.stages import planned_stages  # it imports Ray, as nothing that plans one graph does
+
         return [stage.plan for stage in planned_stages(*made, cluster)]
 
 
