@@ -42,9 +42,9 @@ RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "kto": ({"steps": 12}, ("preference/rejected", "preference/chosen")),
     "distill": ({"engine": "transformers", "prompts": 16, "steps": 16}, ("actor/distillation", "response_length/mean")),
     "online_dpo": ({"steps": 14}, ("preference/accuracy", "critic/rewards/mean")),
-    "mixture": ({"steps": 12}, ("examples/nll", "critic/rewards/mean")),
-    "self_play": ({"steps": 12}, ("first/right", "second/right")),
-    "process_rewards": ({"steps": 12}, ("reward/accuracy", "step_rewards/mean")),
+    "mixture": ({"steps": 30}, ("examples/nll", "critic/rewards/mean")),
+    "self_play": ({"steps": 30}, ("first/right", "second/right")),
+    "process_rewards": ({"steps": 30}, ("reward/accuracy", "step_rewards/mean")),
     "teachers": ({"steps": 12}, ("actor/nll", "actor/distillation", "critic/right/mean")),
     "curriculum": ({}, ("actor/nll", "critic/rewards/mean")),
 }

@@ -22,9 +22,9 @@ class Config:
     max_tokens: int = 5  # tokens a response
     examples: int = 8  # demonstrations a step
     weight: float = 0.1  # of the demonstrations' loss
-    lr: float = 5e-6
+    lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
-    steps: int = 15
+    steps: int = 30
     seed: int = 0
     out: str = "runs/mixture"
 

@@ -20,13 +20,13 @@ class Config:
     engine: str = "transformers"  # or vllm, sglang
     solutions: int = 8  # a step of the judge
     judge_lr: float = 1e-4  # the head begins at 0, and passes gradients on only once it has grown
-    judge_steps: int = 10
+    judge_steps: int = 24
     prompts: int = 4  # prompts a step of the policy
     group_size: int = 8  # responses a prompt
     max_tokens: int = 20  # tokens a response
-    lr: float = 1e-5
+    lr: float = 2e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
-    steps: int = 12  # of the policy
+    steps: int = 30  # of the policy
     profiled: int = 0  # steps of a profile before each graph, from which its step is predicted
     seed: int = 0
     out: str = "runs/process_rewards"

@@ -23,9 +23,9 @@ class Config:
     prompts: int = 8  # prompts a step, answered by both
     group_size: int = 8  # responses a prompt, of each
     max_tokens: int = 5  # tokens a response
-    lr: float = 5e-6
+    lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions of both; 0 is on-policy
-    steps: int = 15
+    steps: int = 30
     seed: int = 0
     out: str = "runs/self_play"
 
