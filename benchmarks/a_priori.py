@@ -36,6 +36,7 @@ from ways import Way
 import rlgraph as rg
 from rlgraph.compiler.compile import priced_for
 from rlgraph.costs import host_times
+from rlgraph.costs.adapters import ALL_LINEAR, AdapterSize
 from rlgraph.costs.estimates import DECODING, PREFILL
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import PROBABILITIES
@@ -190,7 +191,16 @@ def fit() -> dict[str, float]:
         "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / layers[name] for name, each in update.items()),
         "LOGIT_BYTES": statistics.fmean(logits),
         "COPYING": statistics.median(sleeps) / H200.host_link,
+        "MERGED_BYTES": merged_bytes(),
     }
+
+
+def merged_bytes() -> float:
+    """Return the traffic of memory for each number of a matrix that an adapter is merged into."""
+    found = loaded("small_gpu_h200.json")["parts"]["lora_publish"]
+    of = ModelShape.from_config(shape(found["shape"]))
+    assert of is not None
+    return float(found["merged_s"]) * H200.bandwidth / AdapterSize.of(of, found["rank"], ALL_LINEAR).matrices
 
 
 def least_squares(jobs: list[Unexplained]) -> tuple[float, float]:

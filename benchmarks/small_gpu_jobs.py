@@ -67,7 +67,7 @@ class Size:
 
 
 FULL = Size("1.7B", 32, 8, 512, 16384, 0.4, steps=5)
-ADAPTER = Size("8B", 16, 8, 256, 8192, 0.24, rg.LoRA(rank=32), steps=5)  # an engine of 34 GB, as one GPU of 80 GB has room for
+ADAPTER = Size("8B", 16, 8, 256, 8192, 0.34, rg.LoRA(rank=32), steps=5)  # engine and base of 48 GB, as a GPU of 80 GB has room for
 TINY = Size("toy", 2, 2, 8, 8192, None, steps=3)
 TINY_ADAPTER = Size("toy", 2, 2, 8, 8192, None, rg.LoRA(rank=4), steps=3)
 

@@ -124,8 +124,9 @@ def _need(
     if own is not None:
         frozen = frozen_bytes(model, shape, own, work.itemsize)
         work = replace(work, adapter=own.parameters, frozen_bytes=frozen, remade=frozen < shape.parameters * work.itemsize)
-    if cluster.gpus:  # on a host the base that is kept is mapped from its files
-        work = replace(work, merged=max((size.matrices for size in followed if size is not None), default=0))
+    largest = max((size for size in followed if size is not None), key=lambda size: size.matrices, default=None)
+    if largest is not None:  # on a host the base that is kept is mapped from its files
+        work = replace(work, merged=largest.matrices if cluster.gpus else 0, version_bytes=largest.bytes)
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 
 

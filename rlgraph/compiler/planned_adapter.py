@@ -11,7 +11,8 @@ from rlgraph.graph.nodes import Model
 class PlannedAdapter:
     """An adapter of this `rank`; a reader adds its product, times `scale`, to the base that it keeps, rounded as `base` says.
 
-    It has these `targets`, and begins as it is in `folder`, or as nothing. `bytes` of a version, where known.
+    It has these `targets`, and begins as it is in `folder`, or as nothing. `bytes` of a version, and the `matrices` that it changes as
+    a count of their numbers, where known.
     """
 
     rank: int
@@ -20,6 +21,7 @@ class PlannedAdapter:
     base: str | None = None
     targets: str | tuple[str, ...] = ALL_LINEAR
     folder: str | None = None
+    matrices: int | None = None
 
     @classmethod
     def of(cls, model: Model | None, shapes: Shapes) -> "PlannedAdapter | None":
@@ -28,5 +30,9 @@ class PlannedAdapter:
         if model is None or adapter is None:
             return None
         size = adapter_size(model, shapes.get(model.path))
-        own = None if size is None else size.bytes
-        return cls(adapter.rank, adapter.scale, own, adapter.base, adapter.targets, adapter.folder)
+        own, changed = (None, None) if size is None else (size.bytes, size.matrices)
+        return cls(adapter.rank, adapter.scale, own, adapter.base, adapter.targets, adapter.folder, changed)
+
+    def merging_bytes(self, itemsize: int, versions: int) -> int | None:
+        """The bytes that a reader keeps beside its weights: the base of the matrices that change, and `versions`; None if not known."""
+        return None if self.bytes is None or self.matrices is None else itemsize * self.matrices + versions * self.bytes

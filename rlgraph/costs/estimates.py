@@ -40,15 +40,15 @@ class Workload:
     """One model of a graph as it is to run: `workers` engines or ranks, each on `width` devices.
 
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
-    together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that
-    generates. `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no
-    pass has the logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer,
-    with `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a
-    layer, and with `context` others a pass.
-    Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself has `frozen_bytes`, and if
-    its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges adapters keeps the
-    `merged` numbers of the matrices that they change. An engine `in_fp8` has its layers in fp8; versions on their way are not. With
-    `packed` each rank has all matrices a second time, as its kernels want them.
+    together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
+    `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no pass has the
+    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, with
+    `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and
+    with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
+    has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges
+    adapters keeps the `merged` numbers of the matrices that they change, and its further copies have `version_bytes` (None: whole weights).
+    An engine `in_fp8` has its layers in fp8; versions on their way are not. With `packed` each rank has all matrices a second time, as its
+    kernels want them.
     """
 
     shape: ModelShape
@@ -74,6 +74,7 @@ class Workload:
     frozen_bytes: int = 0
     remade: bool = False
     merged: int = 0
+    version_bytes: int | None = None
     packed: bool = False
     in_fp8: bool = False
 
@@ -97,13 +98,14 @@ def paged(work: Workload) -> Need:
     width = max(work.width, 1.0)
     # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
     own = work.shape.weight_bytes(work.itemsize, fp8=work.in_fp8)
-    weights = int(own / width + (work.copies - 1) * work.shape.parameters * work.itemsize)
+    version = work.shape.parameters * work.itemsize if work.version_bytes is None else work.version_bytes
+    weights = int(own / width + (work.copies - 1) * version)
     sequences = min(-(-work.rows // work.workers), SEQUENCES)
     per_token = work.shape.kv_bytes_per_token(work.itemsize) / width
     cache = int(max(sequences * work.usual, work.longest) * per_token)
     base = {"base of merged adapters": work.merged * work.itemsize} if work.merged else {}
-    least = sum(base.values()) + weights + int(work.longest * per_token)
-    return Need({}, {"engine's weights": weights, **base, "keys and values": cache}, least)
+    # The base stays on the device while the engine sleeps: bringing 8B back takes seconds.
+    return Need(base, {"engine's weights": weights, "keys and values": cache}, weights + int(work.longest * per_token))
 
 
 def fully_sharded(work: Workload) -> Need:

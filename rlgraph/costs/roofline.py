@@ -44,19 +44,20 @@ def device_of(name: str) -> Device | None:
 def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """Estimate the costs of a graph whose models' shapes are all known.
 
-    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1); decoding is by the `decode_law` of
-    the generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where activations are
+    recomputed, and 2 less of frozen ones; decoding is by the `decode_law` of the generator's engine. The host's time for each decode step,
+    sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
     sources = [f.source.node.model for f in graph.feedbacks if f.source and f.source.node.model]
     moved = max((_version_bytes(model, shapes) for model in sources), default=0.0)
-    written = max((_written_bytes(model, shapes) for model in sources), default=0.0)
+    written = max((_swap_bytes(model, shapes) for model in sources), default=0.0)
     return Costs(
         nodes,
         publish_s=moved / device.bandwidth * 2,
         receive_s=moved / LINK,
-        swap_s=written / device.bandwidth * 2,
+        swap_s=written / device.bandwidth,
         source="roofline",
         lengths=lengths,
         publish_bytes=int(moved),
@@ -70,10 +71,10 @@ def _version_bytes(model: Model, shapes: Shapes) -> float:
     return 2.0 * shapes[model.path].parameters if adapter is None else float(adapter.bytes)
 
 
-def _written_bytes(model: Model, shapes: Shapes) -> float:
-    """The bytes that an engine writes at a new version: all weights, or the matrices that an adapter changes."""
+def _swap_bytes(model: Model, shapes: Shapes) -> float:
+    """The traffic of memory of a new version in an engine: all weights are copied, or matrices are merged with those of an adapter."""
     adapter = adapter_size(model, shapes[model.path])
-    return 2.0 * (shapes[model.path].parameters if adapter is None else adapter.matrices)
+    return 4.0 * shapes[model.path].parameters if adapter is None else host_times.MERGED_BYTES.value * adapter.matrices
 
 
 def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
@@ -129,13 +130,25 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
     logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
-    adapter = adapter_size(node.model, shape)
-    learnt = shape.parameters if adapter is None else adapter.parameters
-    operations = 6 if adapter is None or not trains else 4 + 6 * learnt / shape.active_parameters  # frozen weights have no gradient
     exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
     return NodeCost(
-        parallel_s=epochs_of(node) * OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) if trains else 0.0,
-        token_s=walks * (operations * shape.active_parameters / (device.flops * TRAINING) + logits) + walks_of(node) * exchange,
+        parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
+        token_s=walks * (_operations(node.model, shape, trains=trains) / (device.flops * TRAINING) + logits) + walks_of(node) * exchange,
         pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
         sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
     )
+
+
+def _operations(model: Model, shape: ModelShape, *, trains: bool) -> float:
+    """The operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass."""
+    adapter = adapter_size(model, shape) if trains else None
+    own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
+    return own + 2 * shape.active_parameters * (trains and model.traits.recompute)
+
+
+def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
+    """The seconds of an optimizer step: its traffic of memory, and that of moments in host memory, which come and go."""
+    adapter = adapter_size(model, shape)
+    learnt = shape.parameters if adapter is None else adapter.parameters
+    moved = 2 * OPTIMIZER * learnt if model.traits.host_moments else 0
+    return OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) + moved / (host_times.COPYING.value * device.host_link)

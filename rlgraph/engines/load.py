@@ -10,7 +10,7 @@ from rlgraph.engines.precision import device_precision
 
 class Place(Protocol):
     """The place of an engine: its rank among the workers of its model, its device and cores, the number of weight versions on
-    that device, and whether a trainer computes its log-probs to the bit."""
+    that device, what merging adapters takes of it instead, and whether a trainer computes its log-probs to the bit."""
 
     @property
     def rank(self) -> int: ...
@@ -35,6 +35,9 @@ class Place(Protocol):
 
     @property
     def copies(self) -> int: ...
+
+    @property
+    def merging_bytes(self) -> int | None: ...
 
     @property
     def sequences(self) -> int: ...

@@ -36,11 +36,12 @@ class Context:
     """The worker's side of a node: its engine, its rank, and the version of the weights that the engine holds.
 
     `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `listen_fd` is the
-    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models
-    time-share it, `copies` how many versions of the weights it keeps there, and `sequences` how many responses it decodes at once at
-    most. `exact` says whether a policy that the engine follows computes its log-probs to the bit. `arrivals` loads new versions for a
-    node that reads a feedback edge. `set_aside` lists places of the data order to skip, because their prompts killed a worker. What a
-    node does within `waiting()` is recorded as its wait for tools or environments.
+    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models time-share
+    it, `copies` how many versions of the weights it keeps there, `merging_bytes` what it keeps there instead to merge adapters (None: whole
+    weights arrive), and `sequences` how many responses it decodes at once at most. `exact` says whether a policy that the engine follows
+    computes its log-probs to the bit. `arrivals` loads new versions for a node that reads a feedback edge. `set_aside` lists places of the
+    data order to skip, because their prompts killed a worker. What a node does within `waiting()` is recorded as its wait for tools or
+    environments.
 
     A long node reports its progress with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
 
@@ -66,6 +67,7 @@ class Context:
     device: str = "cpu"
     shared: bool = False
     copies: int = 1
+    merging_bytes: int | None = None
     arrivals: Arrivals | None = None
     set_aside: tuple[int, ...] = ()
     sequences: int = 0

@@ -9,9 +9,11 @@ from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.compiler.loading_memory import loading
+from rlgraph.costs.adapters import AdapterSize
 from rlgraph.costs.estimates import PIECE_BYTES, being_read
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import PlanError
+from rlgraph.runtime.worker.spec import worker_specs
 
 GIB = 1 << 30
 
@@ -32,11 +34,12 @@ def loop(
     depth: int = 1,
     pools: tuple[rg.Pool, rg.Pool] | None = None,
     trainer: str | rg.TrainerSpec = "fsdp",
+    adapter: rg.LoRA | None = None,
 ) -> rg.Graph:
     together = rg.Pool("shared")
     rollout_pool, train_pool = (together, together) if shared else pools or (rg.Pool("rollout"), rg.Pool("train"))
     generator = rg.Generator(model, pool=rollout_pool, tensor_parallel=tensor_parallel, max_context=4096)
-    policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True, trainer=trainer)
+    policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True, trainer=trainer, adapter=adapter)
     weights = rg.feedback("weights", depth=0 if shared else depth, buffers=buffers)
     prompts = rg.prompts([{"prompt": "1"}], count=16)
     rollout = generator.rollout(prompts, weights, group_size=8)
@@ -106,6 +109,30 @@ def test_a_second_buffer_of_an_engine_over_gpus_lies_on_the_first_of_them(tmp_pa
     model = folder(tmp_path / "m", QWEN3_8B)
     plan = rg.compile(loop(model, tensor_parallel=2, buffers=2), rg.Cluster(gpus=8))
     assert parts(plan, "a GPU of 'rollout'")["engine's weights"] == 3 * ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+
+
+def test_the_base_of_merged_adapters_stays_beside_a_trainer_and_a_second_buffer_holds_an_adapter(tmp_path: Path) -> None:
+    model, lora = folder(tmp_path / "m", QWEN3_8B), rg.LoRA(rank=32)
+    size = AdapterSize.of(ModelShape.from_config(QWEN3_8B), 32, "all-linear")  # type: ignore[arg-type]
+    cluster = rg.Cluster(gpus=2, gpu="H100")
+    (shared,) = [n for n in rg.compile(loop(model, shared=True, adapter=lora), cluster).memory if n.pool == "shared" and not n.loading]
+    engines, trains = ("engine's weights", "keys and values"), ("activations", "gathered layers", "logits")
+    found = dict(shared.parts)
+    assert found["base of merged adapters"] == 2 * size.matrices
+    assert all(what in found for what in engines) != all(what in found for what in trains)  # the larger of both
+    assert shared.least_bytes >= 2 * size.matrices + found["weights"]
+    one, two = (parts(rg.compile(loop(model, buffers=n, adapter=lora), cluster), "a GPU of 'rollout'") for n in (1, 2))
+    assert two["engine's weights"] - one["engine's weights"] == size.bytes
+    assert one["base of merged adapters"] == 2 * size.matrices
+
+
+@pytest.mark.parametrize(("buffers", "versions"), [(1, 0), (2, 1)])
+def test_a_worker_that_merges_adapters_knows_what_it_keeps_beside_its_weights(tmp_path: Path, buffers: int, versions: int) -> None:
+    size = AdapterSize.of(ModelShape.from_config(QWEN3_8B), 32, "all-linear")  # type: ignore[arg-type]
+    for adapter, expected in ((rg.LoRA(rank=32), 2 * size.matrices + versions * size.bytes), (None, None)):
+        graph = loop(folder(tmp_path / "m", QWEN3_8B), buffers=buffers, adapter=adapter)
+        specs = worker_specs(graph, rg.compile(graph, rg.Cluster(gpus=2, gpu="H100")), "jobs", b"", 60.0)
+        assert {spec.worker.model: spec.merging_bytes for spec in specs if spec.model} == {"generator": expected, "policy": None}
 
 
 @pytest.mark.parametrize(("depth", "buffers", "copies"), [(0, 1, 2), (1, 1, 3), (1, 2, 3), (2, 2, 4)])

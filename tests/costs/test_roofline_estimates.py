@@ -1,7 +1,10 @@
 """Estimates where nothing was measured: against runs on H200s that the table of host times was not fitted to, and its derivation."""
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,9 @@ import peer_job
 
 import rlgraph as rg
 from rlgraph.costs import host_times
+from rlgraph.costs.functions import Setting
+from rlgraph.costs.microbatch_count import Passes
+from rlgraph.costs.model_shapes import ModelShape
 
 
 def test_a_step_that_nothing_measured_is_estimated_within_half_of_what_it_took(tmp_path: Path) -> None:
@@ -43,3 +49,45 @@ def test_prompts_and_lengths_that_are_known_are_estimated_as_they_are(tmp_path: 
     assert found is not None
     assert (found.mean, found.longest) == (1024, 1024)
     assert 5 < found.prompt_tokens < 22
+
+
+def no_reward(responses: list[str]) -> list[float]:
+    return [0.0 for _ in responses]
+
+
+def update_s(folder: str, micro_batch_tokens: int = 8192, **policy: Any) -> float:
+    """The estimated seconds of an update of 8 sequences of 2,048 tokens on one H200."""
+    generator = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=1536, ignore_eos=True))
+    trained = rg.Policy(folder, pool=rg.Pool("train", gpus=1), micro_batch_tokens=micro_batch_tokens, fused_head=True, **policy)
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=2), weights, group_size=4)
+    step = trained.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    graph = rg.Graph("update", step.metrics)
+    costs = a_priori.priced_for(graph, a_priori.cluster(2), None, a_priori.shapes_of(graph))
+    assert costs.lengths is not None
+    lengths = replace(costs.lengths, prompt_tokens=512.0)
+    return float(costs.cost_of("update").seconds(Setting(1, 1, 8, Passes(micro_batch_tokens)), lengths, 1, 8)[0])
+
+
+def test_updates_of_adapters_and_with_recomputing_are_estimated_as_measured(tmp_path: Path) -> None:
+    parts = json.loads((a_priori.RESULTS / "small_gpu_h200.json").read_text())["parts"]
+    lora, small = parts["lora_memory"]["runs"], parts["moments_8bit"]["runs"]
+    eight, adapter = a_priori.folder("8B", tmp_path), rg.LoRA(rank=32)
+    pairs = {
+        "8B, adapter, recompute": (update_s(eight, adapter=adapter, recompute=True), lora["recompute"]["update_s"]),
+        "8B, adapter": (update_s(eight, 4096, adapter=adapter), lora["activations kept"]["update_s"]),
+        "1.7B, recompute": (update_s(a_priori.folder("1.7B", tmp_path), recompute=True), small["1.7B, 32bit"]["update_s"]),
+        "4B, recompute": (update_s(a_priori.folder("4B", tmp_path), recompute=True), small["4B, 8bit"]["update_s"]),
+    }
+    far = {name: found for name, found in pairs.items() if not 1 / 1.3 <= found[0] / found[1] <= 1.3}
+    assert not far
+
+
+def test_moments_in_host_memory_cost_their_way_to_the_gpu_and_back(tmp_path: Path) -> None:
+    folder = a_priori.folder("4B", tmp_path)
+    shape = ModelShape.from_config(a_priori.shape("4B"))
+    assert shape is not None
+    seconds = 16 * shape.parameters / (host_times.COPYING.value * a_priori.H200.host_link)
+    assert update_s(folder, offload="moments") - update_s(folder) == pytest.approx(seconds)
+    assert 2.0 < seconds < 3.0

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.heads import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.lora.merging import BaseWeights, merged
@@ -199,3 +199,53 @@ def test_an_adapter_of_another_model_or_of_unknown_targets_is_refused(make: Any,
         engine_of(tied, adapter=LoRA(rank=2, targets=("q_proj", "query")))
     with pytest.raises(GraphError, match="without a target"):
         LoRA(rank=2, targets=())
+
+
+class SquaredValues:
+    """Half the mean of the squares of what the values lack of 1."""
+
+    reads, needs_entropy = (), False
+
+    def __call__(self, values: torch.Tensor, batch: Any, totals: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        return torch.where(batch["response_mask"], (values - 1) ** 2, 0).sum() / (2 * totals.tokens), {}
+
+
+def gradients(engine: FsdpEngine, batch: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a first update, which Adam's first moments are a tenth of."""
+    engine.update(batch, SquaredValues())
+    state = engine.state()
+    return {name: state[f"moments.{name}.exp_avg"].full_tensor() / 0.1 for name in engine.weights()}  # type: ignore[attr-defined]
+
+
+def test_a_critic_with_an_adapter_has_values_and_gradients_of_the_merged_critic(tied: Path) -> None:
+    batch, draw = batch_of(LENGTHS, holes=True), torch.Generator().manual_seed(3)
+    given: dict[str, Any] = {"optimizer": AdamW(lr=1e-2, grad_clip=1e9), "dtype": torch.float32}
+    engine, plain = (FsdpEngine(ValueHead(tied), adapter=lora, **given) for lora in (RANK4, None))
+    weights, whole = engine.weights(), plain.weights()
+    assert "score.weight" in weights
+    assert all(".lora_" in name for name in weights if name != "score.weight")
+    assert torch.equal(engine.scores(batch), torch.zeros_like(engine.scores(batch)))  # a head of 0
+    for name in sorted(weights):
+        weights[name].copy_(0.1 * torch.randn(weights[name].shape, generator=draw))
+    pairs = {name.removesuffix(".lora_A.weight"): weights[name] for name in weights if name.endswith(".lora_A.weight")}
+    for name, a in pairs.items():
+        whole[f"{name}.weight"].copy_(merged(whole[f"{name}.weight"], a, weights[f"{name}.lora_B.weight"], RANK4.scale, torch.float32))
+    whole["score.weight"].copy_(weights["score.weight"])
+    torch.testing.assert_close(engine.scores(batch), plain.scores(batch), atol=1e-5, rtol=1e-5)
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+    found, expected = gradients(engine, batch), gradients(plain, batch)
+    torch.testing.assert_close(found["score.weight"], expected["score.weight"], atol=1e-6, rtol=1e-4)
+    for name in pairs:
+        of_matrix, b = RANK4.scale * expected[f"{name}.weight"], copies[f"{name}.lora_B.weight"]
+        torch.testing.assert_close(found[f"{name}.lora_B.weight"], of_matrix @ copies[f"{name}.lora_A.weight"].t(), atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found[f"{name}.lora_A.weight"], b.t() @ of_matrix, atol=1e-6, rtol=1e-4)
+    for each in (engine, plain):
+        each.close()
+
+
+def test_a_critic_begins_with_a_policys_adapter(make: Any, tied: Path, peft: Path) -> None:
+    policy, critic = make(tied, adapter=LoRA.load(peft)), FsdpEngine(ValueHead(tied), optimizer=AdamW(), adapter=LoRA.load(peft))
+    own = {f"model.{name}": tensor for name, tensor in critic.weights().items() if name != "score.weight"}
+    assert own.keys() == policy.weights().keys()
+    assert all(torch.equal(policy.weights()[name], tensor) for name, tensor in own.items())
+    critic.close()

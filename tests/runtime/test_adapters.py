@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another folder": (lambda m: loop(m, other="elsewhere"), "give the same path"),
     "an engine without tests": (lambda m: loop(m, engine="sglang"), "its engine is not tested with adapters"),
     "no adapter": (lambda m: loop(m, adapter=None), "no adapter to leave out"),
-    "a critic": (lambda m: rg.Critic(m, pool=rg.Pool("p"), adapter=LORA), "adapter"),  # type: ignore[call-arg]
+    "a reward model": (lambda m: rg.RewardModel(m, pool=rg.Pool("p"), adapter=LORA), "adapter"),  # type: ignore[call-arg]
 }
 
 
@@ -229,3 +229,76 @@ def test_a_family_without_tests_is_refused_by_name(tmp_path: Path) -> None:
 def test_an_export_apart_needs_an_adapter(model: str, tmp_path: Path) -> None:
     with plan(loop(model, adapter=None, reference=True)).run_here() as job, pytest.raises(ExportError, match="trained no adapter"):
         job.export(tmp_path / "apart", adapter="apart")
+
+
+def with_a_critic(model: str) -> rg.Graph:
+    """PPO with an adapter of the policy and one of the critic, in turns on one pool."""
+    generator = rg.Generator(
+        model, pool=rg.Pool("rollout", cpus=1), engine="transformers", sampling=rg.Sampling(max_tokens=6), dtype="float32", max_context=64
+    )
+    train, given = rg.Pool("train", cpus=1), {"adapter": LORA, "optimizer": rg.AdamW(lr=1e-2), "dtype": "float32"}
+    policy, critic = rg.Policy(model, pool=train, **given), rg.Critic(model, pool=train, **given)  # type: ignore[arg-type]
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], count=4), weights)
+    old, ref, values = policy.log_probs(rollout), policy.base_log_probs(rollout), critic.values(rollout)
+    shaped = rg.kl_shaped_rewards(rollout, small_tokens(rollout), old, ref, coef=0.1)
+    targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE())
+    step = policy.update(rollout, old, targets, loss=rg.ClippedLoss())
+    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss())
+    weights.close(step.weights)
+    return rg.Graph("critic", step.metrics, critic_step.metrics)
+
+
+def held(job: LocalJob, worker: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine(job, worker).weights().items()}
+
+
+def test_policy_and_critic_train_adapters_of_one_folder_and_go_on_with_the_same_bits(model: str, tmp_path: Path) -> None:
+    with job_of(with_a_critic(model), tmp_path / "whole") as job:
+        begun = held(job, "critic")
+        steps = list(job.steps(4))
+        policy, critic = held(job, "policy"), held(job, "critic")
+        with pytest.raises(ExportError, match="'critic' is a critic with an adapter"):
+            job.export(tmp_path / "critic", policy="critic")
+        job.export(tmp_path / "policy", adapter="apart")
+    assert steps[-1].metrics["critic/vf_loss"] < steps[0].metrics["critic/vf_loss"]
+    assert critic.keys() == {name.removeprefix("model.") for name in policy} | {"score.weight"}
+    assert all(not torch.equal(tensor, critic[name]) for name, tensor in begun.items())
+    assert read_adapter(tmp_path / "policy").keys() == policy.keys()
+    saved = sum(file.stat().st_size for file in (tmp_path / "whole" / "step-00000004" / "critic").glob("*.distcp"))
+    own = sum(tensor.numel() for tensor in critic.values())
+    assert own * 12 <= saved < own * 12 + 200_000
+    with job_of(with_a_critic(model), tmp_path / "parts") as job:
+        list(job.steps(2))
+    with job_of(with_a_critic(model), tmp_path / "parts") as job:
+        list(job.steps(4))
+        assert all(torch.equal(held(job, "critic")[name], tensor) for name, tensor in critic.items())
+        assert all(torch.equal(held(job, "policy")[name], tensor) for name, tensor in policy.items())
+
+
+def test_two_policies_of_one_folder_each_train_and_publish_an_adapter_of_their_own(model: str) -> None:
+    steps, generators = [], []
+    for name, lora in (("left", LORA), ("right", rg.LoRA(rank=2, seed=1))):
+        generator = rg.Generator(
+            model, pool=rg.Pool(f"{name} rollout", cpus=1), engine="transformers", sampling=rg.Sampling(max_tokens=6), dtype="float32",
+            max_context=64,
+        )  # fmt: skip
+        policy = rg.Policy(model, pool=rg.Pool(name, cpus=1), adapter=lora, optimizer=rg.AdamW(lr=1e-2), dtype="float32")
+        weights = rg.feedback(f"{name} weights", depth=0)
+        prompts = rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], count=2, name=f"{name} prompts")
+        rollout = generator.rollout(prompts, weights, group_size=2, name=f"{name} rollout")
+        advantages = rg.advantages(rollout, small_tokens(rollout), estimator=rg.GRPO(), name=f"{name} advantages")
+        step = policy.update(rollout, advantages, loss=rg.ClippedLoss(), name=f"{name} update")
+        weights.close(step.weights)
+        steps.append(step.metrics)
+        generators.append(generator)
+    made = plan(rg.Graph("two", *steps), cpus=4)
+    assert sorted(loop.adapter.rank for loop in made.loops if loop.adapter is not None) == [2, 4]
+    with made.run_here() as job:
+        list(job.steps(3))
+        trained = {name: held(job, name) for name in job.progress if hasattr(job.progress[name].worker.context.engine, "base_scores")}
+        merged = [held_by_engine for name in job.progress if (held_by_engine := getattr(engine(job, name), "_model", None)) is not None]
+    ranks = sorted({tensor.shape[0] for name, tensor in own.items() if name.endswith("lora_A.weight")} for own in trained.values())  # type: ignore[type-var]
+    assert ranks == [{2}, {4}]
+    one, other = ({name: tensor.clone() for name, tensor in each.named_parameters()} for each in merged)
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -45,6 +45,11 @@ class Head(torch.nn.Module, ABC):
         """The layers, each of which is gathered by itself."""
         return layers_of(self.backbone)
 
+    @property
+    def trained_whole(self) -> tuple[torch.nn.Module, ...]:
+        """The modules that are trained beside an adapter, and not frozen: none of a language model."""
+        return ()
+
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
         own = name.removeprefix("model.")
@@ -147,6 +152,10 @@ class ValueHead(Head):
     @property
     def backbone(self) -> Any:
         return self.model
+
+    @property
+    def trained_whole(self) -> tuple[torch.nn.Module, ...]:
+        return (self.score,)
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         if name != "score.weight":

@@ -314,4 +314,4 @@ def _attached(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list
     if adapter.base is not None and world > 1:
         raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
     head.begins = Beginning(adapter)
-    return attach(head, head.layers, adapter, dtype)
+    return attach(head, head.layers, adapter, dtype, head.trained_whole)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,15 @@ class LoraLinear(torch.nn.Linear):
         return found + linear(linear(states, self.lora_A.weight), self.lora_B.weight) * self.scale if self.on else found
 
 
-def attach(model: torch.nn.Module, layers: torch.nn.Module, lora: LoRA, dtype: torch.dtype) -> list[LoraLinear]:
+def attach(
+    model: torch.nn.Module, layers: torch.nn.Module, lora: LoRA, dtype: torch.dtype, trained_whole: Sequence[torch.nn.Module] = ()
+) -> list[LoraLinear]:
     """Freeze a model in `dtype`, on the meta device or in memory, and put adapters beside the targets among its layers; return these.
 
-    Raises DataError for targets that no projection of the layers has.
+    Modules that are `trained_whole` are left as they are. Raises DataError for targets that no projection of the layers has.
     """
     kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
-    for module in model.modules():
+    for module in (module for module in model.modules() if module not in trained_whole):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in kept:
                 kept[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
@@ -104,11 +106,13 @@ class Beginning:
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         assert self._file is not None
         with safe_open(self._file, "pt") as tensors:
-            if PEFT + name not in tensors.keys():  # noqa: SIM118, safe_open is no dict
+            there = tensors.keys()
+            own = next((known for known in (PEFT + name, f"{PEFT}model.{name}") if known in there), None)  # the second of a critic
+            if own is None:
                 raise DataError(f"'{self._file}' has no '{PEFT + name}'; it is an adapter of another model, or of other targets")
-            found: torch.Tensor = tensors.get_tensor(PEFT + name).float()
+            found: torch.Tensor = tensors.get_tensor(own).float()
         if tuple(found.shape) != shape:
-            raise DataError(f"'{self._file}': '{PEFT + name}' has the shape {list(found.shape)}, the model's is {list(shape)}")
+            raise DataError(f"'{self._file}': '{own}' has the shape {list(found.shape)}, the model's is {list(shape)}")
         return found
 
 

@@ -33,11 +33,11 @@ class VllmEngine(GenerateEngine):
 
     `max_model_len` is the context (None: the model's). The `engines` on a GPU together take the share `memory` of its memory, and free it
     between rollouts if the pool is `shared`. In this share each engine has `copies` of the weights: its own, and the buffers in which it
-    receives versions. `kv_cache_bytes` instead sets the size of the KV cache. `threads` is the number of cores on a CPU, for the whole
-    process. `random_weights` ignores the weights of the folder. With `weights_dtype="fp8"` the layers' matrices are kept in fp8, and each
-    version is quantised as it is loaded. `drafts` guess tokens ahead. `engine_args` replace the arguments that rlgraph gives to vLLM.
-    Log-probs are those of the sampling distribution. `exact` takes kernels whose log-probs a trainer can compute to the bit; on a CPU
-    all are such.
+    receives versions; or, where adapters arrive, its own and the `merging_bytes` of their base and versions. `kv_cache_bytes` instead sets
+    the size of the KV cache. `threads` is the number of cores on a CPU, for the whole process. `random_weights` ignores the weights of the
+    folder. With `weights_dtype="fp8"` the layers' matrices are kept in fp8, and each version is quantised as it is loaded. `drafts` guess
+    tokens ahead. `engine_args` replace the arguments that rlgraph gives to vLLM. Log-probs are those of the sampling distribution. `exact`
+    takes kernels whose log-probs a trainer can compute to the bit; on a CPU all are such.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -57,6 +57,7 @@ class VllmEngine(GenerateEngine):
         shared: bool = False,
         engines: int = 1,
         copies: int = 1,
+        merging_bytes: int | None = None,
         random_weights: bool = False,
         exact: bool = False,
         weights_dtype: str | None = None,
@@ -79,7 +80,8 @@ class VllmEngine(GenerateEngine):
         self._own_bytes = (in_fp8 if weights_dtype else weights) // tensor_parallel  # of each device
         share = engine_arguments.share_of_memory(memory, shared)
         if not self._on_cpu:
-            share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, (copies - 1) * weights, self._own_bytes)
+            beside = (copies - 1) * weights if merging_bytes is None else merging_bytes
+            share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, beside, self._own_bytes)
         context = max_model_len or self._summary.context_length
         machine = engine_arguments.arguments(
             on_cpu=self._on_cpu, context=context, max_sequences=max_sequences, kv_cache_bytes=kv_cache_bytes, share=share, shared=shared
@@ -305,11 +307,11 @@ def _prepare_process(threads: int | None) -> None:
 
 
 def _memory_of_gpu(
-    share: float, kv_cache_bytes: int | None, shared: bool, engines: int, staged_bytes: int, own_bytes: int
+    share: float, kv_cache_bytes: int | None, shared: bool, engines: int, beside_bytes: int, own_bytes: int
 ) -> tuple[float, int | None]:
-    """Compute the share of a GPU's memory left by the staged versions of its engines, and the bytes of each engine's KV cache if set."""
+    """Compute the share of a GPU's memory that what its engines keep beside their weights leaves, and the bytes of each KV cache if set."""
     total = torch.cuda.get_device_properties(0).total_memory
-    share -= engines * staged_bytes / total
+    share -= engines * beside_bytes / total
     if (engines > 1 or shared) and kv_cache_bytes is None:
         kv_cache_bytes = engine_arguments.kv_cache_of_many(total, own_bytes, engines, share)
     return share, kv_cache_bytes

@@ -25,6 +25,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         engines=generator.engines_per_gpu,
         shared=place.shared and place.device == "cuda",
         copies=place.copies,
+        merging_bytes=place.merging_bytes,
         exact=place.exact,
         weights_dtype=generator.weights_dtype,
         drafts=generator.drafts,

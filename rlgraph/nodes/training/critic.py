@@ -8,7 +8,6 @@ import torch
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
@@ -26,12 +25,12 @@ class Critic(TrainedModel):
     >>> rg.Critic("tiny", pool=rg.Pool("train")).values(rollout).columns
     ('values',)
 
-    The head is the folder's `score.weight` if it has one, as a reward model does. Else head and values begin at 0.
+    The head is the folder's `score.weight` if it has one, as a reward model does. Else head and values begin at 0. With `adapter` it is
+    trained whole, beside the adapter's matrices.
     """
 
     role: ClassVar[str] = "critic"
     scores: ClassVar[Literal["log_probs", "values"]] = "values"
-    adapter: LoRA | None = field(default=None, init=False)
     exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)  # its head has one output
 

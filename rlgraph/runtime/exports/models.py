@@ -40,7 +40,9 @@ def _adapter(model: TrainedModel) -> SavedAdapter | None:
 
 
 def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
-    """Raise ExportError for an adapter that is to be exported apart and is none."""
+    """Raise ExportError for an adapter that is to be exported apart and is none, and for one of a critic."""
+    if model.adapter is not None and model.scores == "values":
+        raise ExportError(f"{where}: '{model.name}' is a critic with an adapter, which checkpoints alone hold; export the policy")
     if adapter == "apart" and model.adapter is None:
         raise ExportError(f"{where}: '{model.name}' trained no adapter that could be apart; leave out adapter='apart'")
 

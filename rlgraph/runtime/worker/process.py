@@ -125,6 +125,7 @@ class Process:
             device=device,
             shared=self.spec.shared,
             copies=self.spec.copies,
+            merging_bytes=self.spec.merging_bytes,
             set_aside=self.spec.set_aside,
             sequences=self.spec.sequences,
             exact=self.spec.exact,

@@ -8,6 +8,7 @@ from rlgraph.channels.factory import Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes, steps_back
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.compiler.precision import ITEMSIZE
 from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Due, Graph, Model, Node
@@ -125,6 +126,7 @@ class WorkerSpec:
     local_gpus: tuple[int, ...]  # as they are counted on its host
     encrypt: bool = False  # what goes to other hosts
     copies: int = 1  # versions of its model's weights that it holds at once
+    merging_bytes: int | None = None  # beside them, where adapters arrive instead of whole weights
     time_slices: tuple[TimeSlice, ...] = ()  # of its model, where workers of other models have its GPUs as well
     saving: Saving | None = None
     resume: Resume | None = None
@@ -193,6 +195,7 @@ def worker_specs(
             local_gpus=tuple(gpu - worker.host * plan.cluster.gpus_per_node for gpu in worker.gpus),
             time_slices=time_slices(plan.schedule.events, worker.nodes),
             copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
+            merging_bytes=_merging_bytes(plan, worker),
             saving=_saving(plan, start, lookahead, worker) if start.folder else None,
             resume=start.resume,
             begin=begin,
@@ -219,6 +222,14 @@ def _sequences(node: Node, world: int) -> int:
 def _copies(loop: PlannedLoop) -> int:
     """Count the versions for which a reader of the loop has room: its buffers, and the slots on its GPU into which NCCL writes."""
     return loop.buffers + (loop.slots if transport_of(loop.transport).reader_keeps == "gpu" else 0)
+
+
+def _merging_bytes(plan: Plan, worker: PlannedWorker) -> int | None:
+    """The bytes that a worker keeps to merge adapters that it reads; None for one that reads none, or of unknown size."""
+    itemsize = ITEMSIZE.get(plan.dtype(worker.model) or "", 2)
+    read = [loop for loop in plan.loops if set(loop.readers) & set(worker.nodes)]
+    found = [loop.adapter.merging_bytes(itemsize, _copies(loop) - 1) for loop in read if loop.adapter is not None]
+    return max((size for size in found if size is not None), default=None)
 
 
 def _saving(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
