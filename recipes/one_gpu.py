@@ -1,7 +1,7 @@
 """Synchronous GRPO on one GPU: generator and policy share it in turns, in full or by an adapter; every batch is on-policy.
 
     python recipes/one_gpu.py [key=value ...] [config=FILE.yaml]
-    python recipes/one_gpu.py model=Qwen/Qwen3-8B rank=32 fp8=True memory=0.3 lr=1e-5
+    python recipes/one_gpu.py model=Qwen/Qwen3-8B rank=32 fp8=True lr=1e-5
 
 Trains SmolLM2-135M-Instruct to add: few-shot prompts, reward 1 for the right number. `--help` lists the settings.
 """

@@ -93,7 +93,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     check_shared(graph, shapes)
     workers, settings, schedule = scheduled(graph, cluster, counts, priced)
     sleeps = sleep_costs(graph, workers, settings, priced.sleep)
-    memory = needs(graph, cluster, workers, settings, shapes, priced.lengths)
+    memory = needs(graph, cluster, workers, settings, shapes, priced)
     check_memory(graph.name, memory)
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)

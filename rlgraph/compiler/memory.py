@@ -8,11 +8,13 @@ from rlgraph.compiler.channels import staged_versions, weights_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
+from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
+from rlgraph.costs.costs import Costs
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
-from rlgraph.costs.functions import Setting
+from rlgraph.costs.functions import Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.errors import PlanError
@@ -29,9 +31,10 @@ def needs(
     workers: Sequence[PlannedWorker],
     settings: Mapping[str, Setting],
     shapes: Shapes,
-    lengths: Lengths | None,
+    costs: Costs,
 ) -> tuple[PlannedMemory, ...]:
     """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
+    lengths = costs.lengths
     found, host = [], dict[str, int]()
     moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
     for pool in (pool for pool in graph.pools if pool.cpus is None):
@@ -49,6 +52,8 @@ def needs(
                 host[what] = host.get(what, 0) + size * ranks
     if offloaded := _host_moments(graph, workers, shapes):
         host["optimizer"] = host.get("optimizer", 0) + offloaded
+    if asleep := _asleep(graph, cluster, settings, costs.sleep):
+        host["asleep"] = asleep
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:
         host["weights in staging"] = staged
@@ -74,6 +79,21 @@ def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes
             trained = shapes[model.path].parameters if size is None else size.parameters
             held[worker.host] = held.get(worker.host, 0) + OPTIMIZER * trained // ranks
     return max(held.values(), default=0)
+
+
+def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sleep: Mapping[str, SleepCost]) -> int:
+    """Estimate what engines and moments that sleep take of a host, where models time-share GPUs: its pinned memory is kept for good."""
+    if not cluster.gpus:
+        return 0
+    total = 0
+    devices = {node.pool: settings[node.name].devices for node in graph.nodes if node.pool is not None and node.pool.cpus is None}
+    named = [(name, model, [n for n in graph.nodes if n.model is model]) for name, model in model_names(graph).items()]
+    for name, model, nodes in named:
+        if model.pool.cpus is None and sum(other.pool is model.pool for _, other, _ in named) > 1:
+            sharded = all(node.traits.work != "generate" for node in nodes)
+            cost = sleep.get(name, SleepCost()).at(settings[nodes[0].name], sharded=sharded)
+            total += (cost.bytes or 0) * devices[model.pool]
+    return total // max(1, -(-sum(devices.values()) // cluster.gpus_per_node))  # hosts have as much each
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
@@ -119,6 +139,7 @@ def _need(
         expert=model.traits.expert_parallel,
         packed=model.traits.exact and not cluster.gpus,
         in_fp8=model.traits.weights_dtype is not None,
+        kv_itemsize=model.traits.kv_itemsize,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
     if own is not None:
@@ -201,6 +222,7 @@ FIXES = {
     "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute=True",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
+    "asleep": "give models that time-share GPUs pools of their own, train an adapter, or set rg.AdamW(moments='8bit')",
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",
 }

@@ -47,8 +47,8 @@ class Workload:
     with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
     has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges
     adapters keeps the `merged` numbers of the matrices that they change, and its further copies have `version_bytes` (None: whole weights).
-    An engine `in_fp8` has its layers in fp8; versions on their way are not. With `packed` each rank has all matrices a second time, as its
-    kernels want them.
+    An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values have `kv_itemsize` bytes a number (None:
+    as passes). With `packed` each rank has all matrices a second time, as its kernels want them.
     """
 
     shape: ModelShape
@@ -77,6 +77,7 @@ class Workload:
     version_bytes: int | None = None
     packed: bool = False
     in_fp8: bool = False
+    kv_itemsize: int | None = None
 
     @property
     def sharing(self) -> int:
@@ -101,7 +102,7 @@ def paged(work: Workload) -> Need:
     version = work.shape.parameters * work.itemsize if work.version_bytes is None else work.version_bytes
     weights = int(own / width + (work.copies - 1) * version)
     sequences = min(-(-work.rows // work.workers), SEQUENCES)
-    per_token = work.shape.kv_bytes_per_token(work.itemsize) / width
+    per_token = work.shape.kv_bytes_per_token(work.kv_itemsize or work.itemsize) / width
     cache = int(max(sequences * work.usual, work.longest) * per_token)
     base = {"base of merged adapters": work.merged * work.itemsize} if work.merged else {}
     # The base stays on the device while the engine sleeps: bringing 8B back takes seconds.

@@ -98,6 +98,7 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not model.traits.host_moments
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
     size = int(size * EIGHT_BITS / OPTIMIZER) if model.traits.eight_bit_moments else size
+    size = int(size * _in_fp8(shapes[model.path])) if model.traits.weights_dtype is not None and model.path in shapes else size
     seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
 
@@ -125,7 +126,9 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         decode_law = (node.model.traits.estimates or GENERATING).decode_law
         decode = decode_law(shape, device, context)
         if node.model.traits.weights_dtype is not None:  # a step reads the weights as they are kept
-            decode = replace(decode, step_s=decode.step_s * shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2))
+            decode = replace(decode, step_s=decode.step_s * _in_fp8(shape))
+        if node.model.traits.kv_itemsize is not None:
+            decode = replace(decode, sequence_s=decode.sequence_s * node.model.traits.kv_itemsize / 2)
         return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
@@ -137,6 +140,11 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
         sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
     )
+
+
+def _in_fp8(shape: ModelShape) -> float:
+    """The bytes of a model whose layers are in fp8, over those in bfloat16."""
+    return shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2)
 
 
 def _operations(model: Model, shape: ModelShape, *, trains: bool) -> float:

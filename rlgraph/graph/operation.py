@@ -249,6 +249,11 @@ class ModelTraits:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
+    def kv_itemsize(self) -> int | None:
+        """The bytes of a number of its keys and values, where the arguments of its engine say so."""
+        return 1 if str(self.engine_args.get("kv_cache_dtype")).startswith("fp8") else None
+
+    @property
     def together(self) -> int:
         """The workers of which a model has a multiple: whole groups that compute a pass, and that share experts."""
         return lcm(self.sharing, self.pipeline_parallel * self.expert_parallel)

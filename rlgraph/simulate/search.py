@@ -136,7 +136,7 @@ class _Problem:
         for counts in divisions:
             try:
                 workers, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
-                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs.lengths))
+                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs))
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 continue
@@ -151,7 +151,7 @@ class _Problem:
         def period_if_it_fits(counts: Counts) -> float:
             placed = settings_on(self.graph, self.cluster, counts)
             try:
-                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs.lengths))
+                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs))
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 return float("inf")

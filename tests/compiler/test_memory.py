@@ -126,6 +126,20 @@ def test_the_base_of_merged_adapters_stays_beside_a_trainer_and_a_second_buffer_
     assert one["base of merged adapters"] == 2 * size.matrices
 
 
+def test_what_sleeps_is_counted_on_the_host_where_models_time_share_gpus(tmp_path: Path) -> None:
+    model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
+    plan = rg.compile(loop(model, shared=True), rg.Cluster(gpus=8, gpu="H100"))
+    assert parts(plan, "host")["asleep"] == pytest.approx(8 * 2 * count + 8 * count, rel=1e-6)  # an engine on each GPU, shards of moments
+    many = parts(rg.compile(loop(model, shared=True), rg.Cluster(gpus=16, cpus=64, gpu="H100")), "host")["asleep"]
+    assert many == pytest.approx((16 * 2 * count + 8 * count) / 2, rel=1e-6)
+    lora = rg.compile(loop(model, shared=True, adapter=rg.LoRA(rank=32)), rg.Cluster(gpus=1, gpu="H100"))
+    size = AdapterSize.of(ModelShape.from_config(QWEN3_8B), 32, "all-linear")  # type: ignore[arg-type]
+    assert parts(lora, "host")["asleep"] == pytest.approx(2 * count + 8 * size.parameters, rel=1e-6)
+    assert "host" not in {need.place for need in rg.compile(loop(model), rg.Cluster(gpus=8, gpu="H100")).memory}
+    with pytest.raises(PlanError, match=r"on host, which has 100\.0 GiB: asleep 183\.\d GiB.*pools of their own"):
+        rg.compile(loop(model, shared=True), rg.Cluster(gpus=8, gpu="H100", host_memory_bytes=100 * GIB))
+
+
 @pytest.mark.parametrize(("buffers", "versions"), [(1, 0), (2, 1)])
 def test_a_worker_that_merges_adapters_knows_what_it_keeps_beside_its_weights(tmp_path: Path, buffers: int, versions: int) -> None:
     size = AdapterSize.of(ModelShape.from_config(QWEN3_8B), 32, "all-linear")  # type: ignore[arg-type]

@@ -160,6 +160,13 @@ def test_a_plan_counts_fewer_bytes_and_shorter_steps(tmp_path: Path) -> None:
     assert plans[1].prediction.step_s < 0.7 * plans[0].prediction.step_s
 
 
+def test_a_plan_counts_keys_and_values_in_fp8(tmp_path: Path) -> None:
+    plans = [planned(tmp_path, GPU, engine_args=given) for given in ({}, {"kv_cache_dtype": "fp8"})]
+    cache = [next(dict(need.parts)["keys and values"] for need in plan.memory if need.pool == "rollout") for plan in plans]
+    assert cache[0] == 2 * cache[1] > 0
+    assert plans[1].prediction.step_s < plans[0].prediction.step_s
+
+
 @pytest.mark.parametrize(
     ("given", "cluster", "says"),
     [
