@@ -2,8 +2,8 @@
 
     python recipes/ppo.py [key=value ...] [config=FILE.yaml]
 
-Old log-probs, reference log-probs and values are nodes: the reference has a pool of its own and runs beside the other two; policy and
-critic time-share a pool. Trains SmolLM2-135M-Instruct to add; `--help` lists the settings.
+Old log-probs, reference log-probs and values are nodes: the reference has a pool of its own and runs beside the other two, or with
+adapters (`rank=32`) is the policy without its own; policy and critic time-share a pool. Trains SmolLM2-135M-Instruct to add; `--help` lists the settings.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class Config:
     max_tokens: int = 5  # tokens a response
     lr: float = 5e-6
     critic_lr: float = 1e-4
+    rank: int = 0  # of adapters of policy and critic, with the policy's base as the reference; 0 trains all weights
     critic_warmup: int = 2  # steps in which only the critic is trained
     epochs: int = 1  # walks over a batch
     mini_batches: int = 2  # optimizer steps in a walk
@@ -38,15 +39,16 @@ def graph(cfg: Config) -> rg.Graph:
     model, train_pool = rg.model_folder(cfg.model), rg.Pool("train")
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
-    policy = rg.Policy(model, pool=train_pool, optimizer=rg.AdamW(lr=cfg.lr))
-    critic = rg.Critic(model, pool=train_pool, optimizer=rg.AdamW(lr=cfg.critic_lr))
-    reference = rg.Reference(model, pool=rg.Pool("score"))
+    adapter = rg.LoRA(rank=cfg.rank) if cfg.rank else None
+    policy = rg.Policy(model, pool=train_pool, optimizer=rg.AdamW(lr=cfg.lr), adapter=adapter)
+    critic = rg.Critic(model, pool=train_pool, optimizer=rg.AdamW(lr=cfg.critic_lr), adapter=adapter)
     weights = rg.feedback("weights", depth=cfg.depth)
 
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
     rewards = rg.reward(right_number, prompts, rollout)
-    old, ref, values = policy.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
+    ref = policy.base_log_probs(rollout) if adapter else rg.Reference(model, pool=rg.Pool("score")).log_probs(rollout)
+    old, values = policy.log_probs(rollout), critic.values(rollout)
     shaped = rg.kl_shaped_rewards(rollout, rewards, old, ref, coef=cfg.kl_coef)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=cfg.gamma, lam=cfg.lam))
     step = policy.update(

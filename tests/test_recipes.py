@@ -61,6 +61,17 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     assert_complete(tmp_path, capsys.readouterr().out)
 
 
+def test_ppo_with_adapters_has_the_base_for_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    run("ppo", monkeypatch, *TINY, "rank=4", "critic_warmup=0", "lr=1e-3", "out=run")
+    plan = rg.Plan.from_json((tmp_path / "run" / "plan.json").read_text())
+    assert {model.name for model in plan.models} == {"generator", "policy", "critic"}
+    assert [loop.adapter.rank for loop in plan.loops if loop.adapter] == [4]
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["actor/reward_kl_penalty"] == 0.0 < second["actor/reward_kl_penalty"]
+
+
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
