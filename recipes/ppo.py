@@ -2,8 +2,9 @@
 
     python recipes/ppo.py [key=value ...] [config=FILE.yaml]
 
-Old log-probs, reference log-probs and values are nodes: the reference has a pool of its own and runs beside the other two, or with
-adapters (`rank=32`) is the policy without its own; policy and critic time-share a pool. Trains SmolLM2-135M-Instruct to add; `--help` lists the settings.
+Old log-probs, reference log-probs and values are nodes: the reference has a pool of its own and runs beside the other two, or with adapters
+(`rank=32`) is the policy without its own; policy and critic time-share a pool. Trains SmolLM2-135M-Instruct to add; `--help` lists the
+settings.
 """
 
 from dataclasses import dataclass
