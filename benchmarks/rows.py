@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import adapters_learning
 import scale_tables
 import staleness_tables
 from between_hosts_rows import BETWEEN_HOSTS
@@ -392,7 +393,7 @@ def tables() -> tuple[dict[str, str], list[str]]:
     """Return every table by its name, and what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": ON_GPUS}  # fmt: skip
-    found, missing = scale_tables.tables() | staleness_tables.tables(), []
+    found, missing = scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables(), []
     for name, rows in groups.items():
         found[name], left_out = table((*HEAD, "file: field"), rows, 5)
         missing += left_out
