@@ -36,7 +36,7 @@ from ways import Way
 import rlgraph as rg
 from rlgraph.compiler.compile import priced_for
 from rlgraph.costs import host_times
-from rlgraph.costs.adapters import ALL_LINEAR, AdapterSize
+from rlgraph.costs.adapters import AdapterSize
 from rlgraph.costs.estimates import DECODING, PREFILL
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import PROBABILITIES
@@ -200,7 +200,8 @@ def merged_bytes() -> float:
     found = loaded("small_gpu_h200.json")["parts"]["lora_publish"]
     of = ModelShape.from_config(shape(found["shape"]))
     assert of is not None
-    return float(found["merged_s"]) * H200.bandwidth / AdapterSize.of(of, found["rank"], ALL_LINEAR).matrices
+    seconds: float = found["merged_s"]
+    return seconds * H200.bandwidth / AdapterSize.of(of, found["rank"], "all-linear").matrices
 
 
 def least_squares(jobs: list[Unexplained]) -> tuple[float, float]:
