@@ -382,9 +382,7 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
 }
 
 # Results that nobody has measured yet: their rows, or the peers in them, come with the file.
-AWAITED = (
-    "verl_one_step_off_64_tokens_h200.json", "verl_4b_h200.json", "peer_job_4b_h200.json",
-)  # fmt: skip
+AWAITED = ("verl_one_step_off_64_tokens_h200.json", "verl_4b_h200.json", "peer_job_4b_h200.json")
 
 HEAD = ("what", "measured", "beside it", "script")
 

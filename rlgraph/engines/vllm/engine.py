@@ -78,9 +78,8 @@ class VllmEngine(GenerateEngine):
         weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
         in_fp8 = fp8_weights.quantised_bytes(self._shapes, getattr(torch, dtype).itemsize)
         self._own_bytes = (in_fp8 if weights_dtype else weights) // tensor_parallel  # of each device
-        share = engine_arguments.share_of_memory(memory, shared)
+        share, beside = engine_arguments.share_of_memory(memory, shared), engine_arguments.beside_weights(copies, weights, merging_bytes)
         if not self._on_cpu:
-            beside = (copies - 1) * weights if merging_bytes is None else merging_bytes
             share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, beside, self._own_bytes)
         context = max_model_len or self._summary.context_length
         machine = engine_arguments.arguments(
@@ -95,8 +94,7 @@ class VllmEngine(GenerateEngine):
             pair_single_rows(self.model())
         if self._guesses:
             vllm_drafts.connect(self.llm.model_executor.driver_worker.worker.model_runner)
-        self._running: dict[str, _Running] = {}  # by vLLM's own name of the request
-        self._names: dict[str, str] = {}  # that name, by request id
+        self._running, self._names = dict[str, _Running](), dict[str, str]()  # by vLLM's own name of the request; that, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
         self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None

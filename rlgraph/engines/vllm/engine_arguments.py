@@ -99,6 +99,15 @@ def share_of_memory(given: float | None, shared: bool) -> float:
     return given or (MEMORY_SHARED if shared else MEMORY_ALONE)
 
 
+def beside_weights(copies: int, weights: int, merging_bytes: int | None) -> int:
+    """The bytes that an engine keeps beside its own weights: further versions of them, or what merging adapters takes.
+
+    >>> beside_weights(2, 16, None), beside_weights(2, 16, 14)
+    (16, 14)
+    """
+    return (copies - 1) * weights if merging_bytes is None else merging_bytes
+
+
 def kv_cache_of_many(total: int, weights: int, engines: int, share: float) -> int:
     """Compute the KV cache of each of several engines on one GPU, in bytes.
 
