@@ -16,7 +16,7 @@ from rlgraph.compiler.certificate import Certificate, LoopBound
 from rlgraph.compiler.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.device_split import FEW, best_first
-from rlgraph.compiler.memory import check_drafts, check_fp8, check_gpu_settings, check_memory, needs
+from rlgraph.compiler.memory import check_drafts, check_fp8, check_gpu_settings, check_memory, check_moments_stay, needs
 from rlgraph.compiler.placement import (
     Counts,
     Divisions,
@@ -88,6 +88,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
     """Make the plan for pools of these device counts; `warnings` are about the choice of the counts."""
     check_gpu_settings(graph, cluster)
+    check_moments_stay(graph)
     check_fp8(graph, shapes)
     check_drafts(graph)
     check_shared(graph, shapes)

@@ -259,6 +259,17 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
             raise PlanError(f"{here}): the model {why}; leave it out there")
 
 
+def check_moments_stay(graph: Graph) -> None:
+    """Raise PlanError for moments that are told to stay on a GPU that no other model has."""
+    models = list(model_names(graph).values())
+    for model in models:
+        if model.traits.moments_stay and not any(other.pool is model.pool for other in models if other is not model):
+            raise PlanError(
+                f"graph '{graph.name}': {type(model).__name__}('{model.path}', offload='never'): no other model has the pool "
+                f"'{model.pool.name}', so that the moments stay on its GPUs anyway; leave it out"
+            )
+
+
 def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
     """Raise PlanError for a model without a GPU that has a share of a GPU's memory, moments offloaded to the host, or engine arguments
     for GPUs alone."""
@@ -268,6 +279,10 @@ def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
         where, traits = f"graph '{graph.name}': the model of node '{node.name}' has", node.model.traits
         if traits.host_moments:
             raise PlanError(f"{where} offload='moments', which frees memory of a GPU, but it trains on the host; leave it out there")
+        if traits.moments_stay:
+            raise PlanError(
+                f"{where} offload='never', for moments that leave a GPU to others, but it trains on the host; leave it out there"
+            )
         if traits.memory is not None:
             raise PlanError(f"{where} memory={traits.memory}, a share of a GPU's, but this cluster has no GPU; leave it out there")
         if traits.weights_dtype is not None:

@@ -83,7 +83,8 @@ def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | No
     An estimate is the time in which the bytes pass the link between device and host: the weights of a generator, the moments of a
     model that is trained. A model of unknown shape counts as large as the published version, if that is known.
     """
-    missing = {name: model for name, model in model_names(graph).items() if name not in costs.sleep}
+    named = model_names(graph).items()
+    missing = {name: model for name, model in named if name not in costs.sleep or (_stays(model) and costs.sleep[name].bytes)}
     found = {name: _sleep(graph, model, costs, cluster, device, shapes) for name, model in missing.items()}
     return replace(costs, sleep={**costs.sleep, **found})
 
@@ -94,13 +95,18 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     adapter = adapter_size(model, shapes.get(model.path))
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
     count = count if adapter is None else adapter.parameters
-    # What only scores keeps its memory in most engines, and a trainer's moments may be on the host already.
-    sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not model.traits.host_moments
+    # What only scores keeps its memory in most engines.
+    sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not _stays(model)
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
     size = int(size * EIGHT_BITS / OPTIMIZER) if model.traits.eight_bit_moments else size
     size = int(size * _in_fp8(shapes[model.path])) if model.traits.weights_dtype is not None and model.path in shapes else size
     seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
+
+
+def _stays(model: Model) -> bool:
+    """Whether a trainer's moments stay where they are: on the host already, or on the GPU for good."""
+    return model.traits.host_moments or model.traits.moments_stay
 
 
 def _lengths(graph: Graph) -> Lengths:

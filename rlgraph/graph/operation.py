@@ -185,7 +185,8 @@ class ModelTraits:
 
     `recompute` says that the forward pass keeps only the input of each layer for the backward pass.
 
-    `host_moments` says that the moments of its optimizer are in host memory while it trains.
+    `host_moments` says that the moments of its optimizer are in host memory while it trains, `moments_stay` that they are on the GPU while
+    other models have it.
 
     `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
 
@@ -223,6 +224,7 @@ class ModelTraits:
     micro_batch_tokens: int | None = None
     recompute: bool = False
     host_moments: bool = False
+    moments_stay: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
     eight_bit_moments: bool = False

@@ -74,3 +74,18 @@ def test_a_step_brings_the_moments_of_one_parameter_and_takes_them_back(monkeypa
 def test_other_moments_than_adamws_are_not_offloaded() -> None:
     with pytest.raises(GraphError, match="only AdamW's moments can be in host memory; leave out one"):
         rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.Muon(), offload="moments")
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_moments_that_stay_are_where_they_were_while_the_engine_sleeps(stay: bool, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, of whose memory only the moments' is taken."""
+    taken: list[bool] = []
+    with closing(FsdpEngine(PolicyHead(tied), optimizer=AdamW(), dtype=torch.float32, moments_stay=stay)) as engine:
+        engine.update(batch_of(LENGTHS), WeightedLikelihood())
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_device", torch.device("cuda"))
+            patched.setattr(torch.cuda, "empty_cache", lambda: taken.append(True))
+            patched.setattr(engine._offloaded, "take_off", lambda: 1234)
+            assert engine.sleep() == (0 if stay else 1234)
+            engine.wake()
+        assert taken == [True] * stay

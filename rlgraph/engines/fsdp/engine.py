@@ -46,7 +46,8 @@ class FsdpEngine:
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
     kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
     behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
-    memory, and brings those of one parameter at a time to the device in an optimizer step. `tensor_parallel` neighbours share the matrices
+    memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
+    while the engine sleeps. `tensor_parallel` neighbours share the matrices
     of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `load_balance` is the
     weight of the loss that balances the experts of a mixture. With an `adapter` the model itself is frozen, in `dtype`; weights,
     shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see `exact.model`.
@@ -70,6 +71,7 @@ class FsdpEngine:
         flat: bool | None = None,
         shared: bool = True,
         host_moments: bool = False,
+        moments_stay: bool = False,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         load_balance: float = 0.0,
@@ -104,7 +106,7 @@ class FsdpEngine:
             load_shards(head, self._device)
         for projection in self._adapters:
             projection.settle()
-        self._host_moments = host_moments
+        self._moments_stay = host_moments or moments_stay
         self._optimizer = made(optimizer, head, host_moments=host_moments)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._on_progress = on_progress
@@ -290,10 +292,10 @@ class FsdpEngine:
         self.load_state(state)
 
     def sleep(self) -> int | None:
-        """Give back the device memory of the moments, which go to host memory, and of what no tensor is in."""
+        """Give back the device memory of the moments, which go to host memory unless they stay, and of what no tensor is in."""
         if self._device.type != "cuda":
             return None
-        if self._host_moments:  # they are there
+        if self._moments_stay:  # on the host, or on the device for good
             torch.cuda.empty_cache()
             return 0
         return self._offloaded.take_off()

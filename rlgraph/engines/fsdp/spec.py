@@ -47,6 +47,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         flat=flat,
         shared=shared,
         host_moments=model.offload == "moments",
+        moments_stay=model.offload == "never",
         tensor_parallel=model.tensor_parallel,
         context_parallel=model.context_parallel,
         load_balance=model.load_balance,

@@ -9,8 +9,8 @@ from rlgraph.errors import GraphError
 def check_eight_bits(model: Any) -> None:
     """Raise GraphError for settings that moments of 8 bits do not work with."""
     where = f"{type(model).__name__}(optimizer=rg.AdamW(moments='8bit')"
-    if model.offload is not None:
-        raise GraphError(f"{where}, offload='{model.offload}'): moments in host memory have 32 bits; leave out one")
+    if model.offload == "moments":
+        raise GraphError(f"{where}, offload='moments'): moments in host memory have 32 bits; leave out one")
     if model.tensor_parallel > 1:
         raise GraphError(
             f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices cut them within blocks of moments; use "

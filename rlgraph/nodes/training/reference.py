@@ -37,7 +37,7 @@ class Reference(TrainedModel):
     adapter: LoRA | None = field(default=None, init=False)
     exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)
-    offload: Literal["moments"] | None = field(default=None, init=False)
+    offload: Literal["moments", "never"] | None = field(default=None, init=False)
     load_balance: float = field(default=0.0, init=False)
     max_context: Count | None = None
 

@@ -59,7 +59,8 @@ class TrainedModel(Model):
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
       always so.
     * `offload`: "moments" keeps AdamW's moments in host memory, 8 bytes a parameter, and brings those of one parameter at a time to the
-      GPU in an optimizer step. The step has the same bits. It is for GPUs.
+      GPU in an optimizer step. The step has the same bits. "never" leaves them on the GPU while other models of the pool have it, where
+      memory suffices; None takes them to the host meanwhile. Both are for GPUs.
     * `compiled`: fuses the kernels of each layer, at a slower start.
     * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
     * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model itself as it is.
@@ -79,7 +80,7 @@ class TrainedModel(Model):
     dtype: Dtype = "auto"
     recompute: bool = False
     fused_head: bool | None = None
-    offload: Literal["moments"] | None = None
+    offload: Literal["moments", "never"] | None = None
     compiled: bool = False
     load_balance: AtLeastZero = 0.0
     adapter: LoRA | None = None
@@ -91,7 +92,7 @@ class TrainedModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.offload is not None and isinstance(self.optimizer, Muon):
+        if self.offload == "moments" and isinstance(self.optimizer, Muon):
             raise GraphError(
                 f"{type(self).__name__}(optimizer=rg.Muon(), offload='moments'): only AdamW's moments can be in host memory; leave out one"
             )
@@ -157,6 +158,7 @@ class TrainedModel(Model):
             micro_batch_tokens=tokens,
             recompute=self.recompute,
             host_moments=self.offload == "moments",
+            moments_stay=self.offload == "never",
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
             eight_bit_moments=self.optimizer.moments == "8bit",
