@@ -6,8 +6,8 @@ import os
 import statistics
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from shapes import random_model
 from small_gpu import say
@@ -64,6 +64,7 @@ class Size:
     memory: float | None
     adapter: rg.LoRA | None = None
     steps: int = 6
+    offload: Literal["never"] | None = None
 
 
 FULL = Size("1.7B", 32, 8, 512, 16384, 0.4, steps=5)
@@ -91,6 +92,7 @@ def graph(size: Size, folder: str, *, gpu: bool) -> rg.Graph:
         micro_batch_tokens=size.micro_batch_tokens,
         recompute=gpu,
         adapter=size.adapter,
+        offload=size.offload if gpu else None,
         dtype="bfloat16" if gpu else "float32",
     )
     weights = rg.feedback("weights", depth=0)
@@ -193,6 +195,10 @@ def halves(size: Size) -> dict[str, Any]:
 
 def colocated(smoke: bool) -> dict[str, Any]:
     return in_turns(TINY if smoke else FULL)
+
+
+def colocated_stay(smoke: bool) -> dict[str, Any]:
+    return in_turns(replace(TINY if smoke else FULL, offload="never"))
 
 
 def colocated_halves(smoke: bool) -> dict[str, Any]:
