@@ -11,8 +11,8 @@ after each part, beside the parts that it holds of earlier runs on such a machin
 * `lora_publish`: an adapter staged by the trainer, received, merged into an engine's live weights (`lora_stage`: without an engine);
   vLLM's own LoRA beside it (`vllm_lora`).
 * `colocated`, `colocated_8b`: a job on one GPU in turns, 1.7B in full and 8B by an adapter: seconds of sleeping, waking and a step; the
-  most memory of the GPU that all processes had. `colocated_stay`: 1.7B whose moments never leave the GPU. `colocated_halves`, `colocated_8b_halves`: a rollout and an update of the same size, each
-  with the GPU to itself.
+  most memory of the GPU that all processes had. `colocated_stay`: 1.7B whose moments never leave the GPU. `colocated_halves`,
+  `colocated_8b_halves`: a rollout and an update of the same size, each with the GPU to itself.
 * `fp8`, `fp8_8b`, `fp8_kv` (keys and values too): an engine with fp8 weights beside one in bfloat16: tokens a second,
   a swap of weights, and how far its log-probs are.
 * `fp8_learning`: reward of a job with fp8 rollouts, with and without truncated importance sampling, beside one in bfloat16.
