@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py --minutes 8          # call again until nothing is left
     python benchmarks/learning.py --only seed=0
-    python benchmarks/learning.py --plot               # table, and curves as SVG beside the JSON
+    python benchmarks/learning.py --plot               # table, and curves as SVG in --work
     python benchmarks/learning.py --smoke              # one run of two steps of a tiny model on the CPU
 
 On a CPU the settings are the recipe's own, on a GPU those of `learning_runs.ON_GPU`. The folder that `job.export` writes is
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from learning_plots import draw_learning, shown
+from learning_plots import draw_learning, keep_curves, shown
 from learning_runs import (
     ON_GPU,
     Flat,
@@ -114,7 +114,7 @@ def main() -> None:
         evaluate_alone(cfg, results, given.work)
     if results.runs:
         print(table(results.runs))
-        given.json.with_suffix(".svg").write_text(draw_learning(results.runs), encoding="utf-8")
+        keep_curves(given.work, {"learning": draw_learning(results.runs)})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from learning_runs import Run, interval, named
@@ -78,7 +79,7 @@ def draw_staleness(runs: Mapping[str, Run]) -> dict[str, str]:
     alone, axes = _figure(1, len(corrections))
     for correction, axis in zip(corrections, axes[0], strict=True):
         _accuracy(axis, groups, correction, 0)
-    return {"accuracy": _as_svg(both), "updates": _as_svg(alone)}
+    return {"accuracy": as_svg(both), "updates": as_svg(alone)}
 
 
 def _accuracy(axis: Any, groups: Mapping[tuple[Any, ...], Sequence[Run]], correction: str, along: int) -> None:
@@ -106,7 +107,7 @@ def draw_learning(runs: Mapping[str, Run]) -> str:
     for axis, label, along in zip(axes[0], ("mean reward, of 5 steps", "held-out accuracy"), ("step", "updates"), strict=True):
         axis.set_ylabel(label)
         axis.set_xlabel(along)
-    return _as_svg(figure)
+    return as_svg(figure)
 
 
 def smooth(values: Sequence[float], over: int = 5) -> list[float]:
@@ -148,11 +149,19 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _as_svg(figure: Any) -> str:
+def keep_curves(folder: Path, drawn: Mapping[str, str]) -> None:
+    """Write curves into a folder, each as SVG under its name, and say where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in drawn.items():
+        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+    print(f"curves: {', '.join(str(folder / f'{name}.svg') for name in drawn)}")
+
+
+def as_svg(figure: Any) -> str:
     """Write a figure as SVG that is the same for the same runs."""
     import matplotlib
 
     target = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "rlgraph", "svg.fonttype": "none"}):
         figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
+    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"

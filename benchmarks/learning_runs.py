@@ -244,7 +244,7 @@ def parser(about: str, results: str) -> argparse.ArgumentParser:
     made.add_argument("--only", default="", help="some of the runs, as depth=1,seed=0")
     made.add_argument("--minutes", type=float, default=math.inf, help="stop cleanly then; the next call goes on on the same machine")
     made.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU, two runs, into a folder of their own")
-    made.add_argument("--plot", action="store_true", help="run nothing: print the table and draw the curves beside the JSON")
+    made.add_argument("--plot", action="store_true", help="run nothing: print the table and draw the curves into --work")
     made.add_argument("settings", nargs="*", help="settings of the recipe, as steps=200")
     return made
 

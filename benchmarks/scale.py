@@ -1,6 +1,7 @@
 """Runs on 1,024 and 10,240 GPUs, rehearsed: step time, best split, time lost to failures by checkpoint interval, the weights' fan-out.
 
-    python benchmarks/scale.py --json benchmarks/results/scale.json --svg docs/scale.svg    # three minutes; needs no GPU
+    python benchmarks/scale.py --json benchmarks/results/scale.json    # three minutes; needs no GPU
+    python benchmarks/table.py                                         # the tables and the picture of docs/scale.md
     python benchmarks/scale.py --smoke
 
 Nothing here was measured on such a machine. Costs come from the models' shapes (`rlgraph/costs/roofline.py`), calibrated by runs on one
@@ -19,7 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import scale_plot
 from scale_graphs import LINK, Case, gathers_s, shape
 
 import rlgraph as rg
@@ -201,13 +201,8 @@ def anchors(models: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--svg", type=Path, help="draw it")
-    parser.add_argument("--draw", type=Path, help="draw this result, and rehearse nothing")
     parser.add_argument("--smoke", action="store_true", help="one small case")
     given = parser.parse_args()
-    if given.draw:
-        given.svg.write_text(scale_plot.svg(json.loads(given.draw.read_text())))
-        return
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         if given.smoke:
@@ -232,8 +227,6 @@ def main() -> None:
     print(json.dumps(values["anchors"], indent=1))
     if given.json:
         given.json.write_text(json.dumps(values, indent=1) + "\n")
-    if given.svg:
-        given.svg.write_text(scale_plot.svg(values))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,25 @@
 """The picture of docs/scale.md: failures by checkpoint interval, the weights' fan-out, and what others have published."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
+
+from learning_plots import as_svg
 
 COLOURS = ("#2f6fd0", "#c2330f", "#2b8a57", "#8a4fbe")
 
 
 def svg(values: Mapping[str, Any]) -> str:
     """Draw the three panels of a result."""
-    import matplotlib as mpl
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    mpl.use("svg")
-    from matplotlib import pyplot
-
-    with mpl.rc_context({"svg.hashsalt": "rlgraph", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}):
-        figure, (losing, moving, beside) = pyplot.subplots(1, 3, figsize=(13, 4.2))
+    with matplotlib.rc_context({"font.size": 9, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(13, 4.2), layout="tight")
+        losing, moving, beside = figure.subplots(1, 3)
         _intervals(losing, values["intervals"])
         _fan_out(moving, values["fan_out"]["8B, from 8 hosts"])
         _anchors(beside, values["anchors"])
-        figure.tight_layout()
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+        return as_svg(figure)
 
 
 def _intervals(axes: Any, curves: Any) -> None:

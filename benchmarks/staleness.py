@@ -3,11 +3,12 @@
     python benchmarks/staleness.py --minutes 8                         # on one or two GPUs; call again until nothing is left
     python benchmarks/staleness.py --only depth=1,correction=disabled,seed=0
     python benchmarks/staleness.py --alone --only seed=0,depth=1       # seconds of a step, where runs shared the machine with others
-    python benchmarks/staleness.py --plot                              # table, and curves as SVG beside the JSON
+    python benchmarks/staleness.py --plot                              # table, and curves as SVG in --work
     python benchmarks/staleness.py --smoke                             # two runs of two steps of a tiny model on the CPU
 
 On one GPU generator and trainer take turns, so that a depth hides the host's work alone; on two they overlap. The JSON has an entry a
 run. A run that `--minutes` stops is saved in `--work` and goes on there; the files of `--work` are large and stay on the machine.
+The picture of docs/benchmarks.md is the curves by updates of `results/staleness_h200.json`: `table.py` draws it.
 
 Corrections, by the library's names:
 * `disabled`: none. Ratios are taken against the trainer's own log-probs, as if the batch were fresh.
@@ -27,7 +28,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from learning_plots import draw_staleness, staleness_table, with_seconds_alone
+from learning_plots import draw_staleness, keep_curves, staleness_table, with_seconds_alone
 from learning_runs import (
     Flat,
     Key,
@@ -86,8 +87,7 @@ def main() -> None:
     if results.runs:
         runs = with_seconds_alone(results.runs, results.alone)
         print(staleness_table(runs))
-        for name, text in draw_staleness(runs).items():
-            Path(given.json).with_name(f"{Path(given.json).stem}_{name}.svg").write_text(text, encoding="utf-8")
+        keep_curves(given.work, draw_staleness(runs))
 
 
 def settings_of(cfg: Settings, key: Key) -> Settings:

@@ -1,11 +1,12 @@
-"""The tables of measured figures: written into README.md and docs/, each figure read from a file in `benchmarks/results/`.
+"""The tables and pictures of measured figures: written into README.md and docs/, each figure read from `benchmarks/results/`.
 
-    python benchmarks/table.py            # write README.md and the pages of docs/ again
+    python benchmarks/table.py            # write README.md, the pages and the pictures of docs/ again
     python benchmarks/table.py --check    # exit with 1 if any of them differs from the results
 
-`rows.py` declares the rows: what was measured, the file and the field of the figure, its format, and the same of one peer. A table
-stands between `<!-- table: name -->` and `<!-- end of table -->`. A figure in running text is followed by `<!-- figure: name -->`; what
-stands before the comment is replaced. A row or figure whose result is not there yet is left out of its table, and named.
+`*_rows.py` declare the rows: what was measured, the file and the field of the figure, its format, and the same of one peer. `rows.py`
+makes tables of them, and `pictures.py` names the pictures. A table stands between `<!-- table: name -->` and `<!-- end of table -->`. A
+figure in running text is followed by `<!-- figure: name -->`; what stands before the comment is replaced. A row or figure whose result is
+not there yet is left out of its table, and named.
 """
 
 import argparse
@@ -79,16 +80,17 @@ def rendered(page: str, tables: Mapping[str, str], figures: Mapping[str, Figure]
 
 
 def main() -> int:
+    import pictures
     import rows
 
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
+    arguments.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page or picture differs")
     given = arguments.parse_args()
     tables, missing = rows.tables()
     differs = []
-    for name in PAGES:
+    for name in (*PAGES, *pictures.PICTURES):
         before = (ROOT / name).read_text(encoding="utf-8")
-        after = rendered(before, tables, rows.FIGURES)
+        after = pictures.drawn(name) if name in pictures.PICTURES else rendered(before, tables, rows.FIGURES)
         if before != after:
             differs.append(name)
             if not given.check:

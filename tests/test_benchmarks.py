@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import figures  # noqa: E402 (scripts import one another by their bare names)
+import pictures  # noqa: E402
 import rows  # noqa: E402
 import table  # noqa: E402
 
@@ -25,6 +26,12 @@ def test_a_page_shows_what_the_results_hold(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     tables, _ = rows.tables()
     assert text == table.rendered(text, tables, rows.FIGURES), f"{page} differs from benchmarks/results: run python benchmarks/table.py"
+
+
+@pytest.mark.parametrize("picture", pictures.PICTURES)
+def test_a_picture_shows_what_its_result_holds(picture: str) -> None:
+    same = pictures.drawn(picture) == (ROOT / picture).read_text(encoding="utf-8")
+    assert same, f"{picture} differs from benchmarks/results: run python benchmarks/table.py"
 
 
 def test_the_readme_has_ten_rows_with_one_number_each() -> None:

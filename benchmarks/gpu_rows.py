@@ -1,0 +1,117 @@
+"""The rows of measurements on GPUs."""
+
+from figures import Figure, count, gigabytes, ms, percent, seconds, share
+from learning_rows import learned
+from stage_rows import rollouts, turns
+from table import Row
+
+
+def peer_job(what: str, at: str, peer: str, script: str) -> Row:
+    return Row(f"SmolLM2-135M, 1024 responses of {what}, two H200: a step", seconds("peer_job_h200.json", at, "step_s", form="{:.1f} s"),
+               script, "verl 0.9.1", seconds(peer, "wall_s", form="{:.1f} s"))  # fmt: skip
+
+
+PEERS = [
+    peer_job("1024 tokens, one step off", "one_step_off", "verl_one_step_off_h200.json", "benchmarks/peer_job.py"),
+    peer_job("1024 tokens, time-shared on both", "colocated", "verl_colocated_h200.json", "benchmarks/peer_job.py mode=colocated"),
+    peer_job("64 tokens, one step off", "one_step_off_64_tokens", "verl_one_step_off_64_tokens_h200.json",
+             "benchmarks/peer_job.py response_tokens=64"),
+    Row("4B, 256 responses of 1024 tokens, one step off, two H200: a step",
+        seconds("peer_job_4b_h200.json", "one_step_off", "step_s", form="{:.1f} s"), "benchmarks/peer_job.py model=4B", "verl 0.9.1",
+        seconds("verl_4b_h200.json", "wall_s", form="{:.1f} s")),
+]  # fmt: skip
+
+
+def generation(model: str, file: str) -> Row:
+    best = Figure(file, ("seconds", "rlgraph, 4 engines" if model == "SmolLM2" else "rlgraph, 1 engine"), "{:.1f} s")
+    return Row(f"{model}, {{sequences}} responses of {{tokens}} tokens with log-probs, one GPU", best, "benchmarks/generation.py",
+               "`LLM.generate` with log-probs", seconds(file, "seconds", "vllm, with log-probs", form="{:.1f} s"),
+               {"sequences": count(file, "sequences"), "tokens": count(file, "tokens")})  # fmt: skip
+
+
+def weights(shape: str) -> list[Row]:
+    file, at = "weights_h200.json", ("shapes", shape)
+    return [
+        Row(f"{shape} weights, GPU to GPU into a second buffer while decoding", Figure(file, (*at, "gb_per_s"), "{:.0f} GB/s"),
+            "benchmarks/weights.py", "plain copy", Figure(file, ("raw_copy_gb_per_s",), "{:.0f} GB/s")),
+        Row(f"{shape} weights on H200: decoding stopped by the swap", ms(file, *at, "median", "decode_gap_s"), "benchmarks/weights.py",
+            "vLLM's own NCCL transfer", ms(file, *at, "vllm_decode_gap_s", form="{:.0f} ms")),
+        Row(f"{shape} weights: trainer stalled", ms(file, *at, "median", "trainer_stall_s"), "benchmarks/weights.py",
+            "vLLM's own NCCL transfer", ms(file, *at, "vllm_trainer_stall_s", form="{:.0f} ms")),
+        Row(f"{shape} weights: from publish to staged", ms(file, *at, "median", "staged_s"), "benchmarks/weights.py"),
+    ]  # fmt: skip
+
+
+def training(spec: str, what: str) -> Row:
+    file = "training_h200.json"
+    return Row(f"training {what}, packed 4k sequences: MFU of {{peak}} TFLOP/s", percent(file, "runs", spec, "mfu", form="{:.0f} %"),
+               f"benchmarks/training.py {spec}", "tokens/s", count(file, "runs", spec, "tokens_per_s"),
+               {"peak": Figure(file, ("peak_flop_per_s",), "{:.0f}", 1e-12)})  # fmt: skip
+
+
+def overlap(file: str, what: str) -> list[Row]:
+    """A step one step off, over its bound, and beside the same plan time-shared."""
+    found = [Row(f"{what}, lengths with p99 6.6 medians, one step off: a step over max(generate, train)",
+                 share(file, "step_over_bound"), "benchmarks/overlap.py", "a step", seconds(file, "one_step_off", "step_s"))]  # fmt: skip
+    if what.startswith("0.6B on 1"):
+        found += [
+            Row(f"{what}, time-shared on both: a step", seconds(file, "colocated", "step_s"), "benchmarks/overlap.py",
+                "predicted before it from the run one step off", seconds(file, "predicted_colocated_s")),
+            Row(f"{what}, the same one step off: a step", seconds(file, "one_step_off", "step_s"), "benchmarks/overlap.py",
+                "fitted to its own nodes", seconds(file, "fitted_one_step_off_s")),
+        ]  # fmt: skip
+    return found
+
+
+ON_GPUS = [
+    *PEERS,
+    Row("SmolLM2-135M, 1024 tokens, one step off: a step", seconds("peer_job_h200.json", "one_step_off", "step_s", form="{:.1f} s"),
+        "benchmarks/peer_job.py", "estimated with nothing measured",
+        seconds("peer_job_h200.json", "one_step_off", "predicted_s", form="{:.1f} s")),
+    Row("SmolLM2-135M, 1024 tokens, time-shared on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
+        "benchmarks/peer_job.py mode=colocated costs=…", "predicted before it from the run one step off",
+        seconds("peer_job_h200.json", "colocated", "predicted_s", form="{:.1f} s")),
+    Row("log-probs and their gradient, 8192 rows of 151,936 logits",
+        ms("kernels_h200.json", "log_probs", "rlgraph", "seconds"), "benchmarks/kernels.py", "Liger, logits as float32",
+        ms("kernels_h200.json", "log_probs", "liger, float32", "seconds")),
+    Row("the same: memory", gigabytes("kernels_h200.json", "log_probs", "rlgraph", "bytes"), "benchmarks/kernels.py",
+        "Liger, logits as float32", gigabytes("kernels_h200.json", "log_probs", "liger, float32", "bytes")),
+    Row("the same: worst error in nats", share("kernels_h200.json", "log_probs", "rlgraph", "worst_error_nats", form="{:.6f}"),
+        "benchmarks/kernels.py",
+        "Liger, logits as bfloat16", share("kernels_h200.json", "log_probs", "liger", "worst_error_nats", form="{:.6f}")),
+    Row("RMS norm and its gradients, 8192 × 2560",
+        ms("kernels_h200.json", "rms_norm, hidden of 4B", "rlgraph (torch's kernel)", "seconds", form="{:.2f} ms"),
+        "benchmarks/kernels.py", "Liger", ms("kernels_h200.json", "rms_norm, hidden of 4B", "liger", "seconds", form="{:.2f} ms")),
+    generation("SmolLM2", "generation_h200.json"),
+    generation("4B", "generation_4b_h200.json"),
+    Row("0.6B time-shared, one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
+        "benchmarks/start.py --shape 0.6B"),
+    *(row for shape in ("8B", "0.6B") for row in weights(shape)),
+    *(
+        Row(f"{shape} into an engine over two GPUs, one of them the trainer's: decoding stopped",
+            ms("weights_two_gpus_h200.json", "shapes", shape, "median", "decode_gap_s"), "benchmarks/weights.py --tensor-parallel 2")
+        for shape in ("8B", "0.6B")
+    ),
+    Row("8B from 2 sharded ranks to 2 engines", Figure("sharded_weights_h200.json", ("shapes", "8B", "2 to 2", "median", "gb_per_s"),
+        "{:.0f} GB/s"), "benchmarks/sharded_weights.py", "from 1 to 1",
+        Figure("sharded_weights_h200.json", ("shapes", "8B", "1 to 1", "median", "gb_per_s"), "{:.0f} GB/s")),
+    training("4B:1:compiled", "4B on one GPU, compiled"),
+    training("4B:1", "4B on one GPU, eager"),
+    training("8B:2:compiled", "8B on two, compiled"),
+    *overlap("overlap_h200.json", "0.6B on 1 + 1 GPUs"),
+    *overlap("overlap_4b_four_gpus_h200.json", "4B on 2 + 2 GPUs"),
+    Row("steps of {count} configurations of 1.7B and 4B, fitted afterwards to profiles taken before: median error",
+        percent("prediction_h200.json", "fit_median_error"), "benchmarks/prediction_gpu.py --again",
+        "worst", percent("prediction_h200.json", "fit_worst_error"), {"count": count("prediction_h200.json", "configurations_measured")}),
+    *learned("SmolLM2 learns to add, one step off", "one_step_off_h200.jsonl", "recipes/one_step_off.py"),
+    *rollouts("rollout_h200.json", "SmolLM2"),
+    *turns("tool_rollouts_h200.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
+    *turns("tool_rollouts_long_turns_h200.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
+    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
+        share("tool_rollouts_tail_h200.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
+        "of it the engine was idle while a conversation could decode",
+        percent("tool_rollouts_tail_h200.json", "engine_idle_while_any_could_decode")),
+    Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
+        "benchmarks/loading.py 8B:1",
+        "reading its files twice", seconds("loading_h200.json", "runs", "8B:1", "read_twice_s", form="{:.1f} s")),
+]  # fmt: skip

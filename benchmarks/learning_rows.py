@@ -1,0 +1,61 @@
+"""The rows of runs that learn: the recipes and `agents_learning.py`, `demo.py` and `start.py`."""
+
+from figures import count, seconds, share
+from mathematics_rows import MATHEMATICS
+from table import Row
+
+
+def learned(what: str, file: str, script: str) -> list[Row]:
+    """The rows of a run that learns: its reward, its seconds."""
+    steps = {"steps": count(file, "step", reduce="count")}
+    reward = "critic/rewards/mean"
+    return [
+        Row(f"{what}: mean reward of the last 4 of {{steps}} steps", share(file, reward, reduce="last 4"), script,
+            "the first 4", share(file, reward, reduce="first 4"), steps),
+        Row(f"{what}: all {{steps}} steps", seconds(file, "timing_s/step", form="{:.0f} s", reduce="sum"), script,
+            "a step (median)", seconds(file, "timing_s/step", reduce="median"), steps),
+    ]  # fmt: skip
+
+
+def conversed(what: str, run: str) -> list[Row]:
+    """The rows of a recipe with agents: its reward, its seconds."""
+    at = ("agents_learning_cpu.json", "runs", run)
+    steps = {"steps": count(*at, "steps")}
+    return [
+        Row(f"{what}: mean reward of the last 4 of {{steps}} steps", share(*at, "last"), "benchmarks/agents_learning.py",
+            "the first 4", share(*at, "first"), steps),
+        Row(f"{what}: all {{steps}} steps", seconds(*at, "steps_s", form="{:.0f} s"), "benchmarks/agents_learning.py",
+            "a step (median)", seconds(*at, "step_s"), steps),
+    ]  # fmt: skip
+
+
+def until_learned(instructions: str) -> Row:
+    """The row of the demo's seconds until it has learned, with some of the processor's instructions."""
+    file, at = "demo_cpu.json", ("runs", instructions)
+    return Row(f"`make demo`, {instructions}: seconds of steps until one has a mean reward of 0.90",
+               seconds(file, *at, "seconds_until_0.90", form="{:.0f} s"), "benchmarks/demo.py",
+               "a step (median)", seconds(file, *at, "median_step_s", form="{:.1f} s"))  # fmt: skip
+
+
+def stale(what: str, file: str, script: str) -> list[Row]:
+    return [Row(f"{what}: oldest token, in versions", count(file, "staleness/max", reduce="max"), script, "bound 2")]
+
+
+LEARNING = [
+    *learned("`make demo`: SmolLM2 learns to add, one step off", "one_step_off_cpu.jsonl", "recipes/one_step_off.py"),
+    *map(until_learned, ("all instructions", "AVX2 alone")),
+    Row("SmolLM2, one step off: from the command to the end of the first step", seconds("start_cpu.json", "median_s", form="{:.0f} s"),
+        "benchmarks/start.py"),
+    *learned("PPO with a critic", "ppo_cpu.jsonl", "recipes/ppo.py"),
+    *learned("calls of a calculator, beside other work", "tools_cpu.jsonl", "recipes/tools.py"),
+    Row("calls of 32 that fail, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
+        "recipes/tools.py", "first 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="first 4")),
+    *conversed("a program of the `openai` client, beside other work", "agent, seed 0"),
+    *learned("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
+    *stale("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
+    *learned("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),
+    *stale("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),
+    *learned("continuous batching over steps, depth 2", "continuous_cpu.jsonl", "recipes/continuous.py"),
+    *stale("continuous batching over steps, depth 2", "continuous_cpu.jsonl", "recipes/continuous.py"),
+    *MATHEMATICS,
+]  # fmt: skip

@@ -1,0 +1,24 @@
+"""The pictures of README.md and docs/ that show results, each drawn from one file in `benchmarks/results/`. `table.py` writes them.
+
+A picture is the same for the same result and the matplotlib of `requirements/cpu.lock`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import scale_plot
+from figures import RESULTS
+from learning_plots import draw_learning, draw_staleness
+
+PICTURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "docs/mathematics.svg": ("mathematics_cpu.json", lambda found: draw_learning(found["runs"])),
+    "docs/scale.svg": ("scale.json", scale_plot.svg),
+    "docs/staleness.svg": ("staleness_h200.json", lambda found: draw_staleness(found["runs"])["updates"]),
+}
+
+
+def drawn(picture: str) -> str:
+    """Draw one of `PICTURES` from its file of results, as SVG."""
+    file, draw = PICTURES[picture]
+    return draw(json.loads((RESULTS / file).read_text(encoding="utf-8")))
