@@ -69,7 +69,11 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
-    priced = priced_for(graph, cluster, costs, shapes)
+    return best_plan(graph, cluster, priced_for(graph, cluster, costs, shapes), shapes)
+
+
+def best_plan(graph: Graph, cluster: Cluster, priced: Costs, shapes: Shapes) -> Plan:
+    """Make the plan of the split with the least period under the costs that `priced_for` gave. Raises PlanError as `compile_plan` does."""
     counts, warnings = _best_split(graph, cluster, priced)
     return planned(graph, cluster, priced, counts, shapes, warnings)
 

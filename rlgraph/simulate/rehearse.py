@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan, priced_for, scheduled
+from rlgraph.compiler.compile import best_plan, priced_for, settings_on
 from rlgraph.compiler.plan import Plan, PlannedWorker
 from rlgraph.compiler.schedule import MOVING, Event, Schedule
 from rlgraph.costs.costs import Costs
@@ -82,20 +82,19 @@ def prepared(
     graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes, site: ClusterSite, steps: int, every: int | None, seed: int
 ) -> "tuple[Plan, Course, tuple[str, ...]]":
     """Compile the graph and draw its course; also names the channels between hosts whose bytes are not known."""
-    plan = compile_plan(graph, cluster, costs, shapes)
-    _check(plan, graph, site, every)
-    counts = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
     priced = priced_for(graph, cluster, costs, shapes)
+    plan = best_plan(graph, cluster, priced, shapes)
+    _check(plan, graph, site, every)
     joining = [node.name for node in graph.nodes if continuous.is_played(graph, node, priced)]
     if joining:
         raise PlanError(
             f"rehearse: batches or versions join while '{joining[0]}' decodes, and a rehearsal does not play that; leave `continuous` and "
             "`interrupt` out, or take plan.prediction.step_s"
         )
-    workers, settings, bare = scheduled(graph, cluster, counts, priced)
-    schedule, unknown = with_links(bare, graph, plan.channels, workers, priced, site)
+    settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
+    schedule, unknown = with_links(plan.schedule, graph, plan.channels, plan.workers, priced, site)
     drawn = drawn_times(schedule, graph, settings, priced, priced.steps_drawn(max(node.rows for node in graph.nodes)))
-    course = Course.drawn(schedule, drawn, workers, _trained(graph), site, steps, every, np.random.default_rng(seed))
+    course = Course.drawn(schedule, drawn, plan.workers, _trained(graph), site, steps, every, np.random.default_rng(seed))
     return plan, course, unknown
 
 

@@ -9,6 +9,7 @@ import pytest
 from simulated import LONG_TAIL, Loop
 
 import rlgraph as rg
+from rlgraph.compiler import compile as compiling
 from rlgraph.costs.functions import Decode, NodeCost
 from rlgraph.errors import PlanError
 from rlgraph.simulate import daly, rehearse
@@ -41,6 +42,26 @@ def test_undisturbed_a_step_takes_the_predicted_period(loop: Loop) -> None:
     assert found.step_s == pytest.approx(predicted.period_s, rel=1e-9)
     assert found.wall_s == found.calm_s == pytest.approx(predicted.first_step_s + 199 * predicted.period_s, rel=1e-9)
     assert found.failures == found.redone == 0
+
+
+def test_a_rehearsal_plays_the_schedule_of_its_plan_and_makes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dict.fromkeys(("with_sleep", "settled"), 0)  # costs, and schedules of which each places its workers
+
+    def counted(name: str) -> None:
+        original = getattr(compiling, name)
+
+        def call(*given: Any) -> Any:
+            made[name] += 1
+            return original(*given)
+
+        monkeypatch.setattr(compiling, name, call)
+
+    for name in made:
+        counted(name)
+    rg.compile(LOOP.graph(), rg.Cluster(cpus=LOOP.devices), costs())
+    alone, made["with_sleep"], made["settled"] = dict(made), 0, 0
+    run()
+    assert made == alone == {"with_sleep": 1, "settled": 1}
 
 
 def test_with_lengths_drawn_the_mean_step_is_the_predicted_one() -> None:
