@@ -77,7 +77,7 @@ def main() -> None:
     import torch
 
     import rlgraph as rg
-    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
 
     torch.set_num_threads(1)

@@ -104,7 +104,7 @@ class Trainer:
         import torch
 
         import rlgraph as rg
-        from rlgraph.engines.forward.heads import PolicyHead
+        from rlgraph.engines.forward.policy_head import PolicyHead
         from rlgraph.engines.fsdp.engine import FsdpEngine
 
         where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if self.cuda else {"dtype": torch.float32}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from rlgraph.engines.forward.scores import Scored, head_scores, token_scores
+from rlgraph.engines.forward.policy_head import Scored, head_scores, token_scores
 
 VOCAB, ROWS, CHECKED, REPEATS = 151936, 8192, 64, 15
 HEADS = {"head of 0.6B": (16384, 1024), "head of 8B": (16384, 4096), "head of 32B": (8192, 5120)}  # tokens, hidden

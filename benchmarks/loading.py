@@ -58,7 +58,7 @@ def rank_process(folder: str, tiny: str, rank: int, world: int, rendezvous: str,
     import torch.distributed as dist
 
     import rlgraph as rg
-    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
 

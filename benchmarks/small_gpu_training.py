@@ -147,7 +147,7 @@ def learnt(seed: int, bits: str, hidden: int, layers: int, size: tuple[int, int]
     """The losses of a run."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
 
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}

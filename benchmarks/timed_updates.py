@@ -31,7 +31,7 @@ def made_engine(
     from transformers import Qwen3ForCausalLM
 
     import rlgraph as rg
-    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
 

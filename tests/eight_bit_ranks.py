@@ -9,7 +9,7 @@ from forked import server
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.eight_bit import EightBitAdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine

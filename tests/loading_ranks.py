@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from forked import server
 
-from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box

@@ -9,7 +9,7 @@ from forked import server
 from parallel_ranks import assembled, boxes
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.lora.settings import LoRA

@@ -14,8 +14,9 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.channels.weights.shards import Assembly, WeightShard
-from rlgraph.engines.forward.heads import PolicyHead, ValueHead
-from rlgraph.engines.forward.scores import AT_ONCE
+from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.rows import AT_ONCE
+from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box

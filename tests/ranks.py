@@ -11,7 +11,8 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
-from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
 

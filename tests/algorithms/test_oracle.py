@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlgraph.algorithms as alg
-from rlgraph.engines.forward.scores import token_scores
+from rlgraph.engines.forward.policy_head import token_scores
 from tests.algorithms import golden
 from tests.algorithms.golden import Case, Outputs
 

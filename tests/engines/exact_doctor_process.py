@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from rlgraph.engines.exact import cpu_attention, cpu_linear
 from rlgraph.engines.exact.diagnosis import compared
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import backbone_of

@@ -112,7 +112,7 @@ def trainer(out: Path, folders: list[Path]) -> None:
 
 def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
     """Train exactly and not so, side by side, and keep the weights before and after."""
-    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.adamw import AdamW
     from rlgraph.engines.fsdp.engine import FsdpEngine
 

@@ -12,7 +12,7 @@ from tiny import LENGTHS, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.engines.forward.heads import ValueHead
+from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import DataError

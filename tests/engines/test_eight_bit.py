@@ -17,7 +17,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.api import checked_source
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.eight_bit import CODES, SCALES, scales_shape
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local

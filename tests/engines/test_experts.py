@@ -9,7 +9,7 @@ import torch
 from families import folder_of
 
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError

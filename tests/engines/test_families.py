@@ -9,7 +9,7 @@ from families import COLUMNS, FAMILIES, folder_of, results
 
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.forward import packed_attention, self_test
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.transformers.engine import TransformersEngine

@@ -11,8 +11,7 @@ from families import folder_of
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlgraph.engines.forward.heads import PolicyHead
-from rlgraph.engines.forward.scores import Scored, head_scores, sum_pi_squared, token_scores
+from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import LogitShape
@@ -23,7 +22,7 @@ SHAPES = {"plain": LogitShape(), "scaled": LogitShape(0.5), "capped": LogitShape
 
 @pytest.fixture(autouse=True)
 def three_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("rlgraph.engines.forward.scores.AT_ONCE", {"cpu": 3 * VOCAB})
+    monkeypatch.setattr("rlgraph.engines.forward.rows.AT_ONCE", {"cpu": 3 * VOCAB})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

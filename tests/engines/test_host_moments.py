@@ -9,7 +9,7 @@ import torch
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import host_moments
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine

@@ -9,7 +9,7 @@ import rlgraph as rg
 from rlgraph.costs.estimates import kept_by_layer
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.forward import fused_norms
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 
 HIDDEN, HEADS, HEAD, INTERMEDIATE, VOCAB = 64, 4, 32, 256, 288  # as many heads of keys: with fewer a CPU repeats them

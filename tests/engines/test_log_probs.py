@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rlgraph.engines.forward.scores import token_scores
+from rlgraph.engines.forward.policy_head import token_scores
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_and_gradients_equal_the_plain_softmax(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    monkeypatch.setattr("rlgraph.engines.forward.scores.CHUNK_ELEMENTS", {"cpu": 3 * 11})  # 3 rows at a time of 8
+    monkeypatch.setattr("rlgraph.engines.forward.policy_head.CHUNK_ELEMENTS", {"cpu": 3 * 11})  # 3 rows at a time of 8
     draw = torch.Generator().manual_seed(0)
     logits, plain = (torch.randn(8, 11, generator=draw.manual_seed(0)).mul(4).requires_grad_() for _ in range(2))
     tokens, weights = torch.randint(0, 11, (8,), generator=draw), torch.randn(2, 8, generator=draw)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.lora.merging import BaseWeights, merged

@@ -17,7 +17,7 @@ from tiny import VLLM_PROMPTS as PROMPTS
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard, whole
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_export.shard_writer import write_shards

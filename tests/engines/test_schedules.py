@@ -8,7 +8,7 @@ import torch
 from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.schedules import RateSchedule
 

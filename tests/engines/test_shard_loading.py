@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny, tiny_qwen
 from transformers import AutoModel, AutoModelForCausalLM
 
-from rlgraph.engines.forward.heads import PolicyHead, ValueHead
+from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models import folder_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError

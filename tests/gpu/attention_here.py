@@ -16,7 +16,7 @@ from families import folder_of
 from tiny import WeightedLikelihood
 
 from rlgraph.engines.forward import packed_attention, self_test
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 

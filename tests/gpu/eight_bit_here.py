@@ -15,7 +15,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 from transformers import AutoModelForCausalLM
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.lora.four_bits import rounded

@@ -15,7 +15,7 @@ from digests import ITEMS
 from tiny import tiny
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 
 STEPS, NEAR, TOLERANCE = 4, 0.05, 2e-3  # nats of a bfloat16 engine; a share of loss and norm

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 

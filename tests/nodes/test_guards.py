@@ -9,7 +9,7 @@ import torch
 from tiny import WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError, GuardError
 from rlgraph.nodes.training.guards import Guards, Outliers, UpdateGuard

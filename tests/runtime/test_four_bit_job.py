@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 
 import rlgraph as rg
-from rlgraph.engines.forward.heads import PolicyHead
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlgraph.engines.forward.scores import rows_at_once
+from rlgraph.engines.forward.rows import rows_at_once
 
 Shape = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,10 +1,13 @@
-"""The rows of a batch that a pass is of: picked from the batch, and the scores of its tokens put back in their places."""
+"""The rows of a batch that a pass is of: picked from the batch, so many of their logits at once, and scores put back in their places."""
 
 import torch
 
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Column, Columns
+from rlgraph.costs.estimates import LOGITS_AT_ONCE
 from rlgraph.engines.forward.collectives import filled
+
+AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
 
 
 def unpacked(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
@@ -33,3 +36,8 @@ def shape_of(batch: Columns) -> tuple[int, int]:
     """The number of responses of a batch, and of the tokens of the longest."""
     rows, width = tensor_of(batch, "responses").shape
     return rows, width
+
+
+def rows_at_once(weight: torch.Tensor) -> int:
+    """Count the rows whose logits are in memory at once, for a head `[V, H]`."""
+    return max(1, AT_ONCE[weight.device.type] // weight.shape[0])

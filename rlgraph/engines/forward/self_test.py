@@ -14,8 +14,8 @@ import torch
 
 from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
-from rlgraph.engines.forward.heads import PolicyHead
 from rlgraph.engines.forward.miniature import VOCAB, miniature, quiet
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError

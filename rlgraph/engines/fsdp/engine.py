@@ -16,7 +16,7 @@ from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import fused_norms, packed_attention
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.heads import Head
+from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.routers import Routing, routers_of
 from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint

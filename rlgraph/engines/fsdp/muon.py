@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from rlgraph.engines.forward.heads import Head
+from rlgraph.engines.forward.head import Head
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.eight_bit import EightBitAdamW
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlgraph.engines.forward.heads import Head
+from rlgraph.engines.forward.head import Head
 from rlgraph.engines.fsdp.sharding import local, placed
 from rlgraph.engines.lora.modules import LoraLinear
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import embedding
 
 from rlgraph.engines.forward.collectives import gathered_rows, own_part, scattered_sum
-from rlgraph.engines.forward.heads import Head, PolicyHead
+from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.parallel_plan import COLUMNS, ROWS, plan_of
 

@@ -14,7 +14,8 @@ from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss
-from rlgraph.engines.forward.heads import Head, PolicyHead
+from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW

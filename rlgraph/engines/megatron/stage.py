@@ -6,8 +6,8 @@ import torch
 
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.collectives import gathered_rows
-from rlgraph.engines.forward.heads import Head, PolicyHead
-from rlgraph.engines.forward.scores import Scored, head_scores
+from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.hf_models.backbone import LogitShape
 from rlgraph.engines.megatron import host_cuda

@@ -1,4 +1,4 @@
-"""Score tokens by hidden states and a head, a few rows at a time: log-probs, entropies and sums of squared probabilities, in float32.
+"""The head of a policy: log-probs of tokens, entropies and sums of squared probabilities, in float32, a few rows at a time.
 
 No matrix of tokens by vocabulary is ever whole in float32, and with a fused head none of logits either. The head's product, the log-probs
 and the entropies of some rows are then computed and let go. The backward pass computes these rows again, which is one more product of the
@@ -11,17 +11,71 @@ On a GPU one kernel computes log-probs and entropies, and one their gradient: `t
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from rlgraph.costs.estimates import LOGITS_AT_ONCE
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.batching.packing import MicroBatch
+from rlgraph.columns import Columns
+from rlgraph.engines.api import PolicyLossFn
+from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.collectives import own_part
+from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.rows import rows_at_once
 from rlgraph.engines.forward.vocabulary import VocabularyShard
+from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, load_causal, predicting_states
+from rlgraph.engines.hf_models.folder_weights import FolderWeights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # 16 MiB of float32 stay in the cache of a CPU; a GPU wants few launches
-AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
+
+
+class PolicyHead(Head):
+    """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
+
+    `path` is a folder, or a model that is in memory already. `fused` keeps the logits of all tokens out of memory while it trains: see
+    `head_scores`. `words` are those that this rank's head gives logits of; None for all. `exact` log-probs are those of vLLM on a GPU.
+    """
+
+    prefix, loss_name = "actor", "actor/pg_loss"
+    words: VocabularyShard | None = None
+    exact = False
+
+    def __init__(self, path: str | Path | torch.nn.Module, *, fused: bool = False) -> None:
+        super().__init__()
+        self._fused = fused
+        if isinstance(path, torch.nn.Module):
+            self.model = path
+        else:
+            self.model = load_causal(path)
+            self.folder = FolderWeights(path, self.model)
+        self._shape = LogitShape.of(self.model.config)
+
+    @property
+    def backbone(self) -> Any:
+        return backbone_of(self.model)
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        squares: bool = False,
+        tokens: ChosenTokens | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        states = predicting_states(self.backbone, micro_batch)
+        if tokens is not None:
+            return tokens.scores(self.model.get_output_embeddings(), states, micro_batch.targets, self._shape, temperature=temperature)
+        scored = Scored(self._shape, temperature, entropy, squares, self.words, self.exact)
+        return head_scores(self.model.get_output_embeddings(), states, micro_batch.targets, scored, fused=self._fused)
+
+    def loss(
+        self, loss: PolicyLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        return loss(scores[0], rows, totals, scores[1] if len(scores) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -71,11 +125,6 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
         return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
     found: tuple[torch.Tensor, ...] = _FusedScores.apply(states, weight, bias, tokens, scored, at_once)
     return found
-
-
-def rows_at_once(weight: torch.Tensor) -> int:
-    """Count the rows whose logits are in memory at once, for a head `[V, H]`."""
-    return max(1, AT_ONCE[weight.device.type] // weight.shape[0])
 
 
 class _FusedScores(torch.autograd.Function):
