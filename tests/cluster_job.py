@@ -1,4 +1,4 @@
-"""A job over the hosts of a Ray cluster, whose numbers are compared with those of one process: `cluster_job.py HOSTS`."""
+"""A job over the hosts of a Ray cluster, whose numbers are compared with those of one process: `cluster_job.py HOSTS [STATUS]`."""
 
 import sys
 
@@ -30,3 +30,4 @@ def main(hosts: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
+    sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)

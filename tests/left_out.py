@@ -26,6 +26,8 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["smolagents"] = "the environment of smolagents is not made; `make test-environments` runs them"
     if "slurm" in markers and not shutil.which("slurmd"):
         found["slurm"] = "SLURM is not installed: apt-get install slurmd slurmctld slurm-client"
+    if "without_slurm" in markers and shutil.which("slurmd"):
+        found["without_slurm"] = "SLURM is installed, whose tests do the same"
     if "namespaces" in markers and (reason := namespaces.refused()):
         found["namespaces"] = f"no host of namespaces can be made: {reason}"
     return found

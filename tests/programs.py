@@ -4,6 +4,7 @@ A program has its own arguments, folder, environment, session and `__main__`, as
 program imports, or limits it before it begins, starts it with `subprocess`.
 """
 
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -80,6 +81,7 @@ def be(command: Sequence[str], cwd: Path, environment: Mapping[str, str], ends: 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it may fork workers from its own
     Config.initialize("")  # Ray read the server's environment, as where its token is, when the server imported it
     AuthenticationTokenLoader.instance().reset_cache()
     if command[0] == "-m":

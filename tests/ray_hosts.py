@@ -117,10 +117,9 @@ def slurm(hosts: Hosts) -> None:
         "hosts", 1, "for i in $(seq 60); do sinfo -h -o '%t %D' | grep -q 'idle 3' && break; sleep 0.5; done; sinfo -h -o '%t %D'", **at
     )
     batch = f"sbatch --wait --parsable --nodes=3 --output={hosts.shared}/out {TESTS.parent / 'deploy' / 'slurm.sh'}"
-    hosts.do("job", 1, f"{batch} {TESTS / 'cluster_job.py'} 3; code=$?; cat {hosts.shared}/out; exit $code", **at)
+    hosts.do("job", 1, f"{batch} {TESTS / 'cluster_job.py'} 3 7; code=$?; cat {hosts.shared}/out; exit $code", **at)
+    hosts.do("programs", 1, f"grep -c '^hosts' {hosts.shared}/out", **at)
     hosts.do("tokens", 1, f"ls {hosts.shared} | grep -c slurm-", **at)
-    alone = batch.replace("--nodes=3", "--nodes=1")
-    hosts.do("failing job", 1, f"{alone} -c 'raise SystemExit(7)'; code=$?; cat {hosts.shared}/out; exit $code", **at)
 
 
 CASES: dict[str, Callable[[Hosts], None]] = {"tokens": tokens, "symmetric run": symmetric_run, "slurm": slurm}

@@ -208,9 +208,11 @@ def test_parameters_with_a_default_are_left_alone(model: str) -> None:
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
-import rlgraph as rg
+import forked, rlgraph as rg
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 sys.path.insert(0, {tests!r})
 from test_run import stages
+DISPATCHES["compiled_graph"] = forked.Forked  # a program on Ray is killed in tests/runtime/test_resume.py
 out = Path({out!r})
 def watch():
     while not list((out / "second" / "checkpoints").glob("step-*")):
@@ -223,8 +225,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 def test_a_program_that_is_killed_in_its_second_graph_goes_on_from_its_checkpoint(model: str, tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(PROGRAM.format(tests=str(Path(__file__).parent), out=str(out), model=model))

@@ -114,7 +114,7 @@ def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # five jobs on two nodes, each with a start of its own
+@pytest.mark.timeout(600)  # jobs on two nodes, each with a start of its own
 def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named() -> None:
     script = Path(__file__).with_name("two_hosts.py")  # in a process of its own, since the other tests share a Ray of one node
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=560, check=False)

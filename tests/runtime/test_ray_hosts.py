@@ -58,6 +58,7 @@ def test_a_cluster_with_tokens_is_one_line_a_host_and_says_what_a_wrong_token_is
     check(outcomes("tokens")[command], *TOKENS[command])
 
 
+@pytest.mark.without_slurm
 def test_one_line_on_every_host_runs_a_program_on_the_first(outcomes: Callable[[str], Outcomes]) -> None:
     did = outcomes("symmetric run")
     check(did["run 1"], 0, "hosts [0, 1, 2] same True")
@@ -66,9 +67,9 @@ def test_one_line_on_every_host_runs_a_program_on_the_first(outcomes: Callable[[
 
 SLURM = {
     "hosts": (0, "idle 3"),
-    "job": (0, "hosts [0, 1, 2] same True"),
+    "job": (7, "hosts [0, 1, 2] same True"),  # with the program's own status
+    "programs": (0, "1\n"),  # on the first host alone
     "tokens": (1, "0\n"),  # none is left
-    "failing job": (7, ""),
 }
 
 

@@ -15,6 +15,7 @@ import programs
 import pytest
 import torch
 
+import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
@@ -223,10 +224,10 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
     done = len(recorded(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{done:08d}").is_dir()
 
-    with start(tmp_path, done + 3) as finishing:
-        ended = finishing.end()
-    assert ended.returncode == 0, ended.stderr
-    assert f"going on from the checkpoint after {done} steps" in ended.stderr
+    graph = fakes.vector_loop(1, generate_s=0.05, train_s=0.05)  # that of the program
+    with job(graph, tmp_path / "checkpoints", dispatch="forked") as finishing:
+        assert finishing.finished == done
+        list(rg.record(finishing, done + 3, tmp_path))
     assert recorded(tmp_path) == list(range(done + 3))
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
