@@ -67,7 +67,7 @@ class EstimatedRun:
 
 
 def shape(name: str) -> dict[str, Any]:
-    """Return the config.json of a shape."""
+    """Make the config.json of a shape."""
     hidden, layers, heads, kv_heads, intermediate, tied = SMOLLM2 if name == "smollm2" else SHAPES[name]
     return {
         "architectures": ["LlamaForCausalLM" if name == "smollm2" else "Qwen3ForCausalLM"],
@@ -79,7 +79,7 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def folder(name: str, models: Path) -> str:
-    """Return a folder with the configuration of a shape and nothing else: an estimate reads no weights."""
+    """Make a folder with the configuration of a shape and nothing else: an estimate reads no weights."""
     made = models / f"qwen3-{name}"
     made.mkdir(exist_ok=True)
     (made / "config.json").write_text(json.dumps(shape(name)))
@@ -91,7 +91,7 @@ def cluster(gpus: int) -> rg.Cluster:
 
 
 def estimated(graph: rg.Graph, gpus: int, median_tokens: int | None = None, most_tokens: int = 0) -> float:
-    """Return the step that is estimated of a graph, where the lengths are geometric with that median if it is given."""
+    """Estimate the step of a graph; with a median, its lengths are geometric."""
     costs = None
     if median_tokens is not None:
         tokens = [min(math.ceil(-math.log2(max(1 - p, 1e-12)) * median_tokens), most_tokens) for p in PROBABILITIES]
@@ -148,7 +148,7 @@ def updates(models: Path) -> Iterator[EstimatedRun]:
 
 
 def fit() -> dict[str, float]:
-    """Return the numbers of the table, derived from their sources."""
+    """Derive the numbers of the table from their sources."""
     costs = loaded("prediction_h200.json")["costs"]
     shapes = {name: ModelShape.from_config(shape(name)) for name in ("smollm2", "1.7B", "4B")}
     smollm2, others = shapes["smollm2"], {name: shapes[name] for name in costs}
@@ -205,7 +205,7 @@ def merged_bytes() -> float:
 
 
 def least_squares(jobs: list[Unexplained]) -> tuple[float, float]:
-    """Return seconds a step and a sequence that explain the jobs best, each job counting alike, neither of them below 0."""
+    """Fit the seconds of a step and of a sequence to the jobs, each job counting alike, neither of them below 0."""
     a = np.array([[steps / whole, sequences / whole] for steps, sequences, whole in jobs])
     step_s, sequence_s = np.linalg.lstsq(a, np.ones(len(jobs)), rcond=None)[0]
     return max(float(step_s), 0.0), max(float(sequence_s), 0.0)

@@ -28,7 +28,7 @@ Item = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def make_columns(rows: int, tokens: int) -> Columns:
-    """Return one ragged batch, the same in both processes: groups of 8, lengths from 1 to `tokens`."""
+    """Draw one ragged batch, the same in both processes: groups of 8, lengths from 1 to `tokens`."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def make_columns(rows: int, tokens: int) -> Columns:
 
 
 def with_gradient(column: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Item:
-    """Return a function that computes a loss and its gradient."""
+    """Make a function that computes a loss and its gradient."""
 
     def run() -> tuple[torch.Tensor, ...]:
         leaf = column.detach().requires_grad_()
@@ -129,12 +129,12 @@ def rlgraph_items(c: Columns) -> dict[str, Item]:
 
 
 def verl_items(c: Columns) -> dict[str, Item]:
-    """Return verl's counterparts, by the same names."""
+    """List verl's counterparts, by the same names."""
     return {**verl_estimators(c), **verl_losses(c)}
 
 
 def verl_estimators(c: Columns) -> dict[str, Item]:
-    """Return verl's advantage estimators."""
+    """List verl's advantage estimators."""
     from verl.trainer.config.algorithm import AlgoConfig
     from verl.trainer.ppo import core_algos
 
@@ -168,7 +168,7 @@ def verl_estimators(c: Columns) -> dict[str, Item]:
 
 
 def verl_losses(c: Columns) -> dict[str, Item]:
-    """Return verl's losses and corrections."""
+    """List verl's losses and corrections."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask

@@ -150,7 +150,7 @@ class End:
 
 
 def ends(environment: dict[str, str] | None = None) -> tuple[Any, Any]:
-    """Return a writing and a reading worker; the environment is the writer's, whose process sizes the buffers of native edges."""
+    """Start a writing and a reading worker; the environment is the writer's, whose process sizes the buffers of native edges."""
     environment, worker = environment or {}, ray.remote(num_cpus=1)(End)
     both = {key: value for key, value in environment.items() if key == ZERO_COPY}
     return (
@@ -192,7 +192,7 @@ def measure_store(size: int, count: int, zero_copy: bool) -> Row:
 
 
 def native(sender: Any, receiver: Any) -> Any:
-    """Return the graph driver -> sender -> receiver -> driver, compiled; only its second edge carries the tensor."""
+    """Compile the graph driver -> sender -> receiver -> driver; only its second edge carries the tensor."""
     with InputNode() as step:
         graph = receiver.arrive.bind(sender.emit.bind(step))
     return graph.experimental_compile(_max_inflight_executions=1)
@@ -228,7 +228,7 @@ def queue_receiver(there: Any, back: Any, count: int, echo: bool) -> None:
 
 
 def measure_queue(size: int, count: int, echo: bool) -> list[float]:
-    """Return seconds a hop, or with `echo` a round trip; a fresh tensor each time, since a queue moves its storage for good."""
+    """Measure the seconds of a hop, or with `echo` of a round trip; a fresh tensor each time, since a queue moves its storage for good."""
     context = torch.multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     process = context.Process(target=queue_receiver, args=(there, back, count, echo))
@@ -259,7 +259,7 @@ def measure_round_trips(count: int, folder: str) -> list[Row]:
 
 
 def measure_waiting(folder: str) -> dict[str, float]:
-    """Return the share of a core that a worker uses while it waits for three seconds."""
+    """Measure the share of a core that a worker uses while it waits for three seconds."""
     sender, receiver = ends()
     shares = {"asleep outside any channel": ray.get(receiver.rest.remote())}
     for transport in OURS:

@@ -68,7 +68,7 @@ def rlgraph_steps(dispatch: str) -> list[float]:
 
 
 def driver_share() -> float:
-    """Return the share of a core that the driver takes while stages of one second run."""
+    """Measure the share of a core that the driver takes while stages of one second run."""
     graph = fakes.vector_loop(1, generate_s=1.0, train_s=1.0)
     with rg.compile(graph, rg.Cluster(cpus=2)).launch() as job:
         steps = job.steps(8)

@@ -60,7 +60,7 @@ def rate(r: Row) -> str:
 
 
 def goals(rows: list[Row], trips: list[Row], waiting: dict[str, float]) -> list[tuple[str, float, bool]]:
-    """Return each goal, the figure of this run and whether it was met."""
+    """List each goal, the figure of this run and whether it was met."""
     found = {(r.transport, r.size): r.median_s for r in rows}
 
     def ratio(above: str, size: int) -> float:

@@ -94,7 +94,7 @@ def run(fault: faults.Fault, warnings: Warnings, on: str) -> dict[str, Any]:
 
 
 def chosen(on: str, only: str | None, part: str, folder: str) -> list[faults.Fault]:
-    """Return the faults to inject: on Ray, where a job takes seconds to start, each kind in each stage at one of the steps."""
+    """List the faults to inject: on Ray, where a job takes seconds to start, each kind in each stage at one of the steps."""
     cases = [fault for fault in faults.cases(folder) if only in (None, fault.kind)]
     if on == "ray":
         half = len(cases) // 2
@@ -104,7 +104,7 @@ def chosen(on: str, only: str | None, part: str, folder: str) -> list[faults.Fau
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the faults in one place where workers run."""
+    """Count the faults in one place where workers run."""
     right = [row for row in found if row["named"] and row["in time"] and not row["left"]]
     named = sum(row["named"] for row in found)
     return {"faults": len(found), "first line names the culprit": named, "as they should be": len(right), "cases": found}

@@ -46,7 +46,7 @@ STEPPING = 0.8  # share of the kills on Ray that wait for a step to be done firs
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> float:
-    """Return a number that two runs share only if every bit is the same."""
+    """Make a number that two runs share only if every bit is the same."""
     hashed = hashlib.sha256()
     for tensor in tensors:
         hashed.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
@@ -73,7 +73,7 @@ class WatchedPolicy(rg.Policy):
 
 
 def odd_tokens(notes: Path) -> Any:
-    """Return a node: the share of odd tokens, which a random model can learn to write. It notes the length of every response there was."""
+    """Reward the share of odd tokens, which a random model can learn to write, and note the length of every response."""
 
     @rg.node(reads="responses response_mask", writes="rewards")
     def odd(batch: Columns) -> dict[str, Column]:
@@ -105,7 +105,7 @@ def plan_of(folder: Path, depth: int) -> rg.Plan:
 
 
 def expected_prompts(model: Path, steps: int) -> list[list[float]]:
-    """Return digests of the prompts of each step, from the data and the seed alone: a permutation an epoch, one after another."""
+    """Digest the prompts of each step, from the data and the seed alone: a permutation an epoch, one after another."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -199,7 +199,7 @@ def kill_here(folder: Path, depth: int, steps: int, draw: random.Random, budget:
 
 
 def _wait(child: int, timeout_s: float | None) -> int | None:
-    """Return the exit status of a child, or None if it is still there after the time."""
+    """Wait for a child's exit status; None if it is still there after the time."""
     handle = os.pidfd_open(child)
     try:
         if not select.select([handle], [], [], timeout_s)[0]:
@@ -273,7 +273,7 @@ def _until(done: Callable[[], bool], timeout_s: float, pause_s: float = 0.1) -> 
 
 
 def ks_p(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the p-value of the two-sample Kolmogorov-Smirnov test, asymptotic (Smirnov, 1948)."""
+    """Compute the p-value of the two-sample Kolmogorov-Smirnov test, asymptotic (Smirnov, 1948)."""
     points = sorted({*a, *b})
     x, y = sorted(a), sorted(b)
     gap = max(abs(bisect.bisect_right(x, point) / len(x) - bisect.bisect_right(y, point) / len(y)) for point in points)

@@ -69,7 +69,7 @@ class VectorReference(fakes.VectorModel):
 
 
 def waiting(depth: int, seconds: tuple[float, float, float], own: bool) -> rg.Graph:
-    """Return a graph whose stages wait so long; the reference is on a pool of its own, or on the trainer's."""
+    """Make a graph whose stages wait so long; the reference is on a pool of its own, or on the trainer's."""
     generate_s, score_s, train_s = seconds
     train_pool, weights = Pool("train"), rg.feedback("weights", depth=depth)
     source = rg.prompts(fakes.ITEMS, 4, seed=1)
@@ -89,7 +89,7 @@ def waiting(depth: int, seconds: tuple[float, float, float], own: bool) -> rg.Gr
 
 
 def real(model: str, own: bool) -> rg.Graph:
-    """Return GRPO with a KL term over real engines, one core each."""
+    """Make a graph of GRPO with a KL term over real engines, one core each."""
     sys.path.append(str(Path(__file__).parents[1] / "recipes"))
     from tasks.addition import right_number, sums
 

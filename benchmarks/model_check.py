@@ -24,7 +24,7 @@ HARMLESS = "nothing: turns in the pools keep the bound by themselves"
 
 
 def checked(small: Small) -> int:
-    """Return the states of a graph. Raises AssertionError for one in which a promise is broken."""
+    """Count the states of a graph. Raises AssertionError for one in which a promise is broken."""
     graph, schedule = small.schedule()
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
     found = walk(schedule, given(schedule), promised)

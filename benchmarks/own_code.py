@@ -141,7 +141,7 @@ SHAKES: dict[str, Shake] = {
 
 
 def connect(shake: Shake) -> float:
-    """Return the seconds of a hundred connections over a Unix-domain socket, the server on a thread of its own."""
+    """Time a hundred connections over a Unix-domain socket, the server on a thread of its own."""
     with tempfile.TemporaryDirectory(prefix="rlgraph-") as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/door")
         listener.listen(CONNECTS)

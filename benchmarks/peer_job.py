@@ -42,7 +42,7 @@ SUMS = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) 
 
 
 def model_path(name: str) -> str:
-    """Return the folder of a model: smollm2, a folder, or a shape of `shapes.py` with random weights."""
+    """Find or make the folder of a model: smollm2, a folder, or a shape of `shapes.py` with random weights."""
     from shapes import SHAPES, random_model
 
     if name in SHAPES:

@@ -6,7 +6,7 @@ MIX, PIECE = -7046029254386353131, 1 << 24  # an odd number without structure; e
 
 
 def placed_hash(tensor: Any, offset: int = 0, strides: tuple[int, ...] | None = None) -> int:
-    """Return the sum over all bfloat16 elements of their bits times a number mixed from their place, modulo 2**64.
+    """Sum over all bfloat16 elements of their bits times a number mixed from their place, modulo 2**64.
 
     The element at (i, j) of a part has the place `offset + i * strides[0] + j * strides[1]` in its weight, so that hashes of parts add up
     to that of the whole, and elements that change places change it.
@@ -30,7 +30,7 @@ def placed_hash(tensor: Any, offset: int = 0, strides: tuple[int, ...] | None = 
 
 
 def placed_hashes(tensors: Any) -> dict[str, int]:
-    """Return the hash of each full tensor."""
+    """Hash each full tensor."""
     return {name: placed_hash(tensor) for name, tensor in tensors.items()}
 
 

@@ -203,7 +203,7 @@ def real(folder: str) -> Iterator[Case]:
 
 
 def costs_for(case: Case, costs: rg.Costs) -> rg.Costs:
-    """Return the profile's costs of the nodes that this graph has."""
+    """Pick the profile's costs of the nodes that this graph has."""
     names = {node.name for node in case.graph().nodes}
     return replace(costs, nodes={name: cost for name, cost in costs.nodes.items() if name in names})
 
@@ -267,13 +267,13 @@ def measure(cases: list[Case], steps: int) -> Iterator[Found]:
 
 
 def median_round(rounds: list[Found]) -> Found:
-    """Return the round with the median error, which knows those of all."""
+    """Pick the round with the median error, and note the errors of all."""
     errors = tuple(one.error for one in rounds)
     return replace(sorted(rounds, key=lambda one: one.error)[len(rounds) // 2], rounds=errors)
 
 
 def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
-    """Return each synchronous configuration with each asynchronous one that does the same work on equally many devices."""
+    """Pair each synchronous configuration with each asynchronous one that does the same work on equally many devices."""
     return [
         (one, other)
         for one in found
@@ -286,7 +286,7 @@ def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
 
 
 def works(found: list[Found]) -> dict[str, list[Found]]:
-    """Return the configurations that do the same work, by family and number of devices."""
+    """Group the configurations that do the same work, by family and number of devices."""
     groups: dict[str, list[Found]] = {}
     for one in found:
         if not any(word in one.name for word in ("batch", "reference")):

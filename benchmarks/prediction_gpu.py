@@ -90,7 +90,7 @@ class Models:
 
 
 def graph(way: Way, models: Models) -> rg.Graph:
-    """Return GRPO that runs this way."""
+    """Make the graph of GRPO that runs this way."""
     pool = rg.Pool("gpus") if way.shared else rg.Pool("rollout", share=way.rollout_gpus)
     engine: dict[str, Any] = {"engine": "transformers", "dtype": "float32"} if models.tiny else {}
     generator = rg.Generator(
@@ -120,7 +120,7 @@ def graph(way: Way, models: Models) -> rg.Graph:
 
 
 def lengths(way: Way, profiled: Way, costs: rg.Costs) -> Lengths:
-    """Return the lengths to expect: those measured, or where others are asked for the distribution that the sampling gives."""
+    """Choose the lengths to expect: those measured, or where others are asked for the distribution that the sampling gives."""
     assert costs.lengths is not None
     if (way.tokens, way.most_tokens) == (profiled.tokens, profiled.most_tokens):
         return costs.lengths
@@ -200,7 +200,7 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
 
 
 def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
-    """Return the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up, and those of sleeping."""
+    """Measure the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up, and those of sleeping."""
     records = []
     for name, way in (("profile", base), ("profile of twice the size", base.double), ("profile in turns", base.turns)):
         plan = rg.compile(graph(way, models), models.cluster(way))
@@ -263,12 +263,12 @@ def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: 
 
 
 def pairs(found: list[Found]) -> list[tuple[Found, Found]]:
-    """Return each synchronous way to do a work with each asynchronous one."""
+    """Pair each synchronous way to do a work with each asynchronous one."""
     return [(a, b) for a in found for b in found if a.way.depth == 0 < b.way.depth and a.way.work == b.way.work]
 
 
 def works(found: list[Found]) -> dict[str, list[Found]]:
-    """Return the ways to do each work."""
+    """List the ways to do each work."""
     groups: dict[str, list[Found]] = {}
     for one in found:
         model, prompts, group, tokens, gpus = one.way.work
@@ -297,7 +297,7 @@ FITS = {
 
 
 def again(file: Path) -> dict[str, Any]:
-    """Return the figures of an earlier file with the step times that the code of today gives for its costs, called fits."""
+    """Compute the step times again for the costs of an earlier file, and add them to its figures as fits."""
     told, costs = json.loads(file.read_text()), earlier(file)
     known, models, found = {base.model: base for base in ON_GPUS}, Models(Path(), False, "shape-of-"), []
     named = {fit: name for name, fit in FITS.items()}
@@ -321,7 +321,7 @@ def again(file: Path) -> dict[str, Any]:
 
 
 def earlier(file: Path | None) -> dict[str, rg.Costs]:
-    """Return the costs in the JSON of an earlier run, by model."""
+    """Read the costs from the JSON of an earlier run, by model."""
     found = {}
     for model, each in (json.loads(file.read_text())["costs"] if file else {}).items():
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as copy:

@@ -80,7 +80,7 @@ class Size:
 
 
 def lengths(step: int, size: Size) -> list[int]:
-    """Return the lengths of a batch: one draw from each of as many equal parts of the distribution."""
+    """Draw the lengths of a batch: one from each of as many equal parts of the distribution."""
     draw, normal = random.Random(step), statistics.NormalDist()
     places = [(row + draw.random()) / size.rows for row in range(size.rows)]
     drawn = [round(size.median * math.exp(SIGMA * normal.inv_cdf(place))) for place in places]
@@ -100,7 +100,7 @@ def tasks(step: int, size: Size) -> list[Task]:
 def run(
     engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], rule: BatchAdmission, update_s: float, size: Size
 ) -> dict[str, float]:
-    """Return the pace of a run once it is under way, and how old its tokens were when they were trained on."""
+    """Measure the pace of a run once it is under way, and how old its tokens were when they were trained on."""
     assert rule.depth is not None
     engine.load_weights(weights[0], version=0)
     context = Context(engine=engine)
@@ -148,7 +148,7 @@ def ways(depth: int) -> dict[str, BatchAdmission]:
 
 
 def compare(engine: VllmEngine, weights: Sequence[Mapping[str, torch.Tensor]], depth: int, update_s: float, size: Size) -> dict[str, Any]:
-    """Return the median of each figure of each way, and its speed against batch by batch, round by round."""
+    """Take the median of each figure of each way, and its speed against batch by batch, round by round."""
     rounds = [{name: run(engine, weights, rule, update_s, size) for name, rule in ways(depth).items()} for _ in range(size.rounds)]
     found: dict[str, Any] = {}
     for name in ways(depth):

@@ -62,7 +62,7 @@ HEAD = ("what", "measured", "beside it", "script")
 
 
 def tables() -> tuple[dict[str, str], list[str]]:
-    """Return every table by its name, and what is declared but not measured."""
+    """Write every table, by its name, and list what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": ON_GPUS}  # fmt: skip
     found, missing = scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables(), []

@@ -97,7 +97,7 @@ def matches(responses: list[str], answers: list[str]) -> list[float]:
 
 
 def graph(row: Published) -> rg.Graph:
-    """Return the graph of a row: one pool on-policy, or two pools one step off, with the passes that the table has times for."""
+    """Make the graph of a row: one pool on-policy, or two pools one step off, with the passes that the table has times for."""
     one = rg.Pool("shared")
     pools = (
         [one, one]
@@ -198,7 +198,7 @@ TOTALS = (
 
 
 def proposal_graph(split: bool, own_reference: bool) -> rg.Graph:
-    """Return the proposal's tasks: train and logp on one half, generate on the other; ref_logp with train or by itself."""
+    """List the proposal's tasks: train and logp on one half, generate on the other; ref_logp with train or by itself."""
     train = rg.Pool("train")
     rollout_pool = rg.Pool("rollout") if split else train
     generator, policy = rg.Generator(MODEL, pool=rollout_pool), rg.Policy(MODEL, pool=train)
@@ -251,7 +251,7 @@ def _law_words(sync_s: float, async_s: float, parallel: float, possible: bool) -
 
 
 def markdown(rows: Sequence[Result], totals: Sequence[Needed]) -> str:
-    """Return both tables as Markdown."""
+    """Write both tables as Markdown."""
     lines = ["| table | row | published | predicted | published / predicted | extra wait | in no stage time | what is not explained |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for r in rows:

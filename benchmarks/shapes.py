@@ -24,7 +24,7 @@ BLOCK = 15_485_863  # numbers, a prime: rows of a matrix do not repeat
 
 
 def config(shape: str) -> object:
-    """Return the configuration of a shape."""
+    """Make the configuration of a shape."""
     from transformers import Qwen3Config
 
     hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
@@ -47,7 +47,7 @@ def config(shape: str) -> object:
 
 
 def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) -> str:
-    """Return a folder with a model of that shape and a byte tokenizer, made at the first call, as fast as the disk writes.
+    """Find a folder with a model of that shape and a byte tokenizer; the first call makes it, as fast as the disk writes.
 
     Matrices hold normal numbers of deviation 0.02 from one block that repeats, norms hold ones. With `headers_only` the file of weights
     is a hole of the right size: for engines that are started with random weights.

@@ -78,7 +78,7 @@ def engine(folder: str, addresses: list[str], gpu: int, ready: Any, results: Any
 
 
 def measure(folder: str, ranks: int, engines: int) -> dict[str, Any]:
-    """Return the medians of some versions from so many ranks to so many engines."""
+    """Measure the medians of some versions from so many ranks to so many engines."""
     context = multiprocessing.get_context("spawn")
     orders = [context.Queue() for _ in range(ranks)]
     ready, results = context.Queue(), context.Queue()

@@ -58,7 +58,7 @@ def soak(job: Job, steps: int) -> tuple[list[Look], list[float]]:
 
 
 def quarters(values: list[float]) -> tuple[float, float]:
-    """Return the medians of the second quarter of the run and of the last."""
+    """Take the medians of the second quarter of the run and of the last."""
     n = len(values)
     return statistics.median(values[n // 4 : n // 2]), statistics.median(values[3 * n // 4 :])
 

@@ -60,8 +60,8 @@ class Row:
 
 
 def table(head: Sequence[str], rows: Iterable[Row], columns: int, most: int | None = None) -> tuple[str, list[str]]:
-    """Return the rows as Markdown, the first `columns` cells of each, and the results that are missing, in which case a row or its peer is
-    left out."""
+    """Write the rows as Markdown, the first `columns` cells of each. Rows and peers without a result are left out; the second value
+    lists those results."""
     rows, lines = list(rows), []
     for row in rows:
         try:
@@ -74,7 +74,7 @@ def table(head: Sequence[str], rows: Iterable[Row], columns: int, most: int | No
 
 
 def rendered(page: str, tables: Mapping[str, str], figures: Mapping[str, Figure]) -> str:
-    """Return a page with its tables and marked figures written again. Raises KeyError for one that is not declared."""
+    """Write a page with its tables and marked figures written again. Raises KeyError for one that is not declared."""
     page = TABLE.sub(lambda found: found[1] + tables[found[2]] + found[3], page)
     return FIGURE.sub(lambda found: figures[found[2]].text() + found[1], page)
 

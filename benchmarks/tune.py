@@ -101,7 +101,7 @@ def divisions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def exhaustive(gpus: int, costs: rg.Costs) -> tuple[float, int]:
-    """Return the least predicted step over every setting and every division of the GPUs, and how many plans there were."""
+    """Find the least predicted step over every setting and every division of the GPUs, and how many plans there were."""
     times = []
     for depth, buffers, width, score in product(DEPTHS, BUFFERS, WIDTHS, HOMES):
         if depth == 0 and buffers == 2:

@@ -11,7 +11,7 @@ VICTIMS = ("driver", "raylet", "worker")
 
 
 def processes(folder: Path) -> list[tuple[str, int]]:
-    """Return the live processes of a run, by the mark in their environment: what each is, and its id."""
+    """Find the live processes of a run, by the mark in their environment: what each is, and its id."""
     return [(_name(pid), pid) for pid in _marked(str(folder).encode())]
 
 

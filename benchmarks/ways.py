@@ -62,7 +62,7 @@ ON_CORES = (
 
 
 def ways_on_four(base: Way) -> dict[str, Way]:
-    """Return configurations of four GPUs that are predicted from `base`, which has two."""
+    """List configurations of four GPUs that are predicted from `base`, which has two."""
     base = replace(base, gpus=4, prompts=2 * base.prompts)
     return {
         "two and two": replace(base, rollout_gpus=2),
@@ -76,7 +76,7 @@ def ways_on_four(base: Way) -> dict[str, Way]:
 
 
 def ways(base: Way) -> dict[str, Way]:
-    """Return the configurations that are predicted from `base`: those that differ most from it first."""
+    """List the configurations that are predicted from `base`: those that differ most from it first."""
     found = {
         "in turns on two": replace(base, depth=0, shared=True),
         "twice the prompts": replace(base, prompts=2 * base.prompts),

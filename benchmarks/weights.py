@@ -31,7 +31,7 @@ SEQUENCES, KEY = 64, b"benchmark"
 
 
 def plain_copy() -> float:
-    """Return the GB a second of a plain copy between two GPUs, measured by a process of its own."""
+    """Measure a plain copy between two GPUs, in GB a second, in a process of its own."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=raw_copy, args=(results,))
@@ -97,7 +97,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
 
 
 def rank_sums(worker: Any) -> dict[str, int] | None:
-    """Return the hashes of the weights that a rank maps, or None where its parameters are not those that its loader leaves."""
+    """Hash the weights that a rank maps; None where its parameters are not those that its loader leaves."""
     import torch
 
     model, weights = worker.get_model(), worker.rank_weights.weights
@@ -108,7 +108,7 @@ def rank_sums(worker: Any) -> dict[str, int] | None:
 
 
 def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
-    """Return, for each rank, the hashes of what it has of every weight."""
+    """Hash what each rank has of every weight."""
     if generator.parallel:
         return list(generator.llm.collective_rpc(rank_sums))
     assert generator.copies is not None
@@ -119,7 +119,7 @@ def loaded_sums(generator: Any) -> list[dict[str, int] | None]:
 
 
 def fills() -> list[tuple[float, float]]:
-    """Return a list to which each version adds when its copies into a second buffer of this process began and ended."""
+    """Make a list to which each version adds when its copies into a second buffer of this process began and ended."""
     from rlgraph.channels.weights.endpoints import Staging
 
     found: list[tuple[float, float]] = []
@@ -157,7 +157,7 @@ class Decoding:
         return self.finished + int(sum(self.engine.written().values()))
 
     def receive(self, weights: Any, version: int) -> Any:
-        """Return a version of the weights, decoding until it has arrived."""
+        """Receive a version of the weights, decoding until it has arrived."""
         from rlgraph.errors import ChannelTimeout
 
         while True:
@@ -173,7 +173,7 @@ class Decoding:
         return self.steps[-1][1] - since - normal * (self.tokens() - tokens) / SEQUENCES
 
     def settle(self, steps: int = 60) -> float:
-        """Return the median seconds of a step."""
+        """Take the median seconds of a step."""
         for _ in range(steps):
             self.step()
         return statistics.median(end - start for start, end in self.steps[-steps // 2 :])

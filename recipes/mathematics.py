@@ -52,7 +52,7 @@ class Config:
 
 
 def data(cfg: Config) -> tuple[Any, Any]:
-    """Return the questions to train on, and those held out; no question is in both, nor among the examples."""
+    """Make the questions to train on, and those held out; no question is in both, nor among the examples."""
     if cfg.train:
         return rg.data.verl(cfg.train, overlong="drop"), rg.data.verl(cfg.held_out or cfg.train, overlong="drop")
     drawn = partial(questions, terms=cfg.terms, digits=cfg.digits)

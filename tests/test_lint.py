@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlgraph"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-MODULE_LINES, FUNCTION_LINES = 400, 60
+MODULE_LINES, FUNCTION_LINES, ACCESSOR_LINES = 400, 60, 5
 DISTRIBUTED = (
     "engines/fsdp/",
     "engines/megatron/",
@@ -78,6 +78,17 @@ def long_functions(source: str) -> list[str]:
     ]
 
 
+def tells_no_work(source: str) -> list[str]:
+    """The functions whose docstring says that they return something, where it is more than to look it up."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (ast.get_docstring(node) or "").startswith("Return")
+        and (node.end_lineno or 0) - (node.body[0].end_lineno or 0) > ACCESSOR_LINES
+    ]
+
+
 def imported(source: str) -> Iterator[str]:
     """The modules and names that a module imports, wherever in it."""
     for node in ast.walk(ast.parse(source)):
@@ -126,6 +137,13 @@ def test_no_function_is_too_long_to_read_at_once() -> None:
     assert found == set()
     body = "    pass\n" * FUNCTION_LINES
     assert long_functions(f"def long():\n{body}\n\ndef fits():\n{body[9:]}") == ["long"]
+
+
+def test_a_docstring_tells_the_work_of_a_function_that_does_more_than_look_something_up() -> None:
+    shown = sources("rlgraph", "rlgraph_cli", "benchmarks", "recipes")
+    assert {name: found for name, text in shown if (found := tells_no_work(text))} == {}
+    work = "    x = 1\n" * (ACCESSOR_LINES + 1)
+    assert tells_no_work(f'def late():\n    """Return x."""\n{work}\n\ndef says():\n    """Add up."""\n{work}') == ["late"]
 
 
 def test_torch_distributed_is_known_to_the_trainer_and_to_one_channel() -> None:

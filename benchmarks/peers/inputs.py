@@ -17,7 +17,7 @@ ROWS, SEED = 4096, 1
 
 
 def sums(count: int) -> list[dict[str, Any]]:
-    """Return rows in verl's schema: a prompt of messages, and the sum as the ground truth of a rule."""
+    """Make rows in verl's schema: a prompt of messages, and the sum as the ground truth of a rule."""
     drawn = random.Random(SEED)
     rows = []
     for index in range(count):

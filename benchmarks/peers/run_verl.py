@@ -44,7 +44,7 @@ MODULES = {"one_step_off": "verl.experimental.one_step_off_policy.main_ppo", "co
 
 
 def overrides(given: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Return verl's configuration for the job, as hydra's overrides."""
+    """Make verl's configuration for the job, as hydra's overrides."""
     common = {
         "hydra.searchpath": "[pkg://verl.trainer.config]",
         "hydra.run.dir": work / "hydra",
@@ -93,7 +93,7 @@ def overrides(given: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def of_rollouts(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the part of the configuration that its rollouts have."""
+    """Make the part of the configuration that its rollouts have."""
     rollout = "actor_rollout_ref.rollout"
     return {
         f"{rollout}.name": "vllm",
@@ -116,7 +116,7 @@ def of_rollouts(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps_of(lines: list[tuple[float, str]]) -> list[dict[str, float]]:
-    """Return the metrics of each step that verl printed, with the seconds at which the line came."""
+    """Read the metrics of each step that verl printed, with the seconds at which the line came."""
     steps = []
     for second, line in lines:
         if (found := re.search(r"step:\d+ - (.*)", line)) and "timing_s/step:" in line:
@@ -150,7 +150,7 @@ def watch(command: list[str], environment: dict[str, str], limit_s: float, log: 
 
 
 def summary(given: argparse.Namespace, steps: list[dict[str, float]], settings: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Return the row of the results: medians over the steps after the warm-up, and what was set."""
+    """Make the row of the results: medians over the steps after the warm-up, and what was set."""
     timed = steps[WARM_UP:]
     walls = [after["at_s"] - before["at_s"] for before, after in zip(steps[WARM_UP - 1 :], timed, strict=False)]
     shown = {key: str(value).replace(str(work), "WORK").replace(str(HERE), "benchmarks/peers") for key, value in settings.items()}

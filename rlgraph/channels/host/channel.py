@@ -301,7 +301,7 @@ class HostReader(_HostEnd):
         taken.check_unchanged(self.end)
 
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
-        """Return the message's columns: the views of the slot's last message, if both have the same layout."""
+        """Read the message's columns: the views of the slot's last message, if both have the same layout."""
         segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
         header = segment[: full.header]
         if full.slot in self._read_views and self._read_views[full.slot][0].again(header, full.size, segment, carried):

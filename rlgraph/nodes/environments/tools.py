@@ -262,6 +262,6 @@ class ToolCalls:
 
 
 def slots(pool: Pool) -> asyncio.Semaphore:
-    """Return the semaphore of a pool's cores in the running event loop."""
+    """Find or make the semaphore of a pool's cores in the running event loop."""
     mine = _SLOTS.setdefault(asyncio.get_running_loop(), {})
     return mine.setdefault(pool.name, asyncio.Semaphore(pool.cpus or 1))

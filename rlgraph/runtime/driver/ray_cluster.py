@@ -219,7 +219,7 @@ def _daemons_apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_left_alone() -> Iterator[None]:
-    """Keep Ray from taking SIGTERM while it starts: its handler exits in the middle of whatever runs, be it with a lock in hand."""
+    """Keep Ray from taking SIGTERM while it starts: its handler exits in the middle of whatever runs, even where that holds a lock."""
     utils = ray._private.utils
     set_handler = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda handler: None

@@ -33,7 +33,7 @@ def make_token() -> None:
 
 
 def described() -> str:
-    """Say in which mode Ray is here and whence it takes the token."""
+    """Name Ray's mode here, and the file or variable from which it takes the token."""
     mode = os.environ.get(MODE)
     said = f"{MODE} is {mode}" if mode else f"{MODE} is not set"
     if os.environ.get(TOKEN):
