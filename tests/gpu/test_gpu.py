@@ -37,6 +37,11 @@ def test_a_profile_on_a_gpu_has_its_kernels_and_the_history_of_its_memory(alone:
 
 
 @pytest.mark.gpu
+def test_any_cut_of_any_parameters_is_copied_from_peer_to_peer_bit_for_bit(alone: Alone) -> None:
+    assert alone("cut_here.py") == "equal 16\n"
+
+
+@pytest.mark.gpu
 @pytest.mark.vllm
 @pytest.mark.parametrize("head", ["64", "128"])
 def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_loader_would(alone: Alone, head: str) -> None:
