@@ -51,7 +51,7 @@ def made_trainer(way: str, folder: str, *, exact: bool = False) -> Any:
     import torch
 
     import rlgraph as rg
-    from rlgraph.engines.forward.heads import PolicyHead
+    from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.megatron.engine import MegatronEngine
 
