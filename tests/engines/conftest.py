@@ -45,7 +45,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
     @cache
     def found(engine: str, folder: Path) -> dict[str, Any]:
         out, here = shared / f"engine {engine} {folder.name}.pt", Path(__file__)
-        environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
+        environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}", "VLLM_CACHE_ROOT": str(out.with_suffix(".new"))}
         part = out.with_suffix(".part")
         command = [sys.executable, str(here.with_name("engine_process.py")), engine, str(folder), str(part)]
         with out.with_suffix(".printed").open("a+") as printed:

@@ -1,5 +1,6 @@
 """A process with an engine that generates in it, started by a test: `python engine_process.py ENGINE FOLDER OUT`."""
 
+import resource
 import sys
 import time
 from dataclasses import asdict
@@ -43,7 +44,9 @@ def copied(engine: Any, folder: Path) -> dict[str, bool]:
 def main(engine: str, folder: Path, out: Path) -> None:
     made = {"vllm": vllm, "sglang": sglang, "sglang overlap": lambda folder: sglang(folder, overlap=True)}[engine](folder)
     weights = load_file(folder / "model.safetensors")
-    found: dict[str, Any] = {"threads": torch.get_num_threads(), **generated(made, weights)}
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "children_s": children.ru_utime + children.ru_stime}
+    found |= generated(made, weights)
     found["slept"] = [asdict(response) for response in slept(made)]
     before, started = time.process_time(), time.perf_counter()
     for _ in range(20):

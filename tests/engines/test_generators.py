@@ -132,6 +132,11 @@ def test_one_thread_is_one_core(run: dict[str, Any]) -> None:
     assert run["cores"] < 1.1
 
 
+@pytest.mark.parametrize("run", VLLM, indirect=True)
+def test_an_engine_that_starts_in_a_new_home_imports_vllm_in_no_other_process(run: dict[str, Any]) -> None:
+    assert run["children_s"] < 2
+
+
 def test_the_terminal_is_left_to_the_user(run: dict[str, Any]) -> None:
     lines = [line for line in run["printed"].splitlines() if "NUMA binding" not in line]  # torch's own, from C++, on machines with NUMA
     assert lines == []

@@ -3,6 +3,7 @@
 vLLM patches torch for its whole process (thread count, random seed, garbage collector): never share it with a trainer.
 """
 
+import contextlib
 import logging
 import os
 import warnings
@@ -289,10 +290,27 @@ def _started(arguments: Mapping[str, Any]) -> Any:
     """Start vLLM's engine."""
     from vllm import EngineArgs, LLMEngine
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _models_inspected_here():
         # vLLM looks at every attribute of every module, those included that warn when looked at.
         warnings.simplefilter("ignore", FutureWarning)
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+@contextlib.contextmanager
+def _models_inspected_here() -> Iterator[None]:
+    """Have vLLM look at the model's class in this process, which loads the class anyway.
+
+    In a home where vLLM has not kept what it saw of a family, it would start a process for that, which imports vLLM once more: 7 s of a
+    core on the machine of the benchmarks. It does so to keep CUDA out of a process that forks; ours spawn.
+    """
+    from vllm.model_executor.models import registry
+
+    apart = registry._run_in_subprocess
+    registry._run_in_subprocess = lambda inspect: inspect()
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess = apart
 
 
 def _prepare_process(threads: int | None) -> None:
