@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from learning_runs import machine
 from shapes import SHAPES, random_model
-from weights import machine
 
 import rlgraph as rg
 
@@ -87,7 +87,7 @@ def main() -> None:
     for name, value in defaults.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
-    figures: dict[str, Any] = {**machine(), "settings": {key: value for key, value in vars(given).items() if key not in ("json", "smoke")}}
+    figures: dict[str, Any] = {"machine": machine(), "settings": {key: value for key, value in vars(given).items() if key not in ("json", "smoke")}}
     for name, own in (("own_pool", True), ("students_pool", False)):
         figures[name] = measured(given, own)
     figures["ratio"] = figures["own_pool"]["measured_s"] / figures["students_pool"]["measured_s"]

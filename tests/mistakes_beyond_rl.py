@@ -103,6 +103,8 @@ SOLUTION = {"prompt": "1 =", "completions": ["2"], "labels": [True]}
 MISTAKES = {
     "a pair of equal answers": made("nothing tells equal ones apart", lambda: rg.pairs([EQUAL], 1, policy()), DataError),
     "a later pair of equal answers": launched("item 4 of the data set has chosen and rejected", lambda m: trained_on(m, [*PAIRS, EQUAL])),
+    "no pair a step": made("count is how many rows of the data a step takes", lambda: rg.pairs(PAIRS, 0, policy()), DataError),
+    "no solution a step": made("count is how many rows of the data a step takes", lambda: rg.stepwise([SPLIT], 0, judge()), DataError),
     "a margin that is no number": made(
         "a finite number in each row", lambda: rg.pairs([{**PAIRS[0], "by": float("nan")}], 1, policy(), margin="by"), DataError
     ),

@@ -19,7 +19,7 @@ from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.data_order import Mixed, Order, Shuffled
 from rlgraph.nodes.example_rows import example_of, number_of, pair_of
 from rlgraph.nodes.items import check_data, read
-from rlgraph.nodes.prompts import PerStep, is_stream
+from rlgraph.nodes.prompts import RowsPerStep, is_stream
 from rlgraph.settings import Count, Name, Natural, checked
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
@@ -140,7 +140,7 @@ def _characters(example: Example) -> int:
 @checked(DataError)
 def examples(
     data: Dataset,
-    count: PerStep,
+    count: RowsPerStep,
     model: Model,
     *,
     chat: Chat | None = None,
@@ -184,7 +184,7 @@ def examples(
 @checked(DataError)
 def pairs(
     data: Dataset,
-    count: PerStep,
+    count: RowsPerStep,
     model: Model,
     *,
     chat: Chat | None = None,

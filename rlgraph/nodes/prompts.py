@@ -26,6 +26,7 @@ from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Natural, checked
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
+RowsPerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many rows of the data a step takes, a whole number of at least 1")]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.data_order import Shuffled
 from rlgraph.nodes.items import check_data, read
-from rlgraph.nodes.prompts import PerStep, is_stream
+from rlgraph.nodes.prompts import RowsPerStep, is_stream
 from rlgraph.settings import Name, Natural, checked
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
@@ -112,7 +112,9 @@ def solution_of(index: int, row: Any, separator: str) -> Solution:
 
 
 @checked(DataError)
-def stepwise(data: Dataset, count: PerStep, model: Model, *, separator: Name = "\n", seed: Natural = 0, name: Name = "stepwise") -> Output:
+def stepwise(
+    data: Dataset, count: RowsPerStep, model: Model, *, separator: Name = "\n", seed: Natural = 0, name: Name = "stepwise"
+) -> Output:
     r"""Declare a source of solutions with a label for each step: `count` rows of `data` a step, to learn process rewards from.
 
     >>> import rlgraph as rg

@@ -11,7 +11,7 @@ from rlgraph.engines.vllm.scorer import VllmScorer
 def main(folder: Path, batch: Path, out: Path) -> None:
     engine = VllmScorer(folder, dtype="float32", threads=1, context=64, kv_cache_bytes=64 << 20)
     rows = torch.load(batch)
-    torch.save({"top": engine.top_scores(rows, 4), "own": engine.scores(rows)}, out)
+    torch.save({"top": engine.top_scores(rows, 4), "all": engine.top_scores(rows, 1000), "own": engine.scores(rows)}, out)
     engine.close()
 
 

@@ -35,9 +35,10 @@ def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: P
 
     trainer = FsdpEngine(PolicyHead(folder), optimizer=rg.AdamW(), dtype=torch.float32, micro_batch_tokens=4096)
     scores, ids, top = trainer.top_scores(batch, 4)
+    whole = trainer.top_scores(batch, 1000)[2]
     trainer.close()
     assert torch.equal(found["top"][1], ids)
-    for one, other in ((found["top"][0], scores), (found["own"], scores), (found["top"][2], top)):
+    for one, other in ((found["top"][0], scores), (found["own"], scores), (found["top"][2], top), (found["all"][2], whole)):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, atol=NEAR, rtol=0)
     assert bool((scores[~batch["response_mask"]] == 0).all())

@@ -34,9 +34,10 @@ class VllmScorer:
         **machine: Any,
     ) -> None:
         unlimited = {"max_logprobs": -1, "enable_prefix_caching": False}  # a prompt that is scored is read whole
-        most = None if context is None else min(context + 1, check_model(path).context_length)  # vLLM always samples a token
+        model = check_model(path)
+        most = None if context is None else min(context + 1, model.context_length)  # vLLM always samples a token
         self._engine = VllmEngine(path, dtype=dtype, threads=threads, max_model_len=most, engine_args=unlimited, **machine)
-        self._on_progress = on_progress
+        self._on_progress, self._vocabulary = on_progress, model.vocab_size
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32: 0 where `response_mask` is false. Raises GraphError for another temperature than 1."""
@@ -46,7 +47,7 @@ class VllmScorer:
         """Give `scores`, and of the `top_k` most probable tokens ids (int32) and log-probs `[B, T, K]`, the most probable first."""
         if top_k is None:
             raise GraphError("a teacher on vLLM gives the log-probs of some tokens, not of the whole vocabulary; give top_k, as top_k=64")
-        return self._scored(batch, top_k, temperature)
+        return self._scored(batch, min(top_k, self._vocabulary), temperature)
 
     def _scored(self, batch: Columns, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if temperature != 1.0:
