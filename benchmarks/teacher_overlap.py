@@ -87,7 +87,10 @@ def main() -> None:
     for name, value in defaults.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
-    figures: dict[str, Any] = {"machine": machine(), "settings": {key: value for key, value in vars(given).items() if key not in ("json", "smoke")}}
+    figures: dict[str, Any] = {
+        "machine": machine(),
+        "settings": {key: value for key, value in vars(given).items() if key not in ("json", "smoke")},
+    }
     for name, own in (("own_pool", True), ("students_pool", False)):
         figures[name] = measured(given, own)
     figures["ratio"] = figures["own_pool"]["measured_s"] / figures["students_pool"]["measured_s"]

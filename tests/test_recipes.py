@@ -214,6 +214,37 @@ def test_bad_settings_end_with_a_clear_error_before_anything_starts(name: str, t
         run("one_step_off", monkeypatch, *arguments)
 
 
+WRONG_BEYOND = {  # by recipe
+    "curriculum": (["group_size=0"], "group_size is a whole number of responses to a prompt, at least 1"),
+    "distill": (["teacher=nowhere"], "model 'nowhere': no such folder"),
+    "dpo": (["loss=kto"], "'pairs' gives pairs"),
+    "kto": (["examples=1"], "at least 2 a step"),
+    "mixture": (["weight=0"], "its weight is a finite number above 0"),
+    "online_dpo": (["group_size=1"], "needs a rollout with a group_size of 2 or more"),
+    "process_rewards": (["steps=0"], "run(steps=[10, 0])"),
+    "reward_model": (
+        [],
+        "'run/model' holds the weights of an earlier run, and an export replaces nothing: give another out=, or remove it",
+    ),
+    "self_play": (["depth=-1"], "feedback 'first weights' has depth=-1"),
+    "sft": (["examples=0"], "count is how many rows of the data a step takes"),
+    "teachers": (["scored_by=megatron"], "which trainer='megatron' does not give"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BEYOND)
+def test_bad_settings_beyond_policy_gradients_end_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, message = WRONG_BEYOND[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", begin)
+    if name == "reward_model":
+        Path("run/model").mkdir(parents=True)
+    with pytest.raises(RlgraphError, match=re.escape(message)):
+        run(name, monkeypatch, "model=tiny", *arguments, "out=run")
+
+
 def test_a_setting_that_is_none_of_its_choices_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RlgraphError, match=re.escape("Invalid value 'never', expected one of ['keep', 'recompute']")):
         run("interrupt", monkeypatch, "interrupt=never")
