@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -65,8 +66,9 @@ def test_the_key_of_a_model_follows_weights_dtype_and_temperature(model: str, tm
     assert len(set(keys)) == 4
     moved = shutil.copytree(model, tmp_path / "moved")
     assert model_key(str(moved), "float32", 1.0) == keys[0]
-    shutil.copy(Path(other) / "model.safetensors", moved)
-    assert model_key(str(moved), "float32", 1.0) not in keys, "other weights in the same folder"
+    file = moved / "model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    assert model_key(str(moved), "float32", 1.0) not in keys, "other weights in the same folder, of the same size"
 
 
 def test_the_key_of_a_row_follows_its_tokens_and_not_their_padding() -> None:
