@@ -221,7 +221,7 @@ WRONG_BEYOND = {  # by recipe
     "kto": (["examples=1"], "at least 2 a step"),
     "mixture": (["weight=0"], "its weight is a finite number above 0"),
     "online_dpo": (["group_size=1"], "needs a rollout with a group_size of 2 or more"),
-    "process_rewards": (["steps=0"], "run(steps=[10, 0])"),
+    "process_rewards": (["judge_steps=3", "steps=0"], "run(steps=[3, 0])"),
     "reward_model": (
         [],
         "'run/model' holds the weights of an earlier run, and an export replaces nothing: give another out=, or remove it",
