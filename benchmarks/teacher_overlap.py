@@ -5,7 +5,7 @@
 On-policy distillation on two devices, two GPUs or two cores. With a pool of its own the teacher scores batch k + 1 on one device while the
 student, one step off, trains on batch k on the other. On the student's pool rollout, teacher and update take turns on both devices. Each
 placement is profiled for a few steps, which predict its step; then it runs from the beginning, and its step is the median after the
-warm-up. `hidden` is the share of the teacher's seconds in which something else was at work: 1 if the step is as long as without it.
+warm-up. `overlap` is the share of the teacher's seconds in which the student generates or trains, as played and as measured.
 
 A MODEL is a folder, smollm2, tiny, or a shape of Qwen3 with random weights, as 0.6B. All responses have `--tokens` tokens. `--smoke` runs
 two steps of a tiny model.
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from learning_runs import machine
 from shapes import SHAPES, random_model
 
 import rlgraph as rg
+from rlgraph.compiler.schedule import Span
+from rlgraph.simulate.play import simulate
 
 QUESTIONS = [{"prompt": f"What is {a} times {a + 1}? Think step by step, and then"} for a in range(512)]
 WARM_UP = 2
@@ -51,6 +54,20 @@ def graph(given: argparse.Namespace, own: bool) -> rg.Graph:
     return rg.Graph("own pool" if own else "student's pool", step.metrics)
 
 
+def overlap(spans: Sequence[Span], steps: int) -> float:
+    """Compute the share of the teacher's seconds in which the student is at work; first steps warm up, and the last has no next one.
+
+    >>> spans = [Span("rollout", "fire", 3, "g", 0, 2), Span(SCORED, "fire", 2, "t", 1, 3), Span("update", "fire", 2, "p", 3, 4)]
+    >>> overlap(spans, 4)
+    0.5
+    """
+    fired = [span for span in spans if span.kind == "fire"]
+    taught = [span for span in fired if span.name == SCORED and min(WARM_UP, steps - 1) <= span.step < steps - 1]
+    student = [span for span in fired if span.name in ("rollout", "update")]
+    together = sum(max(min(a.end_s, b.end_s) - max(a.start_s, b.start_s), 0.0) for a in taught for b in student)
+    return together / max(sum(span.end_s - span.start_s for span in taught), 1e-9)
+
+
 def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
     """Predict the step of a placement from a profile, then run it and measure its step."""
     cluster, made, before = rg.local_cluster(), graph(given, own), os.getloadavg()[0]
@@ -59,18 +76,18 @@ def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
     print(f"{made.name}: a step is predicted to take {predicted_s:.2f} s", flush=True)
     with plan.launch() as job:
         seconds = [step.seconds for step in job.steps(given.steps)]
-        fitted = rg.compile(made, cluster, job.costs())
-    step_s = statistics.median(seconds[min(WARM_UP, len(seconds) - 1) :])
-    nodes = {name: fitted.node(name).seconds for name in ("rollout", SCORED, "update")}
+        fitted, spans = rg.compile(made, cluster, job.costs()), job.spans()
     found = {
         "predicted_s": predicted_s,
-        "measured_s": step_s,
-        "nodes_s": nodes,
-        "hidden": (sum(nodes.values()) - step_s) / nodes[SCORED],
+        "measured_s": statistics.median(seconds[min(WARM_UP, len(seconds) - 1) :]),
+        "fitted_s": fitted.prediction.step_s,
+        "predicted_overlap": overlap(simulate(plan.schedule, given.steps), given.steps),
+        "overlap": overlap(spans, given.steps),
+        "nodes_s": {name: fitted.node(name).seconds for name in ("rollout", SCORED, "update")},
         "steps_s": seconds,
         "load": [before, os.getloadavg()[0]],
     }
-    print(f"{made.name}: measured {step_s:.2f} s, {found['hidden']:.0%} of the teacher's {nodes[SCORED]:.2f} s hidden", flush=True)
+    print(f"{made.name}: measured {found['measured_s']:.2f} s; overlap {found['overlap']:.2f}, predicted {found['predicted_overlap']:.2f}")
     return found
 
 
