@@ -49,6 +49,12 @@ def training(spec: str, what: str) -> Row:
                {"peak": Figure(file, ("peak_flop_per_s",), "{:.0f}", 1e-12)})  # fmt: skip
 
 
+def by_megatron(what: str, field: tuple[str, ...], peer: str = "", beside: tuple[str, ...] = ()) -> Row:
+    file, at = "megatron_h200.json", ("shapes", "0.6B", "updates")
+    return Row(what, seconds(file, *at, *field, "step_s"), "benchmarks/megatron_gpu.py 0.6B", peer,
+               seconds(file, *at, *beside, "step_s") if beside else None)  # fmt: skip
+
+
 def overlap(file: str, what: str) -> list[Row]:
     """A step one step off, over its bound, and beside the same plan time-shared."""
     found = [Row(f"{what}, lengths with p99 6.6 medians, one step off: a step over max(generate, train)",
@@ -98,6 +104,14 @@ ON_GPUS = [
     training("4B:1:compiled", "4B on one GPU, compiled"),
     training("4B:1", "4B on one GPU, eager"),
     training("8B:2:compiled", "8B on two, compiled"),
+    by_megatron("updating 0.6B on one GPU by Megatron-Core, 8 packed sequences of 4,096 tokens", ("megatron",), "by FSDP2", ("fsdp",)),
+    by_megatron("the same by FSDP2, compiled", ("fsdp compiled",)),
+    Row("the same: largest difference of Megatron-Core's log-probs from FSDP2's, both in bfloat16",
+        share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from fsdp", 1), "benchmarks/megatron_gpu.py 0.6B",
+        "from float32's", share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from float32", 1)),
+    Row("`recipes/mathematics.py` with random weights of 4B's shape, time-shared, one GPU: a step",
+        seconds("mathematics_h200.json", "4B", "step_s", form="{:.1f} s"), "benchmarks/mathematics_shapes.py 4B",
+        "estimated with nothing measured", seconds("mathematics_h200.json", "4B", "predicted_s", form="{:.1f} s")),
     *overlap("overlap_h200.json", "0.6B on 1 + 1 GPUs"),
     *overlap("overlap_4b_four_gpus_h200.json", "4B on 2 + 2 GPUs"),
     Row("steps of {count} configurations of 1.7B and 4B, fitted afterwards to profiles taken before: median error",
