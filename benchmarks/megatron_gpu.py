@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def publishing(shape: str, folder: str, smoke: bool) -> dict[str, Any]:
             assert out.get(timeout=LONGEST_S) == "ready"
             say(f"{shape}: the engine is there")
             for way in PUBLISHERS:
-                one = found[way] = with_trainer(way, folder, lambda engine, to=f"{job}/{way}": publish(engine, to, out))
+                one = found[way] = with_trainer(way, folder, partial(publish, address=f"{job}/{way}", out=out))
                 if one is None:
                     break  # the engine waits for what does not come
                 at = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in one["median"].items()}

@@ -52,7 +52,7 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
     if case.trainer == "megatron":
         from rlgraph.engines.megatron.engine import MegatronEngine
 
-        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving}
+        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving, "recompute": saving}
         return MegatronEngine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
     given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": True}
     return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, recompute=saving, host_moments=saving, **given, **ranks)
@@ -143,6 +143,9 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
             engine.load(case.begins)
             found["loaded"] = boxes(engine)
             found["goes on"] = going_on(engine, case)
+        if case.trainer == "megatron" and case.kind == "policy":
+            engine.load_weights(load_file(case.folder / "model.safetensors"))
+            found["taken"] = boxes(engine)
         torch.save(found, out / f"{case.name}.{rank}.pt")
         engine.close()
     dist.destroy_process_group()

@@ -15,8 +15,10 @@ LINKED = 0.7  # share of the link between GPUs that collectives reach; an assump
 ITEMSIZE = 2  # bytes of a number on the way
 
 
-def undivided(heads: int, kv_heads: int, vocab: int, intermediate: int, *, tensor: int, context: int) -> tuple[str, int, str] | None:
+def undivided(heads: int, kv_heads: int, vocab: int | None, intermediate: int, *, tensor: int, context: int) -> tuple[str, int, str] | None:
     """Find a size that ranks do not divide: its name in config.json, the size, and the settings; None where they divide all.
+
+    A vocabulary of None is one that they need not divide.
 
     >>> undivided(32, 8, 151936, 12288, tensor=2, context=2), undivided(14, 2, 151936, 4864, tensor=4, context=1)
     (None, ('num_attention_heads', 14, 'tensor_parallel=4'))
@@ -35,8 +37,8 @@ def undivided(heads: int, kv_heads: int, vocab: int, intermediate: int, *, tenso
     return None
 
 
-def _cut_by_tensor(kv_heads: int, vocab: int, intermediate: int) -> Mapping[str, int]:
-    return {"num_key_value_heads": kv_heads, "vocab_size": vocab, "intermediate_size": intermediate}
+def _cut_by_tensor(kv_heads: int, vocab: int | None, intermediate: int) -> Mapping[str, int]:
+    return {"num_key_value_heads": kv_heads, **({} if vocab is None else {"vocab_size": vocab}), "intermediate_size": intermediate}
 
 
 def check_shared(graph: Graph, shapes: Shapes) -> None:
@@ -45,7 +47,8 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
         shape, traits = shapes.get(model.path), model.traits
         if shape is None or traits.sharing == 1:
             continue
-        sizes = shape.heads, shape.kv_heads, shape.vocab, shape.intermediate
+        inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
+        sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
         found = undivided(*sizes, tensor=traits.tensor_parallel, context=traits.context_parallel)
         if found is not None:
             name, size, settings = found

@@ -97,6 +97,7 @@ class TrainerSpec(Estimates):
     that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before anything starts;
     unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores` is for a teacher
     or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
+    Ranks of an engine for `any_vocabulary` share one that they do not divide.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
     memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.
@@ -114,6 +115,7 @@ class TrainerSpec(Estimates):
     check: Callable[[Any], None] = check_plan
     only_scores: bool = False
     whole_vocabulary: bool = True
+    any_vocabulary: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights

@@ -216,6 +216,7 @@ class ModelTraits:
 
     `tensor_parallel` ranks share the model's matrices, `context_parallel` ranks the tokens of a row, and `pipeline_parallel` ranks the
     layers: together they compute one pass. `expert_parallel` ranks of those with the same layers share the experts of a mixture.
+    With `any_vocabulary` ranks that share matrices need not divide the vocabulary.
     """
 
     dtype: str | None = None
@@ -244,6 +245,7 @@ class ModelTraits:
     context_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    any_vocabulary: bool = False
 
     @property
     def sharing(self) -> int:

@@ -9,35 +9,49 @@ from typing import Any
 import pytest
 import torch
 from families import folder_of
-from parallel_ranks import Case, assembled, boxes, by_one_process, engine_of, going_on, run_exporting
+from parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine_of, given_to, going_on, run_exporting
 from tiny import tiny_qwen
 
 import rlgraph as rg
+from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.pretrained import byte_tokenizer, tiny_model
 from rlgraph.engines.megatron.model_config import check_folder
 from rlgraph.engines.megatron.spec import SPEC
-from rlgraph.errors import GraphError
+from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import check_whole_vocabulary
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 1e-5, "rtol": 2e-5}  # ten, in which rounding adds up
 STEPS = 10
+DENSE = ("llama", "qwen2", "qwen3")
+CRITIC, SAVING, ODD = ("critic",), ("saving",), ("odd", "odd tied", "odd saving")  # odd is a vocabulary that ranks do not divide
+TP, PP, EP, EP4 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"expert_parallel": 4}
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
-    "alone": (1, {}, ("llama", "qwen2", "qwen3", "critic")),
-    "dp2": (2, {}, ("llama",)),
-    "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving")),
-    "tp2 × dp2": (4, {"tensor_parallel": 2}, ("llama", "critic")),
-    "pp2": (2, {"pipeline_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving")),
-    "pp2 × dp2": (4, {"pipeline_parallel": 2}, ("llama",)),
-    "tp2 × pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}, ("llama", "qwen2", "qwen3", "critic")),
-    "alone, experts": (1, {}, ("moe", "unnormed", "moe critic")),
-    "ep2": (2, {"expert_parallel": 2}, ("moe", "moe critic")),
-    "ep2 × dp2": (4, {"expert_parallel": 2}, ("moe",)),
-    "tp2, experts": (2, {"tensor_parallel": 2}, ("moe",)),
-    "tp2, ep2": (2, {"tensor_parallel": 2, "expert_parallel": 2}, ("moe",)),
-    "ep2 × pp2": (4, {"expert_parallel": 2, "pipeline_parallel": 2}, ("moe",)),
-    "tp2 × pp2, ep2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}, ("moe",)),
+    "alone": (1, {}, DENSE + CRITIC + SAVING),
+    "dp2": (2, {}, DENSE),
+    "tp2": (2, TP, DENSE + CRITIC + SAVING + ODD),
+    "tp2 × dp2": (4, TP, DENSE + CRITIC),
+    "tp4": (4, {"tensor_parallel": 4}, ("large",)),
+    "pp2": (2, PP, DENSE + CRITIC + SAVING),
+    "pp2 × dp2": (4, PP, DENSE),
+    "pp4": (4, {"pipeline_parallel": 4}, ("large",)),
+    "tp2 × pp2": (4, TP | PP, DENSE + CRITIC + ODD[1:2]),
+    "alone, experts": (1, {}, ("moe", "moe critic", "moe saving", "unnormed")),
+    "dp2, experts": (2, {}, ("moe",)),
+    "ep2": (2, EP, ("moe", "moe critic", "moe saving")),
+    "ep2 × dp2": (4, EP, ("moe",)),
+    "ep4": (4, EP4, ("moe",)),
+    "tp2, experts": (2, TP, ("moe",)),
+    "tp2, ep2": (2, TP | EP, ("moe", "moe saving")),
+    "tp2 × dp2, experts": (4, TP, ("moe",)),
+    "tp2 × dp2, ep2": (4, TP | EP, ("moe",)),
+    "tp2 × dp2, ep4": (4, TP | EP4, ("moe",)),
+    "pp2, experts": (2, PP, ("moe",)),
+    "pp2 × dp2, experts": (4, PP, ("moe",)),
+    "ep2 × pp2": (4, EP | PP, ("moe", "moe saving")),
+    "tp2 × pp2, experts": (4, TP | PP, ("moe",)),
+    "tp2 × pp2, ep2": (4, TP | PP | EP, ("moe",)),
 }
 
 
@@ -49,11 +63,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = [
         Case("llama", llama),
         Case("saving", llama, saving=True),
+        Case("large", tiny_model(parent / "large", hidden=256, layers=4, tied=False)),  # four heads of keys, four layers
+        Case("odd", tiny_model(parent / "odd", hidden=128, vocab=289, tied=False)),
+        Case("odd tied", tiny_qwen(parent / "odd tied", "qwen3", vocab=301)),
+        Case(
+            "odd saving", tiny_qwen(parent / "odd saving", "qwen2", vocab=289), saving=True
+        ),  # 7 and 8 rows at once, if ranks did not agree
         Case("critic", llama, kind="critic"),
         Case("qwen2", tiny_qwen(parent, "qwen2")),
         Case("qwen3", tiny_qwen(parent, "qwen3")),
         Case("moe", moe),
         Case("moe critic", moe, kind="critic"),
+        Case("moe saving", moe, saving=True),
         Case("unnormed", _experts(parent / "unnormed", norm_topk_prob=False)),
     ]
     return {case.name: replace(case, steps=STEPS) for case in found}
@@ -87,11 +108,11 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
         for column in ("scores", "squares", "scores after") if "squares" in one else ("scores", "scores after"):
             assert all(torch.equal(rank[column], many[0][column]) for rank in many)
             torch.testing.assert_close(many[0][column], one[column], **(AFTER_STEPS if column == "scores after" else NEAR))
-        for held in ("weights", "moments", "weights after", "loaded"):
+        for held in ("weights", "moments", "weights after", "loaded", *(("taken",) if "taken" in many[0] else ())):
             whole = assembled([rank[held] for rank in many])
-            expected = assembled([one["weights after" if held == "loaded" else held]])
+            expected = assembled([one[{"loaded": "weights after", "taken": "weights"}.get(held, held)]])
             assert whole.keys() == expected.keys()
-            near = {"atol": 0, "rtol": 0} if held in ("weights", "loaded") else AFTER_STEPS if held == "weights after" else NEAR
+            near = AFTER_STEPS if held == "weights after" else NEAR if held == "moments" else {"atol": 0, "rtol": 0}
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **near)
         engine = engine_of(cases[name])  # the trainer "fsdp" goes on from what Megatron-Core's ranks saved
@@ -101,6 +122,32 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
         for found, wanted in zip(going_on(engine, cases[name]), one["goes on"], strict=True):
             assert _told(found) == pytest.approx(_told(wanted), rel=1e-4, abs=1e-5)
         engine.close()
+
+
+@installed
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("recompute", "learning"), [(False, [True]), (True, [False, True])])
+def test_a_layer_that_recomputes_keeps_nothing_in_the_first_pass(recompute: bool, learning: list[bool], cases: dict[str, Case]) -> None:
+    from rlgraph.engines.megatron.engine import MegatronEngine
+
+    engine = MegatronEngine(PolicyHead(cases["llama"].folder), optimizer=ADAMW, dtype=torch.float32, recompute=recompute)
+    calls: list[bool] = []
+    for layer in engine._stage.decoder.layers:
+        layer.register_forward_hook(lambda *given: calls.append(torch.is_grad_enabled()))
+    batch, loss = given_to("policy")
+    engine.scores(batch)
+    engine.update(batch, loss)
+    layers = len(engine._stage.decoder.layers)
+    assert sorted(calls) == sorted([False] * layers + learning * layers)
+    engine.close()
+
+
+@installed
+def test_weights_of_another_model_are_refused(cases: dict[str, Case]) -> None:
+    engine = engine_of(replace(cases["moe"], trainer="megatron"))
+    with pytest.raises(DataError, match=r"load_weights: missing \['lm_head.weight', .*unknown \['w'\]"):
+        engine.load_weights({"w": torch.zeros(1)})
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -179,3 +226,12 @@ def _biased(folder: Path) -> Path:
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"attention_bias": false', '"attention_bias": true'))
     return folder
+
+
+@installed
+def test_two_splits_in_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlgraph.engines.megatron import ranks
+
+    monkeypatch.setattr(ranks, "_made", [(2, 1, 1)])
+    with pytest.raises(GraphError, match=r"another model in these processes has tensor_parallel=2, .* or processes of their own"):
+        ranks.MegatronRanks(0, 2, pipeline=2)

@@ -7,10 +7,12 @@ from typing import Any
 import forked  # noqa: F401 # registers how its workers start
 import pytest
 import torch
+from digests import ITEMS, odd_tokens
 from safetensors.torch import load_file
-from sharing_loop import graph_of
+from sharing_loop import gap, graph_of
 
 import rlgraph as rg
+from rlgraph.columns import Columns
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
@@ -50,6 +52,51 @@ def test_a_job_goes_on_with_the_other_trainer_and_its_weights_reach_the_generato
             torch.testing.assert_close(tensor, before[parameter], atol=1e-5, rtol=1e-5)
 
 
+def referred(model: Path, trained: dict[str, Any], reference: dict[str, Any]) -> rg.Graph:
+    """GRPO with a KL term, by log-probs of the folder, and old log-probs by a reference that follows the weights."""
+    train, weights = rg.Pool("train"), rg.feedback("weights", depth=0)
+    sampling = rg.Sampling(max_tokens=6, temperature=0.9)
+    generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, dtype="float32")
+    policy = rg.Policy(str(model), pool=train, optimizer=rg.AdamW(lr=1e-3, eps=1e-3), dtype="float32", **trained)
+    frozen = rg.Reference(str(model), pool=train, dtype="float32", **reference)
+    follower = rg.Reference(str(model), pool=train, dtype="float32", **reference)
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
+    ref, old = frozen.log_probs(rollout), follower.old_log_probs(rollout, weights=weights)
+    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, old, ref, loss=rg.ClippedLoss(kl_coef=0.1))
+    weights.close(step.weights)
+    return rg.Graph("referred", step.metrics, gap(rollout, old), means(rollout, old, ref))
+
+
+@rg.node(reads="old_log_probs ref_log_probs response_mask", writes="distance")
+def means(batch: Columns) -> tuple[Columns, dict[str, float]]:
+    """Measure the mean log-probs of both models."""
+    old, ref, mask = (batch[name] for name in ("old_log_probs", "ref_log_probs", "response_mask"))
+    assert isinstance(old, torch.Tensor)
+    assert isinstance(mask, torch.Tensor)
+    return {"distance": old[:, 0]}, {"old": float(old[mask].mean()), "ref": float(ref[mask].mean())}  # type: ignore[index]
+
+
+@installed
+def test_references_give_what_those_of_fsdp_do_beside_a_policy_of_another_split_in_their_pool(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", hidden=128, vocab=289)
+
+    def run(trained: dict[str, Any], reference: dict[str, Any]) -> list[Any]:
+        graph = referred(model, trained, reference)
+        with Job(graph, rg.compile(graph, Cluster(cpus=2)), dispatch_name="forked", deadline_s=120.0) as job:
+            return [step.metrics for step in job.steps(3)]
+
+    expected = run({"data_parallel": 1}, {"data_parallel": 1})
+    shared = {"trainer": "megatron", "data_parallel": 1}
+    found = run(shared | {"tensor_parallel": 2}, shared | {"pipeline_parallel": 2})
+    assert max(step["gap"] for step in found) < 1e-5, "what follows has the weights that the generator samples from"
+    assert len({step["ref"] - step["old"] for step in found}) == 3, "the policy moves away from the reference"
+    for one, two in zip(expected, found, strict=True):
+        assert two["digest/tokens"] == one["digest/tokens"]
+        for name in ("old", "ref", "actor/grad_norm", "actor/kl_loss"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -57,7 +104,8 @@ def test_a_job_goes_on_with_the_other_trainer_and_its_weights_reach_the_generato
         ({"expert_parallel": 2}, "'fsdp' has no such setting; leave it out, or use trainer='megatron'"),
         ({"trainer": "megatron", "expert_parallel": 4, "data_parallel": 2}, "2 processes have the same layers, of which 4 share experts"),
         ({"trainer": "megatron", "context_parallel": 2}, "'megatron' has no such setting; leave it out, or use trainer='fsdp'"),
-        ({"trainer": "megatron", "recompute": True}, "'megatron' has no such setting"),
+        ({"trainer": "megatron", "offload": "moments"}, "'megatron' has no such setting"),
+        ({"trainer": "megatron", "compiled": True}, "'megatron' has no such setting"),
         ({"trainer": "megatron", "adapter": rg.LoRA(rank=4)}, "'megatron' has no such setting"),
     ],
 )

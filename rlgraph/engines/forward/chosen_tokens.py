@@ -28,7 +28,7 @@ class ChosenTokens:
         Of given tokens these are the entropies `[N]` and the log-probs `[N, K]`, with gradients; the backward pass computes the logits
         again. Of the most probable ones, and of all, they are the ids and the log-probs `[N, K]`.
         """
-        size, parts = rows_at_once(head.weight), []
+        size, parts = rows_at_once(head.weight.device, head.weight.shape[0]), []
         for first in range(0, max(len(states), 1), size):
             rows = slice(first, first + size)
             given = (states[rows], head.weight, head.bias, tokens[rows])

@@ -116,7 +116,8 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
         return scored(head(states), tokens)
     learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
     weight, bias = own_part(head.weight), None if head.bias is None else own_part(head.bias)
-    at_once, plain = rows_at_once(weight), type(head) is torch.nn.Linear
+    words = weight.shape[0] if scored.words is None else scored.words.most  # ranks take as many rows at a time
+    at_once, plain = rows_at_once(weight.device, words), type(head) is torch.nn.Linear
     product: Callable[[torch.Tensor], torch.Tensor] = partial(linear, weight=weight, bias=bias) if plain else head
     if len(states) <= at_once or (learns and not (fused and plain)):
         return scored(product(states), tokens)

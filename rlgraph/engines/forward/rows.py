@@ -38,6 +38,6 @@ def shape_of(batch: Columns) -> tuple[int, int]:
     return rows, width
 
 
-def rows_at_once(weight: torch.Tensor) -> int:
-    """Count the rows whose logits are in memory at once, for a head `[V, H]`."""
-    return max(1, AT_ONCE[weight.device.type] // weight.shape[0])
+def rows_at_once(device: torch.device, words: int) -> int:
+    """Count the rows whose logits are in memory at once, for a head of so many words."""
+    return max(1, AT_ONCE[device.type] // words)

@@ -10,11 +10,22 @@ from rlgraph.engines.forward.collectives import stacked
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The words of this rank: `size` of them from `first` on. The ranks of `group` have the others."""
+    """The words of this rank: `size` of them from `first` on. The ranks of `group` have the others; none has more than `most`."""
 
     group: Any
     first: int
     size: int
+    most: int
+
+    @classmethod
+    def of(cls, group: Any, rank: int, ranks: int, vocab: int) -> "VocabularyShard":
+        """Cut a vocabulary: all ranks have as many words, the last one fewer where they do not divide it.
+
+        >>> VocabularyShard.of(None, 1, 2, vocab=5)
+        VocabularyShard(group=None, first=3, size=2, most=3)
+        """
+        most = -(-vocab // ranks)
+        return cls(group, rank * most, min(most, vocab - rank * most), most)
 
     def own(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Number `tokens [N]` among the words of this rank, and tell which of them are here; those of other ranks count as word 0."""

@@ -40,8 +40,7 @@ def share_matrices(head: Head, mesh: DeviceMesh) -> None:
     by_words = isinstance(head, PolicyHead)  # else each rank has all of the head, and the same gradient of the states
     backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=by_words))
     if isinstance(head, PolicyHead):
-        size = words.num_embeddings // mesh.size()
-        head.words = VocabularyShard(group, mesh.get_local_rank() * size, size)
+        head.words = VocabularyShard.of(group, mesh.get_local_rank(), mesh.size(), words.num_embeddings)
 
 
 def _output(head: Head) -> Any:
@@ -109,13 +108,12 @@ def _by_rows(module: Any, group: Any) -> Run:
 
 def _embedding(module: Any, group: Any) -> Run:
     """Look up the words of this rank, sum over the ranks, and keep this rank's tokens."""
-    size = module.num_embeddings // dist.get_world_size(group)
-    words = VocabularyShard(group, dist.get_rank(group) * size, size)
+    words = VocabularyShard.of(group, dist.get_rank(group), dist.get_world_size(group), module.num_embeddings)
 
     def run(tokens: torch.Tensor) -> torch.Tensor:
         own, here = words.own(tokens)
         padding = None if module.padding_idx is None else module.padding_idx - words.first
-        found = embedding(own, own_part(module.weight), padding if padding is not None and 0 <= padding < size else None)
+        found = embedding(own, own_part(module.weight), padding if padding is not None and 0 <= padding < words.size else None)
         return scattered_sum(found * here[..., None], group)
 
     return run

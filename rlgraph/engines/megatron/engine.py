@@ -11,12 +11,13 @@ import torch.distributed as dist
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
 from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
-from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.columns import Columns
-from rlgraph.engines.api import Guard, Loss
+from rlgraph.engines.api import Guard, Loss, check_weights
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
+from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.distributed_checkpoint import moment_key
@@ -44,7 +45,8 @@ class MegatronEngine:
     and the tokens between them, `pipeline_parallel` groups of these the layers, and `expert_parallel` neighbours the experts:
     see `MegatronRanks`.
     `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, and a
-    pipeline has several under way. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
+    pipeline has several under way. `recompute` keeps only the input of each layer for the backward pass and computes the layer again.
+    `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
 
     Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
     """
@@ -59,6 +61,7 @@ class MegatronEngine:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         micro_batch_tokens: int = 8192,
+        recompute: bool = False,
         fused: bool = False,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
@@ -80,9 +83,10 @@ class MegatronEngine:
         tied = isinstance(head, PolicyHead) and "lm_head.weight" not in named
         self._shapes = named
         with host_cuda.quiet():
-            config = transformer_config(text, ranks, dtype=dtype, device=device)
-            self._table = PieceTable(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied)
-            self._stage = PipelineStage(head, config, ranks, tied=tied, fused=fused, device=self._device)
+            config = transformer_config(text, ranks, dtype=dtype, device=device, recompute=recompute)
+            words = VocabularyShard.of(ranks.tensor_group, ranks.tensor_rank, ranks.tensor, text.vocab_size)
+            self._table = PieceTable(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied, words.first)
+            self._stage = PipelineStage(head, config, ranks, words, tied=tied, fused=fused, device=self._device)
         self._masters = Masters(dict(self._stage.named_parameters()), self._table)
         self._parts = {} if head.folder is None else head.folder.parts()
         self._read()
@@ -151,8 +155,8 @@ class MegatronEngine:
             scores = self._stage.scores(states, micro_batch, temperature=temperature, entropy=loss.needs_entropy)
             if len(micro_batch.rows) == 0:
                 return scores[0].sum() * 0, self._no_tokens, None  # the other ranks of the pass compute it too
-            whole = tuple(unpacked(score, micro_batch, width) for score in scores)
-            value, metrics = self._head.loss(loss, whole, rows_of(batch, micro_batch.rows, self._device), totals)
+            padded = tuple(unpacked(score, micro_batch, width) for score in scores)
+            value, metrics = self._head.loss(loss, padded, rows_of(batch, micro_batch.rows, self._device), totals)
             if self._ranks.speaks:
                 found.append({self._head.loss_name: value.item()} | metrics)
             return value, self._no_tokens, None
@@ -220,6 +224,18 @@ class MegatronEngine:
             ]
             self._shards = list(folder_shards(own, self._parts))
         return iter(self._shards)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take other weights: full tensors by their names in the folder, of which this rank keeps its own boxes.
+
+        Raises DataError unless they are exactly the model's parameters.
+        """
+        parameters = whole({name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()})
+        check_weights(weights, {each.name: each.global_shape for each in folder_shards(parameters, self._parts)})
+        for shard in self.weight_shards():
+            shard.tensor.copy_(shard.within(weights[shard.name]))
+        self._masters.publish()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps, live, by the Hugging Face names that the trainer "fsdp" has too."""

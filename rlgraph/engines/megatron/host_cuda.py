@@ -9,6 +9,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -96,6 +97,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def _nothing(*states: Any) -> None:
+    """Set no random states: none were taken."""
+
+
 def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """What Megatron-Core makes of counts on a GPU, of counts on the host."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -106,7 +111,9 @@ def prepare(device: str) -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    import_module("megatron.core.transformer.multi_token_prediction")  # or the first pass does, and warns of what is not installed
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = NoRandomness(), True
+    random._get_all_rng_states, random._set_all_rng_states = tuple, _nothing  # a layer that is computed again draws nothing either
     vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 asks for it where it was not imported: without Transformer Engine
     if device != "cpu":
         return

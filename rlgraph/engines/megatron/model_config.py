@@ -38,7 +38,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, pipeline: int = 1,
     if experts == 1 < expert:
         raise GraphError(f"{where}(expert_parallel={expert}): the model has no experts; leave out expert_parallel")
     inner = tensor if experts > 1 else config.intermediate_size  # experts are not cut
-    found = undivided(config.num_attention_heads, config.num_key_value_heads, config.vocab_size, inner, tensor=tensor, context=1)
+    found = undivided(config.num_attention_heads, config.num_key_value_heads, None, inner, tensor=tensor, context=1)
     for name, size, setting, ranks in (
         *([(*found, tensor)] if found is not None else []),
         ("num_hidden_layers", config.num_hidden_layers, f"pipeline_parallel={pipeline}", pipeline),
@@ -65,7 +65,7 @@ def _unknown(config: Any) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
-def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype, device: str) -> Any:
+def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype, device: str, recompute: bool) -> Any:
     """Translate the configuration of a Hugging Face model. Nothing is fused, and nothing is drawn at random."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -105,6 +105,7 @@ def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
+        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}),
         **_experts(config, ranks),
     )
 

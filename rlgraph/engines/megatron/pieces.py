@@ -29,19 +29,19 @@ SCORE = "score.weight"
 @dataclass(frozen=True)
 class PieceTable:
     """The pieces of the parameters of one rank. `config` is Megatron-Core's. In the Hugging Face model the backbone's names begin with
-    `prefix`, and `tied` embeddings are its head too."""
+    `prefix`, and `tied` embeddings are its head too; this rank's words begin at `first_word`."""
 
     config: Any
     ranks: MegatronRanks
     prefix: str
     tied: bool
+    first_word: int = 0
 
     def pieces(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """Yield the pieces of a parameter, or of a tensor of its shape such as a moment."""
-        first = self.ranks.tensor_rank * tensor.shape[0]
         if name in ("embedding.weight", "output.weight"):
             embeds = self.tied or name == "embedding.weight"
-            yield f"{self.prefix}embed_tokens.weight" if embeds else "lm_head.weight", (first, 0), tensor
+            yield f"{self.prefix}embed_tokens.weight" if embeds else "lm_head.weight", (self.first_word, 0), tensor
         elif name == "decoder.final_layernorm.weight":
             yield f"{self.prefix}norm.weight", (0,), tensor
         elif name == SCORE:

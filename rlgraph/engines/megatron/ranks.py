@@ -28,7 +28,7 @@ class MegatronRanks:
         if _made and _made[-1] != asked:
             raise GraphError(
                 f"{given}: another model in these processes has {_named(_made[-1])}, and Megatron-Core knows one way in a process; give "
-                "both the same, or pools of their own"
+                "both the same, or processes of their own"
             )
         from megatron.core import parallel_state as groups
 

@@ -18,11 +18,13 @@ from rlgraph.engines.megatron.ranks import MegatronRanks
 class PipelineStage(torch.nn.Module):
     """The layers of one stage, with the embedding in the first and the head in the last.
 
-    `head` is the Hugging Face model without weights, whose rotation is used; `tied` embeddings are the head of a policy. `config` and
-    `model_type` are what Megatron-Core's schedules ask for.
+    `head` is the Hugging Face model without weights, whose rotation is used; `tied` embeddings are the head of a policy. `words` are those
+    of this rank. `config` and `model_type` are what Megatron-Core's schedules ask for.
     """
 
-    def __init__(self, head: Head, config: Any, ranks: MegatronRanks, *, tied: bool, fused: bool, device: torch.device) -> None:
+    def __init__(
+        self, head: Head, config: Any, ranks: MegatronRanks, words: VocabularyShard, *, tied: bool, fused: bool, device: torch.device
+    ) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
         from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -36,21 +38,23 @@ class PipelineStage(torch.nn.Module):
         size, dtype = config.hidden_size, config.params_dtype
         if ranks.is_first:
             cut = {"reduce_scatter_embeddings": config.sequence_parallel, "config": config, "tp_group": ranks.tensor_group}
-            self.embedding = VocabParallelEmbedding(text.vocab_size, size, init_method=_leave, **cut)
+            self.embedding = VocabParallelEmbedding(words.most * ranks.tensor, size, init_method=_leave, **cut)
+            if words.size < words.most:  # no token has the words that fill up the last rank's share
+                self.embedding.weight = torch.nn.Parameter(self.embedding.weight.detach()[: words.size].clone())
         self._sequence_parallel: bool = config.sequence_parallel
         block = TransformerBlockSubmodules([spec] * (config.num_layers // ranks.pipeline), RMSNorm)
         self.decoder = TransformerBlock(config, block, pre_process=ranks.is_first, post_process=ranks.is_last)
-        words = text.vocab_size // ranks.tensor
         if ranks.is_last and self._policy:
-            self.output = torch.nn.Linear(size, words, bias=False, device=device, dtype=dtype)
+            self.output = torch.nn.Linear(size, words.size, bias=False, device=device, dtype=dtype)
             if tied and ranks.is_first:
                 self.output.weight = self.embedding.weight
         elif ranks.is_last:
             self.score = torch.nn.Linear(size, 1, bias=False, device=device, dtype=dtype)
         self._rotation = [head.backbone.rotary_emb.to(device)]  # in a list: it has no parameters that are this module's
         self._shape = LogitShape.of(text)
-        self._words = VocabularyShard(ranks.tensor_group, ranks.tensor_rank * words, words) if ranks.tensor > 1 else None
+        self._words = words if ranks.tensor > 1 else None
         self.eval()
+        self.decoder.training = config.recompute_granularity is not None  # of the block alone: it recomputes, and nothing drops out
 
     def set_input_tensor(self, given: list[Any]) -> None:
         """Take the states of the stage before; the schedule calls it."""

@@ -168,6 +168,7 @@ class TrainedModel(Model):
             context_parallel=self.context_parallel,
             pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.expert_parallel,
+            any_vocabulary=self.spec.any_vocabulary,
         )
 
     def load(self, context: Any) -> Any:
