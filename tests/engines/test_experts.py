@@ -96,3 +96,13 @@ def test_a_balancing_loss_that_cannot_be_is_refused(folders: dict[str, Path], tm
     assert not torch.distributed.is_initialized()
     with pytest.raises(GraphError, match="layers that are compiled, or that ranks share, do not tell"):
         rg.Policy("tiny", pool=rg.Pool("train"), load_balance=0.1, compiled=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe"])
+def test_weights_are_taken_by_the_names_under_which_they_leave(name: str, folders: dict[str, Path]) -> None:
+    with closing(FsdpEngine(PolicyHead(folders[name]), optimizer=AdamW(), dtype=torch.float32)) as engine:
+        before = engine.scores(batch())
+        doubled = {shard.name: 2 * shard.tensor for shard in engine.weight_shards()}
+        engine.load_weights(doubled)
+        assert all(torch.equal(shard.tensor, doubled[shard.name]) for shard in engine.weight_shards())
+        assert not torch.equal(engine.scores(batch()), before)

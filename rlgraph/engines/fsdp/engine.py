@@ -29,7 +29,7 @@ from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import join, local, memory, own_box, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import share_matrices
-from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_parallel
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
@@ -254,15 +254,14 @@ class FsdpEngine:
         return iter(self._shards)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take other weights: full tensors under the names of `weights()`, of which this rank keeps its own rows.
+        """Take other weights: full tensors by their names in the folder, of which this rank keeps its own boxes.
 
         Raises DataError unless they are exactly the model's parameters.
         """
-        named = self.trained()
-        check_weights(weights, {name: tuple(parameter.shape) for name, parameter in named.items()})
-        for name, parameter in named.items():
-            box = own_box(name, parameter)
-            box.tensor.copy_(box.within(weights[name]))
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.trained().items()}
+        check_weights(weights, folder_shapes(shapes, self._parts))
+        for box in self.weight_shards():
+            box.tensor.copy_(box.within(weights[box.name]))
         self._forget()
 
     def state(self) -> dict[str, torch.Tensor]:

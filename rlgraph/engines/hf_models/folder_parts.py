@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.channels.weights.shards import WeightShard, whole
 
 Numbers: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]
@@ -59,6 +59,16 @@ def fused_parts(operations: Iterable[Any], sources: Mapping[str, list[str]], sha
             found.append((index, FolderPart(name, shapes[name], spans, one_of_many=True)))
         begin += rows
     return tuple(part for _, part in sorted(found, key=lambda indexed: indexed[0]))
+
+
+def folder_shapes(shapes: Mapping[str, Numbers], parts: PartsByName) -> dict[str, Numbers]:
+    """Find the tensors of a folder, and their shapes, that parameters of these shapes are.
+
+    >>> folder_shapes({"norm": (4,)}, {"norm": (whole_part("model.norm", (4,)),)})
+    {'model.norm': (4,)}
+    """
+    parameters = whole({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    return {shard.name: shard.global_shape for shard in folder_shards(parameters, parts)}
 
 
 def folder_shards(shards: Iterable[WeightShard], parts: PartsByName) -> Iterator[WeightShard]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
 from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
 from rlgraph.engines.forward.head import Head
@@ -25,7 +25,7 @@ from rlgraph.engines.fsdp.exchange import summed
 from rlgraph.engines.fsdp.muon import first_moments
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.sharding import join
-from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.megatron import host_cuda
 from rlgraph.engines.megatron.boxed import Box, BoxedTensor
 from rlgraph.engines.megatron.masters import Masters
@@ -231,8 +231,7 @@ class MegatronEngine:
 
         Raises DataError unless they are exactly the model's parameters.
         """
-        parameters = whole({name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()})
-        check_weights(weights, {each.name: each.global_shape for each in folder_shards(parameters, self._parts)})
+        check_weights(weights, folder_shapes(self._shapes, self._parts))
         for shard in self.weight_shards():
             shard.tensor.copy_(shard.within(weights[shard.name]))
         self._masters.publish()
