@@ -68,7 +68,6 @@ HEAD = (
     "mean (95 % over seeds)",
     "steps until five have 0.90, each seed",
     "a version",
-    "an update",
 )
 
 
@@ -94,7 +93,6 @@ def table(runs: Mapping[str, Run]) -> str:
             f"{mean:.3f} ± {half:.3f}" if math.isfinite(half) else f"{mean:.3f}",
             ", ".join("–" if math.isnan(steps_to(run["reward"])) else f"{steps_to(run['reward']):.0f}" for run in own),
             f"{own[0]['version_bytes'] / 1e6:.1f} MB",
-            f"{statistics.median(run['update_s'] for run in own):.2f} s",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
