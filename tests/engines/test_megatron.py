@@ -63,7 +63,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = [
         Case("llama", llama),
         Case("saving", llama, saving=True),
-        Case("large", tiny_model(parent / "large", hidden=256, layers=4, tied=False)),  # four heads of keys, four layers
+        Case("large", tiny_model(parent / "large", hidden=256, layers=4)),  # four heads of keys, four layers
         Case("odd", tiny_model(parent / "odd", hidden=128, vocab=289, tied=False)),
         Case("odd tied", tiny_qwen(parent / "odd tied", "qwen3", vocab=301)),
         Case(
