@@ -1,6 +1,6 @@
 """A teacher that scores while its student trains: on a pool of its own and on the student's pool, each predicted and then measured.
 
-    python benchmarks/teacher_overlap.py [--json PATH] [--student MODEL] [--teacher MODEL] [--scored-by fsdp] [--smoke]
+    python benchmarks/teacher_overlap.py [--json PATH] [--student MODEL] [--teacher MODEL] [--scored-by fsdp] [--smoke | --waiting]
 
 On-policy distillation on two devices, two GPUs or two cores. With a pool of its own the teacher scores batch k + 1 on one device while the
 student, one step off, trains on batch k on the other. On the student's pool rollout, teacher and update take turns on both devices. Each
@@ -8,23 +8,33 @@ placement is profiled for a few steps, which predict its step; then it runs from
 warm-up. `overlap` is the share of the teacher's seconds in which the student generates or trains, as played and as measured.
 
 A MODEL is a folder, smollm2, tiny, or a shape of Qwen3 with random weights, as 0.6B. All responses have `--tokens` tokens. `--smoke` runs
-two steps of a tiny model.
+two steps of a tiny model. With `--waiting` rollout, teacher and update wait instead of computing, so that other programs on the machine
+do not slow them down; everything else is as in the other runs.
 """
 
 import argparse
 import json
 import os
 import statistics
+import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import fakes
 import torch
 from learning_runs import machine
 from shapes import SHAPES, random_model
 
 import rlgraph as rg
+from rlgraph.columns import Columns
 from rlgraph.compiler.schedule import Span
+from rlgraph.graph.nodes import declare
+from rlgraph.nodes.base import Context, Stage
 from rlgraph.simulate.play import simulate
 
 QUESTIONS = [{"prompt": f"What is {a} times {a + 1}? Think step by step, and then"} for a in range(512)]
@@ -33,14 +43,43 @@ SCORED = "teacher_top_log_probs"
 ON_GPUS = {"student": "0.6B", "teacher": "8B", "engine": "vllm", "prompts": 128, "tokens": 512, "steps": 8, "profiled": 3}
 ON_CORES = {"student": "smollm2", "teacher": "smollm2", "engine": "transformers", "prompts": 8, "tokens": 16, "steps": 10, "profiled": 3}
 SMOKE = {"student": "tiny", "teacher": "tiny", "engine": "transformers", "prompts": 2, "tokens": 4, "steps": 2, "profiled": 1}
+WAITING = {"steps": 12, "profiled": 3}
+SECONDS = {"rollout": 0.6, "teacher": 0.4, "update": 0.5}  # of nodes that wait
 
 
 def folder(model: str) -> str:
     return random_model(model, ".models") if model in SHAPES else rg.model_folder(model)
 
 
+@dataclass(frozen=True)
+class Wait(fakes.Judge):
+    """A teacher that waits."""
+
+    def start(self, context: Context) -> Stage:
+        score = super().start(context)
+
+        def fire(step: int, columns: Columns) -> Any:
+            time.sleep(SECONDS["teacher"])
+            return score(step, columns)
+
+        return fire
+
+
+def waiting(own: bool) -> rg.Graph:
+    """The same nodes on the same pools, which wait."""
+    pool = rg.Pool("student", share=1)
+    teacher = fakes.VectorCritic("vector", pool=rg.Pool("teacher", share=1) if own else pool)
+
+    def scored(rollout: rg.Output) -> rg.Output:
+        return rg.Output(declare(SCORED, Wait(), (rollout,), reads=("values", "group_ids"), writes=("rewards",), model=teacher))
+
+    return fakes.vector_loop(int(own), pools=(pool, pool), generate_s=SECONDS["rollout"], train_s=SECONDS["update"], middle=scored)
+
+
 def graph(given: argparse.Namespace, own: bool) -> rg.Graph:
     """Distillation with the teacher on a pool of its own, or on the student's."""
+    if given.waiting:
+        return waiting(own)
     path, pool = folder(given.student), rg.Pool("student", share=1)
     sampling = rg.Sampling(max_tokens=given.tokens, ignore_eos=True)
     generator = rg.Generator(path, pool=pool, sampling=sampling, engine=given.engine, max_context=given.tokens + 128)
@@ -51,7 +90,7 @@ def graph(given: argparse.Namespace, own: bool) -> rg.Graph:
     scored = teacher.top_log_probs(rollout, top_k=given.top_k, name=SCORED)
     step = policy.update(rollout, scored, loss=rg.DistillationLoss(divergence="reverse_kl"))
     weights.close(step.weights)
-    return rg.Graph("own pool" if own else "student's pool", step.metrics)
+    return rg.Graph("distillation", step.metrics)
 
 
 def overlap(spans: Sequence[Span], steps: int) -> float:
@@ -70,10 +109,10 @@ def overlap(spans: Sequence[Span], steps: int) -> float:
 
 def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
     """Predict the step of a placement from a profile, then run it and measure its step."""
-    cluster, made, before = rg.local_cluster(), graph(given, own), os.getloadavg()[0]
+    cluster, made, before, place = rg.local_cluster(), graph(given, own), os.getloadavg()[0], "own pool" if own else "student's pool"
     plan = rg.compile(made, cluster, rg.profile(made, cluster, given.profiled))
     predicted_s = plan.prediction.step_s
-    print(f"{made.name}: a step is predicted to take {predicted_s:.2f} s", flush=True)
+    print(f"{place}: a step is predicted to take {predicted_s:.2f} s", flush=True)
     with plan.launch() as job:
         seconds = [step.seconds for step in job.steps(given.steps)]
         fitted, spans = rg.compile(made, cluster, job.costs()), job.spans()
@@ -87,7 +126,7 @@ def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
         "steps_s": seconds,
         "load": [before, os.getloadavg()[0]],
     }
-    print(f"{made.name}: measured {found['measured_s']:.2f} s; overlap {found['overlap']:.2f}, predicted {found['predicted_overlap']:.2f}")
+    print(f"{place}: measured {found['measured_s']:.2f} s; overlap {found['overlap']:.2f}, predicted {found['predicted_overlap']:.2f}")
     return found
 
 
@@ -97,10 +136,11 @@ def main() -> None:
     arguments.add_argument("--scored-by", default="vllm", help="what runs the teacher: the engine vllm, or the trainer fsdp")
     arguments.add_argument("--top-k", type=int, default=64, help="tokens a position")
     arguments.add_argument("--smoke", action="store_true", help="two steps of a tiny model")
+    arguments.add_argument("--waiting", action="store_true", help="nodes that wait instead of computing")
     for name, value in ON_GPUS.items():
         arguments.add_argument(f"--{name}", type=type(value))
     given = arguments.parse_args()
-    defaults = SMOKE if given.smoke else ON_GPUS if torch.cuda.is_available() else ON_CORES
+    defaults = WAITING if given.waiting else SMOKE if given.smoke else ON_GPUS if torch.cuda.is_available() else ON_CORES
     for name, value in defaults.items():
         if getattr(given, name) is None:
             setattr(given, name, value)

@@ -23,7 +23,7 @@ def run_of(
     drawn = lengths.batches(STEPS, loop.rows).astype(int)
 
     def taken(event: Event, step: int) -> float:
-        return late_s + seconds(event.name, drawn[step].tolist())
+        return late_s + seconds(event.name, drawn[min(step, STEPS - 1)].tolist())  # a rollout may be ahead of the last step
 
     spans = [replace(span, start_s=span.start_s + late_s) for span in simulate(plan.schedule, STEPS, taken)]
     sampled = [Sampled("rollout", step, "generator", PROMPT_TOKENS * loop.rows, tuple(drawn[step].tolist())) for step in range(STEPS)]

@@ -201,7 +201,7 @@ def _cost(
     seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
     at = [settings[node.name, step] for step in steps]
     plain = _by_rows(setting, np.array([each.rows / each.devices for each in at]), seconds)
-    sources = [c.writer for c in plan.channels if node.name in c.readers and tokens[c.writer]]
+    sources = list(dict.fromkeys(c.writer for c in plan.channels if c.kind != "order" and node.name in c.readers and tokens[c.writer]))
     if node.work not in TOGETHER or not sources:
         return plain
     read = [[s for name in sources for (_, of), s in sorted(tokens[name].items()) if of == step] for step in steps]
