@@ -173,7 +173,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path, help="the file of results; runs that it holds are not done again")
     arguments.add_argument("--only", choices=list(RECIPES), action="append", help="this recipe, again and again for several")
     arguments.add_argument("--steps", type=int, help="of each recipe, instead of its own number")
-    arguments.add_argument("--profiled", type=int, default=3, help="steps of a profile, after the one that warms up; 0 predicts nothing")
+    arguments.add_argument("--profiled", type=int, default=6, help="steps of a profile, after the one that warms up; 0 predicts nothing")
     arguments.add_argument("--work", type=Path, default=ROOT / "runs" / "beyond_rl", help="the folder of records and weights")
     arguments.add_argument("--fresh", action="store_true", help="leave out what an earlier run measured")
     arguments.add_argument("--table", action="store_true", help="write the table of docs/beyond_rl.md from the file, and run nothing")

@@ -31,6 +31,8 @@ class Config:
 
 
 def graph(cfg: Config) -> rg.Graph:
+    if not cfg.top_k and cfg.divergence != "reverse_kl":
+        raise rg.GraphError(f"top_k=0 compares the sampled token by reverse_kl; leave divergence={cfg.divergence} out, or give top_k=64")
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)

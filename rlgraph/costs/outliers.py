@@ -7,6 +7,7 @@ from rlgraph.costs.lengths import Array
 FAR = 8.0  # times the usual distance from the fit
 LEAST = 0.1  # of the fitted seconds: a nearer firing is no stall
 RARE = 0.05  # of all firings: more frequent ones are no outliers
+FEW = 5  # firings of which one may be an outlier, as the second update of a trainer often is
 
 
 def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
@@ -17,7 +18,8 @@ def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
     beyond = seconds - fitted
     beyond = beyond - np.median(beyond)
     far: Array = beyond > np.maximum(FAR * np.median(np.abs(beyond)), LEAST * (seconds - beyond))
-    return ~far if far.mean() <= RARE else np.ones_like(far)
+    most = max(RARE * far.size, 1.0 if far.size >= FEW else 0.0)
+    return ~far if far.sum() <= most else np.ones_like(far)
 
 
 def mean(seconds: Array) -> float:

@@ -31,9 +31,12 @@ class Share:
 
 
 def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
-    """Compute a rank's share of the tokens that were sampled for a step."""
+    """Compute a rank's share of a step's tokens. Rows that were not sampled, as examples beside a rollout, count as those that were."""
     lengths = np.array([[length for s in sampled for length in s.response_tokens]], dtype=float)
     prompts = float(sum(s.prompt_tokens for s in sampled))
+    if 0 < lengths.size < setting.rows:
+        prompts *= setting.rows / lengths.size
+        lengths = np.resize(lengths, (1, int(setting.rows)))  # repeats them
     tokens, alone = (prompts + float(lengths.sum())) / setting.devices, setting.engines == 1
     if setting.passes is None or not lengths.size:
         return Share(tokens, None, alone)

@@ -8,10 +8,12 @@ from recorded import STEPS, cost_of, run_of
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
-from rlgraph.compiler.schedule import Event, Span
+from rlgraph.compiler.schedule import Event, Sampled, Span
 from rlgraph.costs.calibrate import costs_of, measured_costs
+from rlgraph.costs.functions import NodeCost, Setting
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.trace import Trace
+from rlgraph.costs.training_function import by_passes, share_of
 from rlgraph.simulate.play import simulate
 
 
@@ -200,6 +202,16 @@ def test_one_size_of_batch_does_not_tell_steps_from_sequences_which_is_said_with
     low, high = map(float, said.split(" alone, ")[1].split(" s if")[0].split(" to "))
     assert low <= truth <= high
     assert "profile batches of two sizes" in said
+
+
+def test_an_update_on_a_rollout_and_examples_is_predicted_to_take_what_it_took() -> None:
+    setting = Setting(devices=1, engines=1, rows=72)  # 64 of a rollout, and 8 examples
+    chance = np.random.default_rng(5)
+    sampled = [Sampled("rollout", step, "generator", 64 * 20, tuple(chance.integers(4, 9, 64).tolist())) for step in range(12)]
+    cost = by_passes(setting, [share_of(setting, [each]) for each in sampled], np.full(12, 2.6), NodeCost())
+    lengths = Lengths.measured([length for each in sampled for length in each.response_tokens], 20)
+    assert cost.token_s > 0
+    assert cost.seconds(setting, lengths, 12, 72).mean() == pytest.approx(2.6, rel=0.01)
 
 
 def test_the_lengths_of_a_run_are_in_its_costs() -> None:

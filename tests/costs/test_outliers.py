@@ -28,6 +28,11 @@ def test_a_constant_node_costs_what_it_usually_takes() -> None:
     assert outliers.mean(np.array([0.1] * 30 + [0.9])) == pytest.approx(0.1)
 
 
+def test_of_five_firings_one_may_be_a_stall_and_of_four_none() -> None:
+    assert outliers.mean(np.array([0.9, 0.1, 0.1, 0.1, 0.1])) == pytest.approx(0.1)
+    assert outliers.mean(np.array([0.9, 0.1, 0.1, 0.1])) == pytest.approx(0.3)
+
+
 def test_slow_firings_that_are_one_in_ten_are_no_stalls() -> None:
     seconds = np.array([0.1] * 27 + [0.9] * 3)
     assert outliers.mean(seconds) == pytest.approx(0.18)
