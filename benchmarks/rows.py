@@ -38,6 +38,8 @@ TEN: list[Row] = [
 
 # Figures in running text, by the name in their comment.
 FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
+    "staleness-step-0": seconds("staleness_alone_cpu.json", "alone", "depth=0,correction=disabled", form="{:.1f} s"),
+    "staleness-step-1": seconds("staleness_alone_cpu.json", "alone", "depth=1,correction=disabled", form="{:.1f} s"),
     "hop-shm": hop("rlgraph shm", 16 * MIB, file=HOPS_BY_RAY),
     "hop-ray": hop(BY_RAY, 16 * MIB, file=HOPS_BY_RAY),
     "two-gpus-gap": ms("weights_two_gpus_h200.json", "shapes", "8B", "median", "decode_gap_s", form="{:.0f} ms"),

@@ -98,7 +98,8 @@ def settings_of(cfg: Settings, key: Key) -> Settings:
 
 
 def measure_alone(results: Results, keys: list[Key], cfg: Settings, work: Path) -> None:
-    """Measure the seconds of a step of each setting, and add them to the file."""
+    """Measure the seconds of a step of each setting, and add them to the file, with the machine."""
+    results.keep("machine", machine(), "alone_on")
     for key in keys:
         setting = named({name: value for name, value in key.items() if name != "seed"})
         if setting in results.alone:
