@@ -11,10 +11,11 @@ from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
+from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
-from rlgraph.costs.functions import Setting, SleepCost
+from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.errors import PlanError
@@ -52,7 +53,7 @@ def needs(
                 host[what] = host.get(what, 0) + size * ranks
     if offloaded := _host_moments(graph, workers, shapes):
         host["optimizer"] = host.get("optimizer", 0) + offloaded
-    if asleep := _asleep(graph, cluster, settings, costs.sleep):
+    if asleep := _asleep(graph, cluster, settings, sleep_costs(graph, workers, settings, costs.sleep)):
         host["asleep"] = asleep
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:
@@ -81,18 +82,11 @@ def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes
     return max(held.values(), default=0)
 
 
-def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sleep: Mapping[str, SleepCost]) -> int:
+def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sleeps: Sleeps) -> int:
     """Estimate what engines and moments that sleep take of a host, where models time-share GPUs: its pinned memory is kept for good."""
-    if not cluster.gpus:
-        return 0
-    total = 0
+    sleeping = {node.model: node.name for node in graph.nodes if node.name in sleeps}
+    total = sum((sleeps[name].bytes or 0) * settings[name].devices for name in sleeping.values())
     devices = {node.pool: settings[node.name].devices for node in graph.nodes if node.pool is not None and node.pool.cpus is None}
-    named = [(name, model, [n for n in graph.nodes if n.model is model]) for name, model in model_names(graph).items()]
-    for name, model, nodes in named:
-        if model.pool.cpus is None and sum(other.pool is model.pool for _, other, _ in named) > 1:
-            sharded = all(node.traits.work != "generate" for node in nodes)
-            cost = sleep.get(name, SleepCost()).at(settings[nodes[0].name], sharded=sharded)
-            total += (cost.bytes or 0) * devices[model.pool]
     return total // max(1, -(-sum(devices.values()) // cluster.gpus_per_node))  # hosts have as much each
 
 
