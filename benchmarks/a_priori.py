@@ -191,8 +191,16 @@ def fit() -> dict[str, float]:
         "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / layers[name] for name, each in update.items()),
         "LOGIT_BYTES": statistics.fmean(logits),
         "COPYING": statistics.median(sleeps) / H200.host_link,
+        "MOMENTS_COPYING": moments_copying(),
         "MERGED_BYTES": merged_bytes(),
     }
+
+
+def moments_copying() -> float:
+    """Return the bytes of moments that come and go each second of an optimizer step, over those of the link one way."""
+    on_gpu, on_host = loaded("small_gpu_h200.json")["parts"]["moments"]["runs"].values()
+    seconds: float = on_host["update_s"] - on_gpu["update_s"]
+    return 2 * int(on_gpu["planned"]["optimizer"]) / seconds / H200.host_link
 
 
 def merged_bytes() -> float:

@@ -1,11 +1,13 @@
-"""How an adapter learns beside full training: `recipes/one_gpu.py` with three seeds each, the adapter at ten times the learning rate.
+"""How an adapter learns beside full training: `recipes/one_gpu.py` with three seeds each, the adapter at each of some learning rates.
 
-    python benchmarks/adapters_learning.py [--minutes 30]       # call again until nothing is left
+    python benchmarks/adapters_learning.py [--rates 5e-5,1e-4] [--minutes 30]       # call again until nothing is left
     python benchmarks/adapters_learning.py --only way=adapter,seed=0
-    python benchmarks/adapters_learning.py --plot               # the table alone
-    python benchmarks/adapters_learning.py --smoke              # two steps of a tiny model each
+    python benchmarks/adapters_learning.py --at-once 6 memory=0.03                  # six runs share a GPU, each with 3 % for its engine
+    python benchmarks/adapters_learning.py --plot                                   # the table alone
+    python benchmarks/adapters_learning.py --smoke                                  # two steps of a tiny model each
 
 Settings of the recipe, as `steps=40`, hold for all runs. A run that stands in the file is not done again, one that was killed begins anew.
+Runs that share a machine learn the same, and their seconds mean nothing; what each prints is in `--work`.
 `python benchmarks/table.py` writes the table into docs/lora.md.
 """
 
@@ -13,11 +15,13 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from figures import RESULTS
 from learning_runs import Key, Results, Run, chosen, interval, machine, metrics_of, named, parser, runs_left
@@ -28,8 +32,9 @@ import one_gpu
 
 import rlgraph as rg
 
-FILE = "adapters_learning_cpu.json"
-WAYS: dict[str, dict[str, Any]] = {"full": {"rank": 0, "lr": 5e-6}, "adapter": {"rank": 32, "lr": 5e-5}}
+FILE, OF_GPU = "adapters_learning_cpu.json", "adapters_learning_h200.json"
+RANKS, FULL_RATE = {"full": 0, "adapter": 32}, 5e-6
+VARIED = ("rank", "lr", "seed", "out")  # settings that differ between runs
 SMOKE = ["model=tiny", "engine=transformers", "steps=2", "prompts=2", "group_size=2"]
 REWARD, WANTED, ENDS = "critic/rewards/mean", 0.9, 5  # steps at each end of a run, and of the mean that is to reach 0.9
 PARTS = {"rollout_s": "timing_s/gen", "update_s": "timing_s/update_actor", "load_s": "timing_s/update_weights"}
@@ -72,22 +77,22 @@ HEAD = (
 
 
 def tables() -> dict[str, str]:
-    """Write the table by its name; nothing while nothing is measured."""
-    file = RESULTS / FILE
-    return {"adapters": table(json.loads(file.read_text(encoding="utf-8"))["runs"])} if file.is_file() else {}
+    """Write the tables that are measured, by their names."""
+    files = {"adapters": RESULTS / FILE, "adapters-h200": RESULTS / OF_GPU}
+    return {name: table(json.loads(file.read_text(encoding="utf-8"))["runs"]) for name, file in files.items() if file.is_file()}
 
 
 def table(runs: Mapping[str, Run]) -> str:
-    """Write a row for each way, as Markdown."""
+    """Write a row for each learning rate of each way, as Markdown."""
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    for way in dict.fromkeys(run["key"]["way"] for run in runs.values()):
-        own = sorted((run for run in runs.values() if run["key"]["way"] == way), key=lambda run: int(run["key"]["seed"]))
+    for rank, lr in sorted({(run["settings"]["rank"], run["settings"]["lr"]) for run in runs.values()}):
+        own = [run for run in runs.values() if run["settings"] == {"rank": rank, "lr": lr}]
+        own.sort(key=lambda run: int(run["key"]["seed"]))
         last = [statistics.fmean(run["reward"][-ENDS:]) for run in own]
         mean, half = interval(last)
-        rank = own[0]["settings"]["rank"]
         cells = (
             f"an adapter of rank {rank}" if rank else "all weights",
-            f"{own[0]['settings']['lr']:.0e}",
+            f"{lr:g}",
             f"{statistics.fmean(statistics.fmean(run['reward'][:ENDS]) for run in own):.2f}",
             ", ".join(f"{reward:.3f}" for reward in last),
             f"{mean:.3f} ± {half:.3f}" if math.isfinite(half) else f"{mean:.3f}",
@@ -98,19 +103,48 @@ def table(runs: Mapping[str, Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def each_apart(keys: Sequence[Key], at_once: int, minutes: float, work: Path) -> None:
+    """Do each run in a process of its own, so many at once. Raises SystemExit that names the logs of those that failed."""
+    work.mkdir(parents=True, exist_ok=True)
+    over_s = time.monotonic() + 60 * minutes
+
+    def run(key: Key) -> int:
+        left = (over_s - time.monotonic()) / 60
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", named(key), "--at-once", "1", "--minutes", str(left)]
+        with (work / f"{named(key)}.log").open("w") as log:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        print(f"{named(key)}: {f'failed with {code}' if code else 'ended'}", flush=True)
+        return code
+
+    with ThreadPoolExecutor(at_once) as runs:
+        codes = list(runs.map(run, keys))
+    if failed := [str(work / f"{named(key)}.log") for key, code in zip(keys, codes, strict=True) if code]:
+        raise SystemExit(f"failed, see {', '.join(failed)}")
+
+
 def main() -> None:
     arguments = parser(__doc__ or "", FILE)
     arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--rates", default="5e-5", help="learning rates of the adapter, as 5e-5,1e-4")
+    arguments.add_argument("--at-once", type=int, default=1, help="runs that share the machine, each in a process of its own")
     given = arguments.parse_intermixed_args()
+    if varied := [setting for setting in given.settings if setting.partition("=")[0] in VARIED]:
+        raise SystemExit(f"{varied[0]}: runs differ in {', '.join(VARIED)}; use --rates, --seeds, --only or --work")
     if given.smoke:
         given.json, given.seeds = given.work / FILE, 1
-        given.json.unlink(missing_ok=True)
+        if not given.only:
+            given.json.unlink(missing_ok=True)
     cfg = rg.config(one_gpu.Config, [*(SMOKE if given.smoke else []), *given.settings])
-    keys: list[Key] = [{"way": way, "seed": seed} for seed in range(given.seeds) for way in WAYS]
-    shared = {name: value for name, value in asdict(cfg).items() if name not in ("rank", "lr", "seed", "out")}
-    results = Results(given.json, shared)
-    for key, _ in [] if given.plot else runs_left(results, chosen(keys, given.only), given.minutes):
-        own = replace(cfg, seed=int(key["seed"]), **WAYS[str(key["way"])])
+    rates = [("full", FULL_RATE), *(("adapter", float(rate)) for rate in given.rates.split(","))]
+    keys: list[Key] = [{"way": way, "lr": f"{lr:g}", "seed": seed} for seed in range(given.seeds) for way, lr in rates]
+    results = Results(given.json, {name: value for name, value in asdict(cfg).items() if name not in VARIED})
+    wanted = [] if given.plot else chosen(keys, given.only)
+    if given.at_once > 1:
+        rg.model_folder(cfg.model)  # made once
+        each_apart([key for key in wanted if named(key) not in results.runs], given.at_once, given.minutes, given.work)
+        wanted, results = [], Results(given.json, results.settings)
+    for key, _ in runs_left(results, wanted, given.minutes):
+        own = replace(cfg, rank=RANKS[str(key["way"])], lr=float(key["lr"]), seed=int(key["seed"]))
         results.keep(named(key), learnt(own, given.work / named(key).replace(" ", "_")) | {"key": key})
     if results.runs:
         print(table(results.runs))

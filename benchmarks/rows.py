@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import adapters_learning
 import scale_tables
+import small_gpu_rows
 import staleness_tables
 from accuracy_rows import ACCURATE, PREDICTED
 from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
@@ -67,7 +68,8 @@ def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": ON_GPUS}  # fmt: skip
-    found, missing = scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables(), []
+    found = scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | small_gpu_rows.tables()
+    missing: list[str] = []
     for name, rows in groups.items():
         found[name], left_out = table((*HEAD, "file: field"), rows, 5)
         missing += left_out

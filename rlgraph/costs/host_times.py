@@ -27,5 +27,7 @@ SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pas
 LOGIT_BYTES = HostTime(240.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")
 # Bytes a second between a GPU and pinned memory of its host, over the link's: 15 to 43 GB/s of 63.
 COPYING = HostTime(0.425, "prediction_h200.json: costs, sleep of 1.7B and 4B")
+# The same of moments on the host at an optimizer step, over the link's one way: those of one parameter leave while others come.
+MOMENTS_COPYING = HostTime(0.882, "small_gpu_h200.json: moments, 4B")
 # Bytes of memory traffic for each number of a matrix that an adapter is merged into: its base, the product in float32, the engine's own.
 MERGED_BYTES = HostTime(54.6, "small_gpu_h200.json: lora_publish, 8B")

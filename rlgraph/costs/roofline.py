@@ -165,4 +165,4 @@ def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
     adapter = adapter_size(model, shape)
     learnt = shape.parameters if adapter is None else adapter.parameters
     moved = 2 * OPTIMIZER * learnt if model.traits.host_moments else 0
-    return OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) + moved / (host_times.COPYING.value * device.host_link)
+    return OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) + moved / (host_times.MOMENTS_COPYING.value * device.host_link)
