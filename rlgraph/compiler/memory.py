@@ -15,7 +15,7 @@ from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
-from rlgraph.costs.functions import Setting
+from rlgraph.costs.functions import Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.errors import PlanError
@@ -23,6 +23,7 @@ from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
+REST = "rest of the engine's share"
 EVEN = 16  # what divides the sides of matrices in fp8: vLLM pads others
 
 
@@ -38,22 +39,26 @@ def needs(
     lengths = costs.lengths
     found, host = [], dict[str, int]()
     moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
+    sleeps = sleep_costs(graph, workers, settings, costs.sleep)
     for pool in (pool for pool in graph.pools if pool.cpus is None):
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
             continue
-        each = [_need(graph, model, shapes[model.path], settings, lengths, cluster) for model in models]
+        each = {model: _need(graph, model, shapes[model.path], settings, lengths, cluster) for model in models}
+        names = {model: next(node.name for node in graph.nodes if node.model is model) for model in models}
         if cluster.gpus:
-            each += [_on_the_way(moving, model, next(settings[n.name] for n in graph.nodes if n.model is model)) for model in models]
-            found.append(_on_gpu(pool, each, cluster.gpu_memory_bytes))
+            for model, name in names.items():
+                each[model] = _with(_in_turns(each[model], sleeps.get(name)), _on_the_way(moving, model, settings[name]))
+                each[model] = _with_share(each[model], model, cluster.gpu_memory_bytes, shared=name in sleeps)
+            found.append(_on_gpu(pool, [*each.values()], cluster.gpu_memory_bytes))
             continue
-        for model, need in zip(models, each, strict=True):
-            ranks = next(settings[n.name].engines for n in graph.nodes if n.model is model)
+        for model, need in each.items():
+            ranks = settings[names[model]].engines
             for what, size in [*need.stays.items(), *need.runs.items()]:
                 host[what] = host.get(what, 0) + size * ranks
     if offloaded := _host_moments(graph, workers, shapes):
         host["optimizer"] = host.get("optimizer", 0) + offloaded
-    if asleep := _asleep(graph, cluster, settings, sleep_costs(graph, workers, settings, costs.sleep)):
+    if asleep := _asleep(graph, cluster, settings, sleeps):
         host["asleep"] = asleep
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:
@@ -88,6 +93,28 @@ def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sle
     total = sum((sleeps[name].bytes or 0) * settings[name].devices for name in sleeping.values())
     devices = {node.pool: settings[node.name].devices for node in graph.nodes if node.pool is not None and node.pool.cpus is None}
     return total // max(1, -(-sum(devices.values()) // cluster.gpus_per_node))  # hosts have as much each
+
+
+def _in_turns(need: Need, sleep: SleepCost | None) -> Need:
+    """Count moments that go to the host while another model has the GPU as there only while their own trainer runs."""
+    moments = need.stays.get("optimizer", 0)
+    if not moments or sleep is None or not sleep.bytes:
+        return need
+    stays = {what: size for what, size in need.stays.items() if what != "optimizer"}
+    return Need(stays, {"optimizer": moments, **need.runs}, need.least + moments)
+
+
+def _with(need: Need, more: Mapping[str, int]) -> Need:
+    return Need({**need.stays, **more}, need.runs, need.least)
+
+
+def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) -> Need:
+    """Add what an engine takes beyond its need: its whole share of a GPU, with the versions that it receives, while it is awake."""
+    usual = model.traits.estimates.shares if model.traits.estimates is not None else None
+    share = model.traits.memory or (usual[shared] if usual is not None else 0.0)
+    runs_in = int(share * (limit or 0)) - sum(need.stays.values())
+    rest = runs_in - sum(need.runs.values())
+    return Need(need.stays, {**need.runs, REST: rest}, max(need.least, runs_in)) if rest > 0 else need
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
@@ -185,13 +212,13 @@ def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], 
     return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(workers, writer, reading, on_gpus=on_gpus), size)
 
 
-def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> Need:
+def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> dict[str, int]:
     """Estimate the memory of weights that move from GPU to GPU: each rank that trains stages its shard, and NCCL brings whole
     versions into memory of the reading GPU, the first one of an engine over several."""
     staged = sum(w.bytes for w in moving if w.source is model and transport_of(w.transport).writer_keeps == "gpu") // setting.engines
     carried = sum(w.bytes for w in moving if model in w.readers and transport_of(w.transport).reader_keeps == "gpu")
     parts = {"weights in staging": staged, "weights carried by NCCL": carried}
-    return Need({what: size for what, size in parts.items() if size}, {}, 0)
+    return {what: size for what, size in parts.items() if size}
 
 
 def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
@@ -216,6 +243,7 @@ FIXES = {
     "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute=True",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
+    REST: "set a smaller memory= for the engine, its share of a GPU",
     "asleep": "give models that time-share GPUs pools of their own, train an adapter, or set rg.AdamW(moments='8bit')",
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",

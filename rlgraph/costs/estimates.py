@@ -111,7 +111,10 @@ def paged(work: Workload) -> Need:
 
 def fully_sharded(work: Workload) -> Need:
     """Estimate the memory of a rank that holds a shard of float32 weights, gradients and moments, and gathers a layer at a time."""
-    return _ranks(work, MASTER)
+    need = _ranks(work, MASTER)
+    gradients = need.stays.get("gradients", 0)  # which an optimizer step frees
+    stays = {what: size for what, size in need.stays.items() if what != "gradients"}
+    return Need(stays, {"gradients": gradients, **need.runs}, need.least + gradients) if gradients else need
 
 
 def model_parallel(work: Workload) -> Need:
@@ -261,7 +264,8 @@ class Estimates:
     `sleep_bytes(parameters, itemsize)` of a model go to host memory while its engine sleeps, `loading_bytes(parameters, itemsize)` are
     in a worker's memory while it loads, before its ranks share them; an engine that `reads_shards` loads only its own rank's share of
     them: one of all ranks, or `in_each_group` one of those that compute a pass together. `memory_estimate(workload)` is the need of one
-    device, `decode_law(shape, device, context)` what a decode step takes there.
+    device, `decode_law(shape, device, context)` what a decode step takes there. An engine with `shares` takes such a share of a GPU's
+    memory while it is awake, whatever it needs: where it is alone, and in a pool that others share (None: what it needs).
     """
 
     sleep_bytes: Callable[[int, int], int] = compute_weights
@@ -269,6 +273,7 @@ class Estimates:
     reads_shards: bool = False
     in_each_group: bool = False
     memory_estimate: Callable[[Workload], Need] = paged
+    shares: tuple[float, float] | None = None
     decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law
 
     def __post_init__(self) -> None:

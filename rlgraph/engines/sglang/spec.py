@@ -5,6 +5,7 @@ from typing import Any
 from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import EngineSpec
+from rlgraph.engines.sglang import server_arguments
 
 
 def load(generator: Any, place: Place) -> GenerateEngine:
@@ -25,4 +26,9 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     )
 
 
-SPEC = EngineSpec(name="sglang", load=load, settings=("memory", "max_sequences"))
+SPEC = EngineSpec(
+    name="sglang",
+    load=load,
+    settings=("memory", "max_sequences"),
+    shares=(server_arguments.MEMORY_ALONE, server_arguments.MEMORY_SHARED),
+)

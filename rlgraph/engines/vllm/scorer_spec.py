@@ -7,6 +7,7 @@ from rlgraph.costs.estimates import Need, Workload, compute_weights, paged
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import TrainerSpec
+from rlgraph.engines.vllm import engine_arguments
 
 LONGEST = 32_768.0
 
@@ -38,4 +39,5 @@ SPEC = TrainerSpec(
     sleep_bytes=compute_weights,
     loading_bytes=compute_weights,
     memory_estimate=memory,
+    shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
 )

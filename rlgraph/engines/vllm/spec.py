@@ -41,4 +41,5 @@ SPEC = EngineSpec(
     merges_adapters=True,
     samples_exactly=True,
     check_arguments=check_arguments,
+    shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
 )
