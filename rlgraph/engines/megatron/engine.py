@@ -270,8 +270,8 @@ class MegatronEngine:
         return None if self._device.type != "cuda" else self._offloaded.take_off()
 
     def wake(self) -> None:
-        """Be ready to compute again, the moments on the device."""
-        self._offloaded.put_back()
+        """Be ready to compute again; the moments come back while passes are computed."""
+        self._offloaded.begin_back()
 
     def close(self) -> None:
         """Free the model, Megatron-Core's groups, and the process group if the engine made it."""
