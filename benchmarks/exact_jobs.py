@@ -4,7 +4,7 @@
     python benchmarks/exact_jobs.py --smoke               # two steps of a tiny model in float32, on a CPU
 
 Each graph has a node for old log-probs. With exact it is no pass, since the rollout's are equal; "plain, on policy" is the graph without
-that node and without exact.
+that node and without exact. The file keeps the kinds of earlier runs on such a machine with the same sizes.
 """
 
 import argparse
@@ -65,10 +65,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     names, steps = (["tiny"], 2) if given.smoke else (given.models.split(","), given.steps)
-    results: dict[str, Any] = {}
-    for name in names:
-        from exact_gpu import folder_of
+    from exact_gpu import folder_of
+    from start import machine
 
+    here = machine()
+    earlier = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    results: dict[str, Any] = earlier if {key: earlier.get(key) for key in here} == here else {}
+    for name in names:
         folder = folder_of(name, Path("runs/exact_jobs").resolve())
         tokens = 8 if given.smoke else 256
         sizes: dict[str, Any] = {
@@ -77,18 +80,17 @@ def main() -> None:
             "group": 4 if name == "1.7B" else 8,
             "tokens": tokens,
         }
-        results[name] = dict(sizes)
+        if {key: results.get(name, {}).get(key) for key in sizes} != sizes:
+            results[name] = dict(sizes)
         for kind in given.kinds:
             try:
                 results[name][kind] = run(folder, kind, steps, sizes, on_gpu=not given.smoke)
             except Exception:  # noqa: BLE001 (the others run)
                 results[name][kind] = {"error": traceback.format_exc()[-2000:]}
                 print(results[name][kind]["error"], flush=True)
+            if given.json:  # a later kind may run into a limit of time
+                given.json.write_text(json.dumps(results | here, indent=1) + "\n")
         print(f"{name}: {json.dumps(results[name])}", flush=True)
-    if given.json:
-        from start import machine
-
-        given.json.write_text(json.dumps(results | machine(), indent=1) + "\n")
 
 
 if __name__ == "__main__":
