@@ -15,16 +15,13 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from figures import RESULTS
-from learning_runs import Key, Results, Run, chosen, interval, machine, metrics_of, named, parser, runs_left
+from learning_runs import Key, Results, Run, interval, machine, metrics_of, named, parser, runs_to_do
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
@@ -103,30 +100,10 @@ def table(runs: Mapping[str, Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def each_apart(keys: Sequence[Key], at_once: int, minutes: float, work: Path) -> None:
-    """Do each run in a process of its own, so many at once. Raises SystemExit that names the logs of those that failed."""
-    work.mkdir(parents=True, exist_ok=True)
-    over_s = time.monotonic() + 60 * minutes
-
-    def run(key: Key) -> int:
-        left = (over_s - time.monotonic()) / 60
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", named(key), "--at-once", "1", "--minutes", str(left)]
-        with (work / f"{named(key)}.log").open("w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        print(f"{named(key)}: {f'failed with {code}' if code else 'ended'}", flush=True)
-        return code
-
-    with ThreadPoolExecutor(at_once) as runs:
-        codes = list(runs.map(run, keys))
-    if failed := [str(work / f"{named(key)}.log") for key, code in zip(keys, codes, strict=True) if code]:
-        raise SystemExit(f"failed, see {', '.join(failed)}")
-
-
 def main() -> None:
     arguments = parser(__doc__ or "", FILE)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--rates", default="5e-5", help="learning rates of the adapter, as 5e-5,1e-4")
-    arguments.add_argument("--at-once", type=int, default=1, help="runs that share the machine, each in a process of its own")
     given = arguments.parse_intermixed_args()
     if varied := [setting for setting in given.settings if setting.partition("=")[0] in VARIED]:
         raise SystemExit(f"{varied[0]}: runs differ in {', '.join(VARIED)}; use --rates, --seeds, --only or --work")
@@ -138,12 +115,9 @@ def main() -> None:
     rates = [("full", FULL_RATE), *(("adapter", float(rate)) for rate in given.rates.split(","))]
     keys: list[Key] = [{"way": way, "lr": f"{lr:g}", "seed": seed} for seed in range(given.seeds) for way, lr in rates]
     results = Results(given.json, {name: value for name, value in asdict(cfg).items() if name not in VARIED})
-    wanted = [] if given.plot else chosen(keys, given.only)
-    if given.at_once > 1:
+    if not given.plot:
         rg.model_folder(cfg.model)  # made once
-        each_apart([key for key in wanted if named(key) not in results.runs], given.at_once, given.minutes, given.work)
-        wanted, results = [], Results(given.json, results.settings)
-    for key, _ in runs_left(results, wanted, given.minutes):
+    for key, _ in [] if given.plot else runs_to_do(results, keys, given):
         own = replace(cfg, rank=RANKS[str(key["way"])], lr=float(key["lr"]), seed=int(key["seed"]))
         results.keep(named(key), learnt(own, given.work / named(key).replace(" ", "_")) | {"key": key})
     if results.runs:

@@ -28,7 +28,6 @@ from learning_runs import (
     Results,
     Run,
     Settings,
-    chosen,
     given_settings,
     held_out,
     interval,
@@ -37,7 +36,7 @@ from learning_runs import (
     parser,
     recorded_settings,
     run_until_flat,
-    runs_left,
+    runs_to_do,
 )
 
 import rlgraph as rg
@@ -103,7 +102,7 @@ def main() -> None:
     flat = Flat(1, 1, -1.0) if given.smoke else flat
     results = Results(given.json, recorded_settings(cfg, flat))
     if not given.plot:
-        for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):
+        for key, until_s in runs_to_do(results, keys, given):
             own, folder = replace(cfg, seed=int(key["seed"])), given.work / named(key)
             run = run_until_flat(own, folder, flat, until_s, export=None if given.learn_only else folder / "model")
             if run is None:

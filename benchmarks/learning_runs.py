@@ -9,10 +9,12 @@ import platform
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from importlib.metadata import distributions
 from pathlib import Path
@@ -72,6 +74,10 @@ class Results:
         self.path, self.settings = path, dict(settings)
         self.held = self._read()
 
+    def read(self) -> None:
+        """Read what other processes added."""
+        self.held = self._read()
+
     def _read(self) -> dict[str, Any]:
         held: dict[str, Any] = {"settings": self.settings, "runs": {}}
         if self.path.exists():
@@ -99,7 +105,7 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("w") as alone:
             fcntl.flock(alone, fcntl.LOCK_EX)
-            self.held = self._read()
+            self.read()
             self.held.setdefault(kind, {})[key] = run
             beside = self.path.with_suffix(".partial")
             beside.write_text(json.dumps(self.held, indent=1) + "\n", encoding="utf-8")
@@ -235,6 +241,38 @@ def runs_left(results: Results, keys: Sequence[Key], minutes: float) -> Iterator
             yield key, until_s
 
 
+def runs_to_do(results: Results, keys: Iterable[Key], given: argparse.Namespace) -> Iterator[tuple[Key, float]]:
+    """Give each run that is asked for and left, as `runs_left`; with `--at-once` none, since each was done in a process of its own."""
+    wanted = chosen(keys, given.only)
+    if given.at_once > 1:
+        each_apart([key for key in wanted if named(key) not in results.runs], given.at_once, given.minutes, given.work)
+        results.read()
+    else:
+        yield from runs_left(results, wanted, given.minutes)
+
+
+def each_apart(keys: Sequence[Key], at_once: int, minutes: float, work: Path) -> None:
+    """Do each run in a process of its own, so many at once, by this program's arguments and `--only`; what each prints is in `work`.
+
+    Raises SystemExit that names the logs of those that failed.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    over_s = time.monotonic() + 60 * minutes
+
+    def run(key: Key) -> int:
+        left = (over_s - time.monotonic()) / 60
+        command = [sys.executable, *sys.argv, "--only", named(key), "--at-once", "1", "--minutes", str(left)]
+        with (work / f"{named(key)}.log").open("w") as log:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        print(f"{named(key)}: {f'failed with {code}' if code else 'ended'}", flush=True)
+        return code
+
+    with ThreadPoolExecutor(at_once) as runs:
+        codes = list(runs.map(run, keys))
+    if failed := [str(work / f"{named(key)}.log") for key, code in zip(keys, codes, strict=True) if code]:
+        raise SystemExit(f"failed, see {', '.join(failed)}")
+
+
 def parser(about: str, results: str) -> argparse.ArgumentParser:
     """The arguments of a benchmark whose runs learn."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,6 +281,7 @@ def parser(about: str, results: str) -> argparse.ArgumentParser:
     )
     made.add_argument("--work", type=Path, default=Path("runs") / Path(results).stem, help="folder of runs and of what is saved of one")
     made.add_argument("--only", default="", help="some of the runs, as depth=1,seed=0")
+    made.add_argument("--at-once", type=int, default=1, help="runs that share the machine, each in a process of its own")
     made.add_argument("--minutes", type=float, default=math.inf, help="stop cleanly then; the next call goes on on the same machine")
     made.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU, two runs, into a folder of their own")
     made.add_argument("--plot", action="store_true", help="run nothing: print the table and draw the curves into --work")

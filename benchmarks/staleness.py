@@ -41,7 +41,7 @@ from learning_runs import (
     parser,
     recorded_settings,
     run_until_flat,
-    runs_left,
+    runs_to_do,
 )
 
 import rlgraph as rg
@@ -77,7 +77,7 @@ def main() -> None:
     if given.alone:
         measure_alone(results, chosen(keys, given.only), cfg, given.work)
     elif not given.plot:
-        for key, until_s in runs_left(results, chosen(keys, given.only), given.minutes):
+        for key, until_s in runs_to_do(results, keys, given):
             run = run_until_flat(settings_of(cfg, key), given.work / named(key), flat, until_s)
             if run is None:
                 print("  the time is over: saved, call again", flush=True)
