@@ -5,9 +5,9 @@
     python benchmarks/exact_learning.py --plot                       # the table alone
     python benchmarks/exact_learning.py --smoke                      # one run of two steps of a tiny model on a CPU, without exact
 
-The losses take ratios against the rollout's own log-probs. With `exact=True` these are the trainer's, so each ratio is 1 and each
-`ppo_kl` 0; without it they differ by rounding in bfloat16. The settings are those of `learning_runs.ON_GPU`. Runs that share a GPU learn the same, and
-their seconds mean nothing. `python benchmarks/table.py` writes the table into docs/exact.md.
+The losses take ratios against the rollout's own log-probs. With `exact=True` these are the trainer's, so each ratio is 1 and `ppo_kl` is
+0; without it they differ by rounding in bfloat16. The settings are those of `learning_runs.ON_GPU`. Runs that share a GPU learn the same,
+and their seconds mean nothing. `python benchmarks/table.py` writes the table into docs/exact.md.
 """
 
 import json

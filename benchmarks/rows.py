@@ -6,6 +6,7 @@ The rows of a table are in the file of its subject, `*_rows.py`: what was measur
 from collections.abc import Mapping
 
 import adapters_learning
+import exact_learning
 import scale_tables
 import small_gpu_rows
 import staleness_tables
@@ -68,7 +69,9 @@ def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": ON_GPUS}  # fmt: skip
-    found = scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | small_gpu_rows.tables()
+    found = (
+        scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | exact_learning.tables() | small_gpu_rows.tables()
+    )
     missing: list[str] = []
     for name, rows in groups.items():
         found[name], left_out = table((*HEAD, "file: field"), rows, 5)
