@@ -10,7 +10,7 @@ EXACT = [
     Row("SmolLM2, `exact=True`: of {all} tokens, those whose log-prob in the trainer differs from vLLM's in any bit",
         count(FILE, "exact", "different"), SCRIPT, "without exact", count(FILE, "without exact", "different"),
         {"all": count(FILE, "exact", "tokens")}),
-    Row("SmolLM2, `exact=True`: an update, beside one without", times(FILE, "update", "ratio"), SCRIPT,
+    Row("SmolLM2, `exact=True`: time of an update, over one without", times(FILE, "update", "ratio"), SCRIPT,
         "scores", times(FILE, "scores", "ratio")),
     Row("one H200, `exact=True`, SmolLM2, the shape of Qwen 3 1.7B, and four layers of the 8B: of {all} tokens, those whose log-prob in "
         "the trainer differs from vLLM's in any bit",
@@ -18,13 +18,13 @@ EXACT = [
     Row("the same, SmolLM2 over {small} steps with updates and the shape of 1.7B over {large}: of {all} tokens",
         count(STEPS, "all", "different"), GPU_SCRIPT, words={
             "all": count(STEPS, "all", "tokens"), "small": count(STEPS, "smollm2", "steps"), "large": count(STEPS, "1.7B", "steps")}),
-    *(Row(f"one H200, `exact=True`, {name}: {work} of 64 responses, beside those without",
+    *(Row(f"one H200, `exact=True`, {name}: time of {work} of 64 responses, over that without",
           times(STEPS, key, "price", field, "ratio"), GPU_SCRIPT)
       for name, key in NAMES for work, field in (("scores", "scores"), ("an update", "update"))),
-    *(Row(f"one H200, `exact=True`, {name}: the gradient's distance from that of float32, as a part of it",
+    *(Row(f"one H200, `exact=True`, {name}: distance of the gradient from float32's, over the length of float32's",
           share(STEPS, key, "gradients", "exact"), GPU_SCRIPT, "without exact", share(STEPS, key, "gradients", "plain"))
       for name, key in NAMES),
-    *(Row(f"one H200, `exact=True`, SmolLM2: the time of {sequences} responses at once, beside that without",
+    *(Row(f"one H200, `exact=True`, SmolLM2: time to generate {what}, over that without",
           times(STEPS, "smollm2", "tokens_a_second", sequences, "ratio"), GPU_SCRIPT)
-      for sequences in ("1", "64", "512")),
+      for sequences, what in (("1", "one response"), ("64", "64 responses at once"), ("512", "512 responses at once"))),
 ]  # fmt: skip

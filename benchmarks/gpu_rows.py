@@ -57,12 +57,12 @@ def by_megatron(what: str, field: tuple[str, ...], peer: str = "", beside: tuple
 
 def overlap(file: str, what: str) -> list[Row]:
     """A step one step off, over its bound, and beside the same plan time-shared."""
-    found = [Row(f"{what}, lengths with p99 6.6 medians, one step off: a step over max(generate, train)",
+    found = [Row(f"{what}, lengths whose p99 is 6.6 medians, one step off: a step over max(generate, train)",
                  share(file, "step_over_bound"), "benchmarks/overlap.py", "a step", seconds(file, "one_step_off", "step_s"))]  # fmt: skip
     if what.startswith("0.6B on 1"):
         found += [
             Row(f"{what}, time-shared on both: a step", seconds(file, "colocated", "step_s"), "benchmarks/overlap.py",
-                "predicted before it from the run one step off", seconds(file, "predicted_colocated_s")),
+                "predicted from the run one step off", seconds(file, "predicted_colocated_s")),
             Row(f"{what}, the same one step off: a step", seconds(file, "one_step_off", "step_s"), "benchmarks/overlap.py",
                 "fitted to its own nodes", seconds(file, "fitted_one_step_off_s")),
         ]  # fmt: skip
@@ -75,7 +75,7 @@ ON_GPUS = [
         "benchmarks/peer_job.py", "estimated with nothing measured",
         seconds("peer_job_h200.json", "one_step_off", "predicted_s", form="{:.1f} s")),
     Row("SmolLM2-135M, 1024 tokens, time-shared on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
-        "benchmarks/peer_job.py mode=colocated costs=…", "predicted before it from the run one step off",
+        "benchmarks/peer_job.py mode=colocated costs=…", "predicted from the run one step off",
         seconds("peer_job_h200.json", "colocated", "predicted_s", form="{:.1f} s")),
     Row("log-probs and their gradient, 8192 rows of 151,936 logits",
         ms("kernels_h200.json", "log_probs", "rlgraph", "seconds"), "benchmarks/kernels.py", "Liger, logits as float32",
@@ -106,15 +106,15 @@ ON_GPUS = [
     training("8B:2:compiled", "8B on two, compiled"),
     by_megatron("updating 0.6B on one GPU by Megatron-Core, 8 packed sequences of 4,096 tokens", ("megatron",), "by FSDP2", ("fsdp",)),
     by_megatron("the same by FSDP2, compiled", ("fsdp compiled",)),
-    Row("the same: largest difference of Megatron-Core's log-probs from FSDP2's, both in bfloat16",
+    Row("the same: largest difference between Megatron-Core's and FSDP2's log-probs, both in bfloat16",
         share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from fsdp", 1), "benchmarks/megatron_gpu.py 0.6B",
-        "from float32's", share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from float32", 1)),
+        "Megatron-Core's from float32", share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from float32", 1)),
     Row("`recipes/mathematics.py` with random weights of 4B's shape, time-shared, one GPU: a step",
         seconds("mathematics_h200.json", "4B", "step_s", form="{:.1f} s"), "benchmarks/mathematics_shapes.py 4B",
         "estimated with nothing measured", seconds("mathematics_h200.json", "4B", "predicted_s", form="{:.1f} s")),
     *overlap("overlap_h200.json", "0.6B on 1 + 1 GPUs"),
     *overlap("overlap_4b_four_gpus_h200.json", "4B on 2 + 2 GPUs"),
-    Row("steps of {count} configurations of 1.7B and 4B, fitted afterwards to profiles taken before: median error",
+    Row("steps of {count} configurations of 1.7B and 4B, fitted to profiles taken before the runs: median error",
         percent("prediction_h200.json", "fit_median_error"), "benchmarks/prediction_gpu.py --again",
         "worst", percent("prediction_h200.json", "fit_worst_error"), {"count": count("prediction_h200.json", "configurations_measured")}),
     *learned("SmolLM2 learns to add, one step off", "one_step_off_h200.jsonl", "recipes/one_step_off.py"),
@@ -123,7 +123,7 @@ ON_GPUS = [
     *turns("tool_rollouts_long_turns_h200.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
     Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
         share("tool_rollouts_tail_h200.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
-        "of it the engine was idle while a conversation could decode",
+        "share of it that the engine was idle while a conversation could decode",
         percent("tool_rollouts_tail_h200.json", "engine_idle_while_any_could_decode")),
     Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
         "benchmarks/loading.py 8B:1",

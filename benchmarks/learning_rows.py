@@ -38,7 +38,7 @@ def until_learned(instructions: str) -> Row:
 
 
 def stale(what: str, file: str, script: str) -> list[Row]:
-    return [Row(f"{what}: oldest token, in versions", count(file, "staleness/max", reduce="max"), script, "bound 2")]
+    return [Row(f"{what}: age of the oldest token, in versions", count(file, "staleness/max", reduce="max"), script, "bound 2")]
 
 
 LEARNING = [
@@ -48,9 +48,9 @@ LEARNING = [
         "benchmarks/start.py"),
     *learned("PPO with a critic", "ppo_cpu.jsonl", "recipes/ppo.py"),
     *learned("calls of a calculator, beside other work", "tools_cpu.jsonl", "recipes/tools.py"),
-    Row("calls of 32 that fail, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
+    Row("the same: failed calls a step, of 32, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
         "recipes/tools.py", "first 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="first 4")),
-    *conversed("a program of the `openai` client, beside other work", "agent, seed 0"),
+    *conversed("an agent program with the `openai` client, beside other work", "agent, seed 0"),
     *learned("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *stale("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *learned("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),

@@ -14,7 +14,7 @@ def of_seeds(field: str, *path: Any) -> Figure:
 
 
 MATHEMATICS = [
-    Row("SmolLM2 learns arithmetic with digits, asked by its chat template: accuracy held out after {steps} steps, {seeds} seeds",
+    Row("SmolLM2 learns arithmetic, asked by its chat template: held-out accuracy after {steps} steps, mean of {seeds} seeds",
         of_seeds("final_accuracy"), BY_SEED, "before", of_seeds("accuracy", 0, 2),
         {"steps": count(MATHS, "settings", "steps"), "seeds": count(MATHS, *SEEDS, "steps", reduce="count")}),
     Row("the same: of the worst seed", share(MATHS, *SEEDS, "final_accuracy", reduce="min"), BY_SEED),

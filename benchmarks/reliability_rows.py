@@ -8,39 +8,39 @@ CHECKPOINTS, SOAK, KILLS, FAULTS = "checkpoint_cost_cpu.json", "soak_cpu.json", 
 
 def growth(process: str) -> Row:
     held = "second and last quarter", process, "rss_kib"
-    return Row(f"memory of {process}, from the second to the last quarter of {{steps}} steps at depth 2, {{all}}",
-               Figure(SOAK, (*held, 1), "{:,.0f} KiB"), "benchmarks/soak.py", "before", Figure(SOAK, (*held, 0), "{:,.0f} KiB"),
+    return Row(f"memory of {process} in the last quarter of {{steps}} steps at depth 2, {{all}}",
+               Figure(SOAK, (*held, 1), "{:,.0f} KiB"), "benchmarks/soak.py", "second quarter", Figure(SOAK, (*held, 0), "{:,.0f} KiB"),
                {"steps": count(SOAK, "steps"), "all": seconds(SOAK, "seconds", form="{:.0f} s")})  # fmt: skip
 
 
 def kills(mode: str, told: str) -> Row:
     where = "parts", Each({"mode": mode})
-    return Row(f"SIGKILLs at random times, {told}: the run goes on, and every batch and weight is that of the undisturbed run",
+    return Row(f"SIGKILLs at random times, {told}, after which the run goes on with the batches and weights of the undisturbed run",
                count(KILLS, *where, "kills in all", reduce="sum"), f"benchmarks/kills.py {mode}",
                "findings", count(KILLS, *where, "wrong", reduce="items"))  # fmt: skip
 
 
 def faults(on: str, told: str) -> Row:
-    return Row(f"faults injected into every stage, {told}: the first line of the error names the culprit, or a slow one is warned about",
+    return Row(f"faults injected into every stage, {told}: those that the first line of the error names (a slow node: a warning)",
                count(FAULTS, on, "first line names the culprit"), f"benchmarks/injected_faults.py {on}", "faults",
                count(FAULTS, on, "faults"))  # fmt: skip
 
 
 RELIABLE = [
-    Row("every order of firing of all training graphs of up to 5 nodes: states, none with a broken bound or a deadlock",
+    Row("states reached by every order of firing of all training graphs of up to 5 nodes, none with a broken bound or a deadlock",
         count("model_check.json", "states_in_all"), "benchmarks/model_check.py"),
     kills("here", "one process"),
     kills("ray", "worker, driver and Ray's own processes on Ray"),
     faults("forked", "forked workers"),
     faults("ray", "workers on Ray"),
     Row("malformed inputs to channels and driver", count("fuzz_cpu.json", Each(), "cases", reduce="sum"), "benchmarks/fuzz.py",
-        "codes that ran", count("fuzz_cpu.json", "code that ran", reduce="count")),
-    Row("a checkpoint of {size} every 10 steps, SmolLM2: training stalled, of the time",
+        "inputs whose code ran", count("fuzz_cpu.json", "code that ran", reduce="count")),
+    Row("a checkpoint of {size} every 10 steps, SmolLM2: share of the time that training stands still",
         percent(CHECKPOINTS, "training stalled, share of ten steps (median)"), "benchmarks/checkpoint_cost.py",
         words={"size": Figure(CHECKPOINTS, ("bytes of a checkpoint",), "{:.1f} GB", 1e-9)}),
-    Row("ten steps with that checkpoint, written beside them, over ten without: the first",
+    Row("time of ten steps while such a checkpoint is written, no core free, over ten without: first time",
         share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 0), "benchmarks/checkpoint_cost.py",
-        "the second", share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 1)),
+        "second time", share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 1)),
     *map(growth, ("generator", "policy", "driver")),
     Row("step time of that run, last quarter", ms(SOAK, "step_s", "last quarter", form="{:.2f} ms"), "benchmarks/soak.py",
         "second quarter", ms(SOAK, "step_s", "second quarter", form="{:.2f} ms")),

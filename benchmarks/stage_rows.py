@@ -6,7 +6,8 @@ from table import Row
 
 def pools(of: str) -> Row:
     file, what = "log_prob_pools_cpu.json", of.replace("rollout", "with a rollout of").replace("reference", "a reference of")
-    return Row(f"log-probs on a pool of their own over on the trainer's, stages that wait, {what.replace('update', 'an update of')}",
+    return Row(f"a step with log-probs on their own pool, over one with them on the trainer's, stages that wait, "
+               f"{what.replace('update', 'an update of')}",
                share(file, of, "ratio"), "benchmarks/log_prob_pools.py", "predicted", share(file, of, "predicted_ratio"))  # fmt: skip
 
 
@@ -26,9 +27,9 @@ WAITING = {
 
 def rollouts(file: str, model: str) -> list[Row]:
     """Continuous rollouts against batch by batch, with every update that was tried."""
-    ways = {"continuous": "continuous rollout", "continuous, recompute": "continuous, interrupted for new weights"}
+    ways = {"continuous": "a continuous rollout", "continuous, recompute": "a continuous rollout, interrupted for new weights"}
     return [
-        Row(f"{what} over batch by batch, lengths with p99 = 10 medians, {model}, {told}", times(file, at, way, "speed"),
+        Row(f"speed of {what}, over batch by batch, lengths whose p99 is 10 medians, {model}, {told}", times(file, at, way, "speed"),
             "benchmarks/rollout.py", "the slowest round", share(file, at, way, "speed_min"))
         for way, what in ways.items()
         for at, told in WAITING.items()
