@@ -244,7 +244,7 @@ class Plan:
     memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
     sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
     models: tuple[PlannedModel, ...] = ()  # those that have a dtype
-    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # None if it was read from JSON
+    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # UNSET if it was read from JSON
 
     @property
     def facade(self) -> Facade:
