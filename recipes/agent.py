@@ -21,7 +21,7 @@ class Config:
     engine: str = "vllm"  # or sglang, transformers
     prompts: int = 8  # questions a step
     group_size: int = 8  # sessions for each question
-    max_tokens: int = 64  # tokens of a session after its first question, what the program says included
+    max_tokens: int = 64  # tokens of a session after its first question, with those of the program
     concurrency: int = 64  # sessions that are open at once
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions

@@ -48,8 +48,8 @@ def graph(cfg: Config) -> rg.Graph:
     chosen = estimator(cfg.estimator, **extra, **cfg.estimator_options)
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
-    scored = [rollout, rg.reward(right_number, prompts, rollout)]  # what the advantages are made of
-    trained = [rollout]  # what the update is made of
+    scored = [rollout, rg.reward(right_number, prompts, rollout)]  # the inputs of the advantages
+    trained = [rollout]  # the inputs of the update
     if "brevity" in chosen.reads:
         scored.append(rg.reward(brevity, rollout, writes="brevity", name="brevity"))
     if "baseline_rewards" in chosen.reads:

@@ -21,8 +21,8 @@ class Config:
     engine: str = "vllm"
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
-    chunks: int = 2  # parts that a batch leaves in
-    judge_s: float = 0.1  # what the judge takes for a response
+    chunks: int = 2  # in which a batch leaves the generator
+    judge_s: float = 0.1  # seconds that the judge takes for a response
     max_tokens: int = 5  # tokens a response
     lr: float = 5e-6
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy

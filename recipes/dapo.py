@@ -26,11 +26,11 @@ class Config:
     validation: str = ""  # problems of AIME, or data in verl's schema; empty for no evaluation
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
-    rounds: int = 5  # a step samples at most so many times its prompts
+    rounds: int = 5  # a step samples at most this many times its prompts
     max_prompt_tokens: int = 59  # longer prompts are left out
     max_tokens: int = 5  # tokens a response
-    buffer_tokens: int = 2  # of which the last are penalised
-    penalty: float = 0.5  # at the last of them
+    buffer_tokens: int = 2  # the last tokens of the limit, in which the penalty grows
+    penalty: float = 0.5  # at the limit
     clip_low: float = 0.2
     clip_high: float = 0.28
     mini_batches: int = 1  # optimizer steps a batch

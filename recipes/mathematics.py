@@ -22,8 +22,8 @@ class Config:
     engine: str = "vllm"
     train: str = ""  # a parquet file of verl's schema; without it, grade-school arithmetic
     held_out: str = ""
-    terms: int = 2  # numbers in a sum of grade school, at most
-    digits: int = 1  # of each number, at most
+    terms: int = 2  # most numbers in a sum of grade school
+    digits: int = 1  # most digits of each number
     shots: int = 0  # solved questions before each one of grade school, as earlier turns
     system: str = "Answer with the number alone."  # the first message of each conversation; "" for none
     thinking: bool | None = None  # for templates that read it, as Qwen 3's
@@ -32,13 +32,13 @@ class Config:
     max_tokens: int = 12  # tokens a response
     max_context: int = 192  # tokens of a prompt and its response
     micro_batch_tokens: int = 1024  # in memory at once in an update; it changes no result
-    correction: str = ""  # of rollout and trainer, by verl's name as decoupled_token_is; "" for none
-    loss: str = "clipped"  # or another that clips ratios, by its name as proximal or bypass_ppo_clip
+    correction: str = ""  # rollout correction by verl's name, such as decoupled_token_is; "" for none
+    loss: str = "clipped"  # or another loss that clips ratios, such as proximal or bypass_ppo_clip
     clip_low: float = 0.2
     clip_high: float = 0.28
     lr: float = 2e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
-    shared: bool = False  # generator and trainer take turns on the same devices, as on one GPU
+    shared: bool = False  # generator and trainer time-share the same devices, as on one GPU
     memory: float | None = None  # the engine's share of a GPU
     exact: bool = False  # rollout and trainer give the same log-probs in every bit: on GPUs, with depth=0
     steps: int = 20
@@ -48,7 +48,7 @@ class Config:
     seed: int = 0
     out: str = "runs/mathematics"
     export: bool = True  # write the trained model to OUT/model
-    export_float32: bool = True  # or bfloat16, which is what was evaluated where the engine computes in bfloat16
+    export_float32: bool = True  # False for bfloat16: the evaluated model, if the engine computes in bfloat16
 
 
 def data(cfg: Config) -> tuple[Any, Any]:

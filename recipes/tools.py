@@ -19,7 +19,7 @@ class Config:
     engine: str = "vllm"
     prompts: int = 4  # prompts a step
     group_size: int = 8  # responses a prompt
-    max_tokens: int = 96  # tokens a response, what the tool says included
+    max_tokens: int = 96  # tokens a response, with those of the tool
     max_turns: int = 3
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions
@@ -44,7 +44,7 @@ def graph(cfg: Config) -> rg.Graph:
 
     prompts = rg.prompts(questions(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, tools=tools, max_turns=cfg.max_turns)
-    rewards = rg.reward(last_turn, prompts, rollout)  # `responses` is what the policy wrote, without the tool's words
+    rewards = rg.reward(last_turn, prompts, rollout)  # `responses` has the policy's text, without the tool's
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)

@@ -103,7 +103,7 @@ def rehearse(
     every: Count | None = None,
     seed: Natural = 0,
 ) -> Rehearsal:
-    """Play a whole run of a graph at a site: its wall time, and what failures, checkpoints, links and stragglers cost of it. It prints.
+    """Play a whole run of a graph at a site: its wall time, and the shares that failures, checkpoints, links and stragglers lose.
 
     >>> import rlgraph as rg
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
@@ -114,11 +114,11 @@ def rehearse(
     >>> print(found.failures, round(found.lost_to["checkpoints"], 3))
     1 0.019
 
-    Pure: nothing starts. The plan's schedule is played step after step, with lengths drawn as for predictions, links, stragglers,
-    checkpoints every `every` steps, and failures that take the run back to the last one. The same `seed` gives the same run. Without
-    `site` nothing fails, nobody is slow and links are left to the costs. Of many engines that are alike some stand for all.
+    Pure: nothing starts. It plays the plan's schedule step after step, with lengths drawn as for predictions, links, stragglers,
+    checkpoints every `every` steps, and failures that take the run back to the last checkpoint. The same `seed` gives the same run.
+    Without `site` nothing fails, no host is slow, and the costs say what links take. Of many equal engines it plays some for all.
 
-    Raises PlanError as `compile` does, and for settings without effect: checkpoints where nothing fails and they cost nothing.
+    Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
     """
     place_models(graph, hub.cached)
     return rehearsed(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
@@ -172,7 +172,7 @@ def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
 
 @checked(PlanError)
 def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, rule="a port, or 0 for any that is free")] = 0) -> "Watch":
-    """Serve the report of a run's folder on 127.0.0.1 alone; the page renews itself while the run goes on.
+    """Serve the report of a run's folder on 127.0.0.1 only; the page updates itself while the run goes on.
 
         with rg.watch("runs/math") as view:
             print(view.url)
@@ -183,7 +183,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     ...     print(view.state()["said"])
     not known to run
 
-    The folder may be that of a run that has not begun, or is over. Raises DataError for one that does not exist, and a port in use.
+    The run may not have begun yet, or be over. Raises DataError for a folder that does not exist, and for a port in use.
     """
     from rlgraph.recording.watch import Watch
 
@@ -256,12 +256,12 @@ def export(
     Traceback (most recent call last):
     rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; give a folder as `step-00000100`, or ...
 
-    The checkpoint is one as `step-00000740`, or a folder of them, whose newest is meant. It reads what any number of ranks saved, one shard
-    of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models, as `policy="critic"`.
-    `adapter="apart"` writes an adapter that was trained as PEFT's folder; with dtype="float32" training goes on from its very numbers.
+    `checkpoint` is a checkpoint such as `step-00000740`, or a folder of them: then the newest is exported. It reads what any number of
+    ranks saved, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models, such
+    as `policy="critic"`. `adapter="apart"` writes a trained adapter as PEFT's folder; with dtype="float32" it keeps every bit.
 
     Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
-    room, and a model whose own folder is gone; nothing is left then.
+    room, and a model whose own folder is gone. No folder is left then.
     """
     from rlgraph.runtime.exports.checkpoint import export_checkpoint
 
@@ -269,7 +269,7 @@ def export(
 
 
 def run_here(plan: Plan) -> "LocalJob":
-    """Make a job that runs the plan in this process, without Ray: the oracle of tests, and for debuggers."""
+    """Make a job that runs the plan in this process, without Ray, for tests and debuggers."""
     from rlgraph.runtime.local import LocalJob
 
     return LocalJob(checked_source(plan), plan)
@@ -278,7 +278,7 @@ def run_here(plan: Plan) -> "LocalJob":
 def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
     """Bind the forward graph to an actor for each worker, as a Ray graph with an edge for each channel.
 
-    Each node calls `fire(node, step, *batches)` of its worker's actor. It is for Ray's own tools; a job does not run it:
+    Each node calls `fire(node, step, *batches)` of its worker's actor. The graph is for Ray's own tools; a job does not run it:
 
         compiled = plan.ray_dag(actors).experimental_compile()
         rlgraph.api.draw_ray(compiled, "graph.mmd")

@@ -22,7 +22,7 @@ class Transport:
 
     `writer_keeps` is the memory in which the writer holds a copy of each slot, `reader_keeps` the memory in which each reader holds
     another: None if messages pass by reference, or if a reader maps the writer's. `carrier` is the library that sends columns on a GPU
-    to another host. With `needs_ray` both ends must be workers of one Ray. One that `encrypts` heeds `Site.encrypt` between hosts.
+    to another host. With `needs_ray` both ends must be workers of one Ray. One that `encrypts` follows `Site.encrypt` between hosts.
     """
 
     name: str

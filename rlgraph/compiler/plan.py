@@ -42,7 +42,7 @@ class PlannedPool:
 
 @dataclass(frozen=True)
 class PlannedJoin:
-    """Up to `ahead` batches decode beside the one that is due; `shared` says that all take their decode steps together."""
+    """The batches that decode beside the one that is due, at most `ahead`; `shared` says that all take their decode steps together."""
 
     ahead: int
     shared: bool
@@ -86,7 +86,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True)
 class PlannedChannel:
-    """What one node sends to its readers: the columns they read, the transport, and how many messages it holds.
+    """A channel from one node to its readers: the columns they read, the transport, and how many messages it holds.
 
     A message is a batch, or one of the `chunks` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
     one pool that run in different processes from overlapping. "earlier" carries columns to a later step.
@@ -294,13 +294,14 @@ class Plan:
         `checkpoint` is a folder: the job writes a checkpoint into it every `every` steps and at the end, and keeps the newest `keep`. A job
         whose folder holds checkpoints resumes from the newest (`fresh=True` moves them aside and starts anew). `restarts` is how often
         the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
-        `export_every` also writes the policy as a Hugging Face folder, `exports/step-…` in the folder of checkpoints, every so many steps.
-        `transport` sends what crosses processes by "shm" (the default) or "ray", the channels of Ray's Compiled Graphs: same bits.
-        `wait_for_hosts_s`: so long the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
+        `export_every` also writes the policy as a Hugging Face folder every so many steps: `exports/step-…` in the folder of checkpoints.
+        `transport` chooses how columns cross processes of a host: "shm" (the default), or "ray" by the channels of Ray's Compiled Graphs,
+        with the same bits.
+        `wait_for_hosts_s` is how long the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
         `encrypt` encrypts, by TLS, every connection that rlgraph opens between hosts; a plan in which another library sends columns or
         weights between hosts is refused.
 
-        Raises PlanError where this machine lacks what the plan was compiled for, DataError for models and prompts that
+        Raises PlanError if this machine lacks what the plan was compiled for, and DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
         """
         return self.facade.launch(
@@ -319,7 +320,7 @@ class Plan:
         )
 
     def run_here(self) -> "LocalJob":
-        """Make a job that runs the same plan in this one process, without Ray: the oracle for tests, and for debuggers."""
+        """Make a job that runs the same plan in this one process, without Ray, for tests and debuggers."""
         return self.facade.run_here(self)
 
     def ray_dag(self, actors: Mapping[str, Any]) -> Any:

@@ -267,8 +267,9 @@ def feedback(
     soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` the generator compares every version with
     what the trainer sent, parameter by parameter, before it uses it.
 
-    With `columns` (names separated by spaces) it carries these columns of a batch instead of weights: the firing of step k gets those of
-    step k - depth - 1, and none before. `rg.prompts(results=…)` takes rewards so, and nodes of your own by `declare(earlier=…)`.
+    With `columns` (names separated by spaces) the edge carries these columns of a batch instead of weights: the firing of step k gets
+    those of step k - depth - 1, and none before there is such a step. `rg.prompts(results=…)` takes rewards by such an edge, and a node
+    of your own takes columns by `declare(earlier=…)`.
 
         >>> feedback("results", depth=1, columns="rewards").columns  # close it with the output that carries them
         ('rewards',)

@@ -132,7 +132,7 @@ def node(
     returns those it writes, or a pair of columns and metrics (name -> number). It runs in a process of its own on the host.
 
     `by_group=True` promises that the result for the responses of one prompt depends on these responses alone. The node then works
-    on each part of a rollout with `chunks` as it arrives. Metrics are averaged over the parts; `.../max` and `.../min` keep the extremes.
+    on each chunk of a rollout with `chunks` as it arrives. Metrics are averaged over the chunks; `.../max` and `.../min` keep the extremes.
 
     Raises GraphError for a function that does not take exactly one argument, or a node that writes nothing.
     """
