@@ -3,8 +3,8 @@
     python recipes/distill.py [key=value ...] [config=FILE.yaml]
 
 The loss pulls the student to the teacher by the reverse KL of the sampled tokens (`top_k=0`), or by a divergence over the teacher's `top_k`
-most probable tokens. By default student and teacher are SmolLM2-135M-Instruct. Another teacher is, for example, the model that `recipes/sft.py`
-leaves: `teacher=runs/sft/model`. `actor/distillation`, or the mean advantage, goes to 0. `--help` lists the settings.
+most probable tokens. By default student and teacher are SmolLM2-135M-Instruct. `teacher=runs/sft/model` takes the model that
+`recipes/sft.py` leaves. `actor/distillation`, or the mean advantage, goes to 0. `--help` lists the settings.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,12 @@ INSTALL = "pip install 'rlgraph-dataflow[data]'"
 def parquet(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
     """Read parquet files: a path, a folder, a glob as "data/*.parquet", or a list of these.
 
-        rows = rg.data.parquet("train.parquet", prompt="question", answer="reward_model.ground_truth")
+    >>> import tempfile, rlgraph as rg
+    >>> from pyarrow import Table, parquet as files
+    >>> path = tempfile.mkdtemp() + "/train.parquet"
+    >>> files.write_table(Table.from_pylist([{"question": "1 + 1 =", "reward_model": {"ground_truth": "2"}}]), path)
+    >>> rg.data.parquet(path, prompt="question", answer="reward_model.ground_truth")[0]
+    {'prompt': '1 + 1 =', 'answer': '2'}
 
     `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Only the columns of the fields are read. Arrow gives every
     nested mapping the keys of all rows; those that are None are left out again. Raises DataError for a path without files.
@@ -35,7 +40,11 @@ def parquet(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Coun
 def jsonl(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
     """Read JSON lines, or JSON files with a list of rows: a path, a folder, a glob as "data/*.jsonl", or a list of these.
 
-        rows = rg.data.jsonl("train.jsonl", answer="reward_model.ground_truth")
+    >>> import pathlib, tempfile, rlgraph as rg
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "train.jsonl"
+    >>> _ = path.write_text('{"prompt": "1 + 1 =", "reward_model": {"ground_truth": "2"}}')
+    >>> rg.data.jsonl(path, answer="reward_model.ground_truth")[0]
+    {'prompt': '1 + 1 =', 'answer': '2'}
 
     `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError for a path without files, and for a line
     that is no JSON.

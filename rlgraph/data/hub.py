@@ -24,6 +24,13 @@ def huggingface(
 
         rows = rg.data.huggingface("openai/gsm8k", "train", config="main", prompt="question", answer="answer")
 
+    >>> import datasets, tempfile, rlgraph as rg
+    >>> datasets.disable_progress_bars()
+    >>> folder = tempfile.mkdtemp()
+    >>> datasets.Dataset.from_list([{"question": "1 + 1 =", "answer": "2"}]).save_to_disk(folder)
+    >>> rg.data.huggingface(folder, prompt="question", answer="answer")[0]
+    {'prompt': '1 + 1 =', 'answer': '2'}
+
     `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError where it cannot be loaded, as without a
     network and without a copy in the cache.
     """

@@ -20,6 +20,11 @@ Curriculum: TypeAlias = Callable[..., Mapping[str, float]]  # of the seed and th
 class Mix:
     """Data sets by name, with the weights by which prompts are drawn from them. `rg.data.mix` makes it.
 
+    >>> import rlgraph as rg
+    >>> mixed = rg.data.mix({"easy": [{"prompt": "1 + 1 ="}], "hard": [{"prompt": "17 * 23 ="}]}, weights={"easy": 3, "hard": 1})
+    >>> mixed.at(seed=0, step=5)
+    [0.75, 0.25]
+
     Its rows are those of all data sets, one after another.
     """
 

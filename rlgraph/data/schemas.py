@@ -21,7 +21,12 @@ MEDIA = ("images", "videos", "audios")
 def verl(paths: Paths, *, prompt: Name = "prompt", overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
     """Read data as verl has it, as it is: parquet or JSON files with messages under `prompt` and `reward_model.ground_truth`.
 
-        data = rg.data.verl("train.parquet", overlong="drop", max_prompt_tokens=1024)
+    >>> import json, pathlib, tempfile, rlgraph as rg
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "train.jsonl"
+    >>> row = {"prompt": [{"role": "user", "content": "1 + 1 ="}], "reward_model": {"ground_truth": 2}, "data_source": "sums"}
+    >>> _ = path.write_text(json.dumps(row))
+    >>> rg.data.verl(path, overlong="drop", max_prompt_tokens=1024)[0]
+    {'prompt': [{'role': 'user', 'content': '1 + 1 ='}], 'answer': '2', 'data_source': 'sums'}
 
     A row has the `prompt`, the ground truth as the text `answer`, `data_source` and, where rows have them, `ability`, `agent_name`,
     `extra_info.index` as the text `index`, and `extra_info` as JSON. Raises DataError for rows of another schema and for pictures,
@@ -77,7 +82,12 @@ def as_text(value: Any) -> str:
 def conversational(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
     """Read data in TRL's formats: rows with `prompt`, with `prompt` and `completion`, or with `messages`, as text or as messages.
 
-        data = rg.data.conversational("train.jsonl")
+    >>> import json, pathlib, tempfile, rlgraph as rg
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "train.jsonl"
+    >>> messages = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
+    >>> _ = path.write_text(json.dumps({"messages": messages}))
+    >>> rg.data.conversational(path)[0]
+    {'prompt': [{'role': 'user', 'content': '1 + 1 ='}], 'answer': '2'}
 
     A row has the `prompt` and, as the text `answer`, the completion, or the last message of the assistant, which leaves the prompt.
     `tools` (a list or its JSON) and `chat_template_kwargs` go to the chat template. Other fields stay, those that are neither text
@@ -121,7 +131,11 @@ def gsm8k(
 ) -> Rows:
     """Read GSM8K, grade-school mathematics: from files, a folder of them, or its hub id. `instruction` follows each question.
 
-        train, test = (rg.data.gsm8k("gsm8k/", split) for split in ("train", "test"))
+    >>> import json, pathlib, tempfile, rlgraph as rg
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "test.jsonl").write_text(json.dumps({"question": "1000 + 1 =", "answer": "Add one. #### 1,001"}))
+    >>> rg.data.gsm8k(folder, "test", instruction="Answer briefly.")[0]
+    {'prompt': [{'role': 'user', 'content': '1000 + 1 = Answer briefly.'}], 'answer': '1001', 'data_source': 'openai/gsm8k'}
 
     A row has the `prompt` as a message, and as `answer` the number after "####", without commas. Files in verl's schema are read as
     they are. Raises DataError for rows of another schema.
@@ -163,9 +177,14 @@ def dapo_math(
 ) -> Rows:
     """Read DAPO-Math-17k: from files or its hub id. Its copies of a prompt, about a hundred each, become one row.
 
-        data = rg.data.dapo_math("dapo-math-17k.parquet", overlong="drop", max_prompt_tokens=2048)
+    >>> import json, pathlib, tempfile, rlgraph as rg
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "dapo-math-17k.jsonl"
+    >>> row = json.dumps({"prompt": [{"role": "user", "content": "1 + 1 ="}], "reward_model": {"ground_truth": "2"}})
+    >>> _ = path.write_text(f"{row}\\n{row}\\n")
+    >>> len(rg.data.dapo_math(path, overlong="drop", max_prompt_tokens=2048))
+    1
 
-    A row is as one of `rg.data.verl`. Raises DataError for rows of another schema.
+    Rows have the fields of `rg.data.verl`. Raises DataError for rows of another schema.
     """
     return _problems(source, split, None, None, overlong, max_prompt_tokens).distinct()
 
@@ -181,7 +200,11 @@ def aime(
 ) -> Rows:
     """Read problems of AIME in any of their published schemas: from files or a hub id. `instruction` follows each problem.
 
-        held_out = rg.data.aime("aime-2024.parquet")
+    >>> import pathlib, tempfile, rlgraph as rg
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "aime-2024.jsonl"
+    >>> _ = path.write_text('{"Problem": "What is 16 + 17?", "Answer": "033"}')
+    >>> rg.data.aime(path, instruction="")[0]
+    {'prompt': [{'role': 'user', 'content': 'What is 16 + 17?'}], 'answer': '33', 'data_source': 'aime'}
 
     A row has the `prompt` as a message, and the whole number as `answer`, without zeros in front. Files in verl's schema keep their
     prompts; their 32 copies of a problem become one row: give `samples=32` to `rg.evaluate`. Raises DataError for other schemas.

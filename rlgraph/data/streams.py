@@ -19,6 +19,11 @@ SHUFFLES = "BufferShuffledExamplesIterable"  # of datasets: its state lacks the 
 class Stream:
     """Rows that come one after another. `rg.data.stream` makes it.
 
+    >>> import rlgraph as rg
+    >>> odd = rg.data.stream(lambda: ({"prompt": f"{a} + 1 ="} for a in range(1000))).filter(lambda row: row["prompt"][0] in "13579")
+    >>> next(StreamReader(odd))
+    (1, {'prompt': '1 + 1 ='})
+
     `source` is a `datasets.IterableDataset`, or a function that gives the rows of an epoch. `convert` are the functions that each row
     goes through; one that gives None leaves the row out.
     """

@@ -70,6 +70,10 @@ def reasoning_gym(task: str, *, size: int, seed: int = 0, instruction: str = "{q
 
 
 def answer_in(response: str) -> str:
-    """Extract the answer: the content of the last `<answer>…</answer>` or `\\boxed{…}`, or else the whole response, stripped."""
+    r"""Extract the answer: the content of the last `<answer>…</answer>` or `\boxed{…}`, or else the whole response, stripped.
+
+    >>> answer_in("So it is <answer> 42 </answer>."), answer_in(r"So it is \boxed{42}."), answer_in(" 42 ")
+    ('42', '42', '42')
+    """
     found = BOXED_OR_TAGGED.findall(response)
     return str(next(part for part in (*found[-1], response) if part) if found else response).strip()
