@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="rlgraph",
-    help="Train LLMs with RL as dataflow graphs: plan, run, look at and compare runs.",
+    help="Train LLMs with RL as dataflow graphs: plan, run, watch and compare runs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -164,10 +164,10 @@ def tune(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them, whose newest is meant.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the newest is exported.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    dtype: Annotated[Dtype, typer.Option(help="What the weights are written in.")] = Dtype.bfloat16,
-    policy: Annotated[str | None, typer.Option(help="Which model, where several are trained.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="The dtype of the written weights.")] = Dtype.bfloat16,
+    policy: Annotated[str | None, typer.Option(help="The model to export, if several are trained.")] = None,
     adapter: Annotated[Adapter, typer.Option(help="An adapter merged into its model, or apart as PEFT's folder.")] = Adapter.merged,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face folder."""
@@ -182,7 +182,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: finished, killed, or still going on.")],
     out: Annotated[Path | None, typer.Option(help="Where to write the page [default: RUN/run.html].")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page to this machine until Ctrl-C; it follows the run.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --watch; 0 is any that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --watch; 0 takes any free port.")] = 0,
 ) -> None:
     """Write the report of a run as one HTML file, or serve it while the run goes on."""
     if watch and out:

@@ -61,7 +61,9 @@ def check_edges(name: str, reads: Sequence[str], feedback: "Feedback | None", ea
         raise GraphError(f"node '{name}' has earlier='{earlier.name}', which carries weights; give it rg.feedback(…, columns='rewards')")
     twice = sorted(set(reads) & set(earlier.columns))
     if twice:
-        raise GraphError(f"node '{name}' reads {twice} of its own step and of an earlier one; it can tell only one of them by that name")
+        raise GraphError(
+            f"node '{name}' reads {twice} of its own step and of an earlier one; a name stands for one column: rename one of them"
+        )
 
 
 def check_close(feedback: "Feedback", source: "Output | None", given: Any) -> None:

@@ -94,7 +94,7 @@ class LocalSandbox:
             if not os.path.isdir(path):
                 raise GraphError(f"LocalSandbox(packages=…): {shown(path)} is no folder of this machine")
             if os.stat(path).st_mode & ALL_READ != ALL_READ:  # code runs as nobody where this process is root
-                raise GraphError(f"LocalSandbox(packages=…): {shown(path)} is no folder that all may read; chmod a+rx")
+                raise GraphError(f"LocalSandbox(packages=…): {shown(path)} is no folder that everyone may read; run chmod a+rx on it")
         self._process: asyncio.subprocess.Process | None = None
         self._folder = contextlib.ExitStack()
         self._turn = asyncio.Lock()

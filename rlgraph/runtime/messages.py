@@ -224,4 +224,4 @@ def receive(connection: Connection) -> Message:
     try:
         return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:
-        raise ProtocolError(f"what is no message ({error})") from error
+        raise ProtocolError(f"bytes that are no message ({error})") from error

@@ -60,7 +60,7 @@ def test_a_run_goes_on_after_a_skipped_step_as_if_that_had_not_been(model: Path)
 
 
 def test_stop_raises_before_the_weights_change(model: Path) -> None:
-    with pytest.raises(GuardError, match=r"node 'update': actor/pg_loss is nan, actor/grad_norm is nan; the weights are as they were"):
+    with pytest.raises(GuardError, match=r"node 'update': actor/pg_loss is nan, actor/grad_norm is nan; the weights are unchanged"):
         trained(model, Guards(nonfinite="stop"), poisoned(float("nan")))
     assert not torch.distributed.is_initialized()
 
@@ -88,7 +88,7 @@ def test_a_policy_far_from_the_one_that_sampled_is_warned_about_and_then_stopped
     with caplog.at_level(logging.WARNING, "rlgraph.guards"):
         assert guard({**FINE, "actor/ppo_kl": -0.2})
     assert "the policy is 0.2 nats a token from the one that sampled, and warn_kl is 0.1" in caplog.text
-    with pytest.raises(GuardError, match=r"0\.6 nats a token .* stop_kl is 0\.5; the weights are as they were"):
+    with pytest.raises(GuardError, match=r"0\.6 nats a token .* stop_kl is 0\.5; the weights are unchanged"):
         guard({**FINE, "actor/ppo_kl": 0.6})
     with pytest.raises(GuardError):
         guard({**FINE, "actor/ppo_kl": float("nan")})

@@ -212,6 +212,15 @@ def test_an_answer_is_what_the_last_mark_holds_else_the_whole_response() -> None
     assert rg.scorers.answer_in(" 12 \n") == "12"
 
 
+def test_an_instruction_of_reasoning_gym_may_hold_braces() -> None:
+    pytest.importorskip("reasoning_gym")
+    plain, boxed = (
+        rg.scorers.reasoning_gym("chain_sum", size=2, instruction=text)[1]["prompt"]
+        for text in ("{question}", "{question} Write \\boxed{}.")
+    )
+    assert boxed == plain + " Write \\boxed{}."
+
+
 @pytest.mark.parametrize("make", [lambda: rg.scorers.reasoning_gym("chain_sum", size=2), rg.scorers.math_verify])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("reasoning_gym", "math_verify"):

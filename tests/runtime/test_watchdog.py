@@ -300,7 +300,7 @@ def test_a_worker_that_sends_nonsense_is_named(tmp_path: Path) -> None:
         connection = Connection(sock, b"key", 20, server=False)
         messages.send(connection, messages.Hello("policy", os.getpid()))
         connection.send(b"\x93nonsense")
-        with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried what is no message"):
+        with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried bytes that are no message"):
             group.until_open(lambda missing: None)
     listener.close()
 

@@ -178,7 +178,7 @@ def in_words(where: str) -> Iterator[None]:
             f"{where} does not fit into Ray's object store; start Ray with more object_store_memory, or leave transport='ray' out"
         ) from error
     except (ray.exceptions.RayError, ValueError) as error:
-        raise ChannelBroken(f"{where}: Ray's channel gave way, after {RAY_S:g} s at most: {type(error).__name__}: {error}") from error
+        raise ChannelBroken(f"{where}: Ray's channel failed, after {RAY_S:g} s at most: {type(error).__name__}: {error}") from error
 
 
 def _check_ray(channel: str) -> None:

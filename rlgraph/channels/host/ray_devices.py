@@ -111,7 +111,7 @@ class RayDeviceReader(RayReader):
         try:
             self._carried[full.slot] = watched(lambda: self._received(names[self._store]), [], RAY_S)
         except (RuntimeError, EOFError, OSError) as error:
-            raise ChannelBroken(f"{self.end.channel}, step {full.step}: Ray's accelerator channel gave way: {error}") from error
+            raise ChannelBroken(f"{self.end.channel}, step {full.step}: Ray's accelerator channel failed: {error}") from error
         return cast(int, size)
 
     def _received(self, name: bytes) -> torch.Tensor:
@@ -153,7 +153,7 @@ class _Sender:
                     channel = _channel(self._told, self._pair, self._site)
                 channel.write([memory])
         except (RuntimeError, EOFError, OSError, RayError) as error:
-            self._writer.fail(f"Ray's accelerator channel gave way: {error}")
+            self._writer.fail(f"Ray's accelerator channel failed: {error}")
         self.abort()
 
     def abort(self) -> None:

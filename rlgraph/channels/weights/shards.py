@@ -215,13 +215,13 @@ def _check(name: str, found: list[Owned]) -> None:
         if len(dims) > 1 or any(not 0 <= begin <= end <= most for (begin, end), most in zip(shard.spans, shard.global_shape, strict=True)):
             raise ChannelError(
                 f"weights: '{name}': {_who(rank)} has a box of shape {list(shard.tensor.shape)} at offsets {list(shard.offsets)}, "
-                f"which leaves the parameter's shape {list(shard.global_shape)}; a box lies within it in every dim: mend `weight_shards`"
+                f"which leaves the parameter's shape {list(shard.global_shape)}; a box lies within it in every dim: fix `weight_shards`"
             )
         if tuple(shard.global_shape) != tuple(first.global_shape) or shard.tensor.dtype != first.tensor.dtype:
             raise ChannelError(
                 f"weights: '{name}' is {list(first.global_shape)} of {first.tensor.dtype} on {_who(first_rank)} and "
                 f"{list(shard.global_shape)} of {shard.tensor.dtype} on {_who(rank)}; every rank gives the shape of the whole "
-                "Hugging Face parameter, and the same dtype: mend `weight_shards`"
+                "Hugging Face parameter, and the same dtype: fix `weight_shards`"
             )
     two = _overlap([(rank, shard) for rank, shard in found if shard.tensor.numel()])
     if two is not None:

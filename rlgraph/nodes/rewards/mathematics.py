@@ -46,10 +46,16 @@ class MathVerify(Scorer):
 def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) -> MathVerify:
     """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 
-    The score tells the answer it found (`Score.pred`), so that `rg.evaluate` has `maj@k`; right answers count as one answer,
-    however they are written. `concurrency` comparisons run at a time, each in a process of its own; by default as many as the cores
-    that this program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after
-    `limit_s` and scores 0.
+    >>> import rlgraph as rg
+    >>> right = rg.scorers.math_verify(concurrency=1)
+    >>> float(right("It is $1/2$.", answer="0.5")), float(right("It is $2$.", answer="0.5"))
+    (1.0, 0.0)
+
+    The score has the answer that it found (`Score.pred`), so `rg.evaluate` has `maj@k`. All right answers count as one answer, however
+    they are written. `concurrency` comparisons run at a time, each in a process of its own; by default as many as the cores that this
+    program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s` and
+    scores 0.
+
     Raises DataError if the package `math-verify` is missing.
     """
     if importlib.util.find_spec("math_verify") is None:

@@ -41,7 +41,7 @@ class ReasoningGym:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         question = _entries(self)[index]["question"]
-        return {"prompt": self.instruction.format(question=question), "item": index, "data_source": self.task}
+        return {"prompt": self.instruction.replace("{question}", question), "item": index, "data_source": self.task}
 
     def score(self, response: str, item: int) -> float:
         """Score the answer of a response by `reasoning_gym`, from 0 to 1. See `answer_in` for the answer."""
@@ -62,6 +62,13 @@ def _entries(task: ReasoningGym) -> Any:
 
 def reasoning_gym(task: str, *, size: int, seed: int = 0, instruction: str = "{question}", **settings: Any) -> ReasoningGym:
     """Make a task of `reasoning_gym`, such as `reasoning_gym("chain_sum", size=500, max_terms=3)`.
+
+    >>> import rlgraph as rg
+    >>> task = rg.scorers.reasoning_gym("chain_sum", size=10, max_terms=2, instruction="{question} End with \\\\boxed{}.")
+    >>> rg.prompts(task, count=4).columns
+    ('prompt_texts', 'prompt_ids', 'items', 'data_sources')
+    >>> task.score("I do not know.", item=0)
+    0.0
 
     Pass it to `rlgraph.prompts` and its `score` to `rlgraph.reward`. `instruction` wraps each question at `{question}`.
     Raises DataError if the package is missing, or has no such task or setting.

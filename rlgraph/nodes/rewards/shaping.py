@@ -122,7 +122,7 @@ def _check_reached(name: str, inputs: Sequence[Output], by: OverlongPenalty) -> 
         dims = output.node.traits.dims if isinstance(output, Output) and "response_mask" in output.columns else {}
         if dims.get("T", begins + 1) <= begins:
             raise GraphError(
-                f"node '{name}' takes from responses of more than {begins} tokens, but '{output.node.name}' writes at most {dims['T']}, so "
+                f"node '{name}' penalises responses of more than {begins} tokens, but '{output.node.name}' writes at most {dims['T']}, so "
                 f"it would do nothing: give OverlongPenalty(max_tokens={dims['T']}, ...), which is the rollout's"
             )
 

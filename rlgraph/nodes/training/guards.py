@@ -96,17 +96,17 @@ class UpdateGuard:
     def _skip(self, answer: str, why: str) -> None:
         self.total, self.in_a_row, self.skipped = self.total + 1, self.in_a_row + 1, self.skipped + 1
         if answer == "stop":
-            raise GuardError(f"node '{self.node}': {why}; the weights are as they were. Guards(...='skip') would go on with the next batch")
+            raise GuardError(f"node '{self.node}': {why}; the weights are unchanged. Guards(...='skip') would go on with the next batch")
         if self.in_a_row >= self.guards.patience:
             raise GuardError(
-                f"node '{self.node}': {why}, and so it was {self.in_a_row} times in a row; the weights are as they were before. "
+                f"node '{self.node}': {why}, {self.in_a_row} times in a row; the weights are unchanged. "
                 "Look at the rewards and the learning rate, or raise Guards(patience)"
             )
         log.warning("node '%s' skips an optimizer step: %s", self.node, why)
 
     def _limit(self, what: str, value: float, warn: float | None, stop: float | None, name: str) -> None:
         if stop is not None and not value <= stop:
-            raise GuardError(f"node '{self.node}': {what.format(value)}, and stop_{name} is {stop:g}; the weights are as they were")
+            raise GuardError(f"node '{self.node}': {what.format(value)}, and stop_{name} is {stop:g}; the weights are unchanged")
         if warn is not None and not value <= warn:
             self.warnings += 1
             log.warning("node '%s': %s, and warn_%s is %g", self.node, what.format(value), name, warn)

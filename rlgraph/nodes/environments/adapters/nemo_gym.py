@@ -47,6 +47,12 @@ def nemo_gym(url: str, *, done_flag: bool = False, deadline_s: float = 60.0) -> 
 def nemo_gym_rows(path: str | Path) -> list[dict[str, str | list[dict[str, Any]]]]:
     """Read a JSONL file of NeMo-Gym as rows for `rg.prompts`: `prompt`, `tools`, and `task`, the whole row for the server.
 
+    >>> import pathlib, tempfile, rlgraph as rg
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "rows.jsonl"
+    >>> _ = path.write_text('{"responses_create_params": {"input": [{"role": "user", "content": "1 + 1 ="}]}}')
+    >>> rg.environments.nemo_gym_rows(path)[0]["prompt"]
+    [{'role': 'user', 'content': '1 + 1 ='}]
+
     Raises DataError for a row without `responses_create_params`.
     """
     rows: list[dict[str, Any]] = []

@@ -74,13 +74,18 @@ def process(
 ) -> ProcessEnvironments:
     """Run a class of environments in processes of another Python: `agent=rg.environments.process("games.py:Guess", ["answer"])`.
 
-    * `environment`: "package.module:Class" or "folder/file.py:Class". It is an environment like any, of plain values, since rlgraph is
-      not imported there: messages are `{"role": …, "content": …}`, and `step` returns `{"messages": […], "reward": 0.0, "done": False}`.
-      Its methods may be async or not; those that are not run in threads.
-    * `fields`: the fields of a prompt that the class gets, beside `options`.
-    * `python`: the program, as "venv/bin/python".
-    * `processes`: each worker starts so many, and spreads conversations over them. They end with the worker, by SIGKILL too. When one
-      dies, its conversations end with an error, and the next one starts it again.
+    >>> import rlgraph as rg
+    >>> games = rg.environments.process("games.py:Guess", ["answer"], processes=2, most=9)
+    >>> games.fields, dict(games.options)
+    (('answer',), {'most': 9})
+
+    * `environment`: "package.module:Class" or "folder/file.py:Class". It is an ordinary environment, but takes and gives plain values,
+      since rlgraph is not imported there: messages are `{"role": …, "content": …}`, and `step` returns
+      `{"messages": […], "reward": 0.0, "done": False}`. Its methods may be async; the others run in threads.
+    * `fields`: the fields of a prompt that the class gets, besides `options`.
+    * `python`: the program, such as "venv/bin/python".
+    * `processes`: the processes that each worker starts and spreads conversations over. They end with the worker, also if SIGKILL ends
+      it. When a process dies, its conversations end with an error, and the next conversation starts it again.
 
     Raises GraphError where there is no such program.
     """

@@ -26,9 +26,14 @@ class Tries:
 def reasoning_gym(task: ReasoningGym, *, tries: int = 3, again: str = "That is wrong. Try again.") -> Tries:
     """Ask the questions of a task, and let the model try again: `agent=rg.environments.reasoning_gym(task)`.
 
+    >>> import rlgraph as rg
+    >>> task = rg.scorers.reasoning_gym("chain_sum", size=10)
+    >>> rg.environments.reasoning_gym(task, tries=2).tries
+    2
+
     `task` is an `rg.scorers.reasoning_gym("chain_sum", size=500)`, which `rg.prompts` takes as its data too. The reward of a turn is the
-    task's score beyond the best one so far, divided by the number of the try: the first right answer is worth the most. `again` is what
-    the model reads after an answer whose score is below 1.
+    gain of the task's score over the best one so far, divided by the number of the try: an early right answer is worth the most. After an
+    answer whose score is below 1 the model reads `again`.
     """
     return Tries(task, tries, again)
 
