@@ -261,7 +261,7 @@ def markdown(rows: Sequence[Result], totals: Sequence[Needed]) -> str:
         )
     lines += [
         "",
-        "| setting | sync | async | predicted | divides | or overhead of sync | what the law needs |",
+        "| setting | sync | async | predicted | divides | or overhead of sync | what the formula needs |",
         "|---|---|---|---|---|---|---|",
     ]
     for n in totals:

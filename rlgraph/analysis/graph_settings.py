@@ -24,7 +24,7 @@ def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
         found[f"feedback {feedback.name}"] = {
             "depth": str(feedback.depth),
             "buffers": str(feedback.buffers),
-            "freshest": str(feedback.latest),
+            "latest": str(feedback.latest),
             "bucket_bytes": str(feedback.bucket_bytes),
             "checksum": str(feedback.checksum),
         }

@@ -37,7 +37,7 @@ class PackedSequence:
 class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
     Packed flat they are [1, L]: sequence i begins at `starts[i]` with a prompt of `prompts[i]` tokens, and none is longer than
-    `longest`. With a `group`, its ranks have consecutive parts of the row, and this is the part of one.
+    `longest`. With a `group`, its ranks have consecutive shards of the row, and this is the shard of one.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `real` is false on padding of the flattened input.
@@ -57,8 +57,8 @@ class MicroBatch:
     group: Any = None
     real: torch.Tensor | None = None
 
-    def part(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
-        """Take the part of a row for one of the ranks of a group: its tokens, and what they predict."""
+    def shard(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
+        """Take the shard of a row for one of the ranks of a group: its tokens, and what they predict."""
         size = self.tokens.shape[1] // ranks
         own = slice(rank * size, (rank + 1) * size)
         here = (self.predicts >= own.start) & (self.predicts < own.stop)

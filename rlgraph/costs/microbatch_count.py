@@ -37,7 +37,7 @@ class Passes:
         """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
 
         Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Of a pass that ranks share each
-        counts its part. Of more than `ALIKE` ranks so many, with their part of the rows, stand for all.
+        counts its share. Of more than `ALIKE` ranks that many, with their share of the rows, stand for all.
         """
         groups = max(ranks // self.sharing, 1)
         if groups > ALIKE:

@@ -5,7 +5,7 @@ import numpy as np
 from rlgraph.costs.lengths import Array
 
 FAR = 8.0  # times the usual distance from the fit
-LEAST = 0.1  # of the fitted seconds: a nearer firing is no stall
+LEAST = 0.1  # of the fitted seconds: a nearer firing is no outlier
 RARE = 0.05  # of all firings: more frequent ones are no outliers
 FEW = 5  # firings of which one may be an outlier, as the second update of a trainer often is
 
@@ -13,7 +13,7 @@ FEW = 5  # firings of which one may be an outlier, as the second update of a tra
 def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
     """Mark, as booleans, the firings to keep: all but the rare ones that took far longer than the fit.
 
-    The unit of distance is the median of all distances (median absolute deviation), which stalls do not change.
+    The unit of distance is the median of all distances (median absolute deviation), which outliers do not change.
     """
     beyond = seconds - fitted
     beyond = beyond - np.median(beyond)
@@ -23,5 +23,5 @@ def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
 
 
 def mean(seconds: Array) -> float:
-    """Average the firings that are no stalls."""
+    """Average the firings that are no outliers."""
     return float(seconds[steady(seconds)].mean())

@@ -35,7 +35,7 @@ def warnings_of(compared: Iterable[Compared]) -> tuple[str, ...]:
     if apart := {name: counts for name, counts in by_rows.items() if len(counts) > 1}:
         found.append(
             f"the seconds of {_listed(map(repr, apart))} are plain numbers, and are taken to be the same for "
-            f"{_listed(map(str, sorted({count for each in apart.values() for count in each})))} rows, which are compared; give a law as "
+            f"{_listed(map(str, sorted({count for each in apart.values() for count in each})))} rows, which are compared; give it as "
             "rg.NodeCost, or costs that rg.profile measured"
         )
     return tuple(found)

@@ -31,7 +31,7 @@ def varies(values: Array) -> bool:
 
 
 def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Fit coefficients of at least 0 for the subset of columns that the firings support, without stalls."""
+    """Fit coefficients of at least 0 for the subset of columns that the firings support, without outliers."""
     kept = np.ones(len(seconds), dtype=bool)
     while True:
         found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])

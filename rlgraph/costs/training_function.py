@@ -81,7 +81,7 @@ def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain:
 def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Array], dict[str, float]]:
     """Fit the function together with a floor: the fewest tokens that a pass counts as, since the host needs that long to launch it.
 
-    A floor is judged by absolute errors (the information criterion of a Laplace distribution), which stalls do not dominate. If a
+    A floor is judged by absolute errors (the information criterion of a Laplace distribution), which outliers do not dominate. If a
     constant part of the whole firing explains no more, the floor is preferred: passes are known to have one, firings are not.
     """
     largest = max((float(share.passes.max()) for share in shares if share.passes is not None), default=0.0)

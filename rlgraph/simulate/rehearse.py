@@ -25,7 +25,7 @@ from rlgraph.simulate.site import ClusterSite
 
 ALIKE = 256  # engines of a node that are played at most; of more, each of them stands for several
 HEADWAY = 200  # failures in a row without a new checkpoint, after which the run is given up
-WARM_UP = 8  # a part in so many of the steps fills the pipeline, and its steps count for no step time
+WARM_UP = 8  # one in this many of the steps fills the pipeline, and does not count for the time of a step
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_the_plan_prints_the_count_of_chunks() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no whole number": (lambda: Parts(0), "chunks=0; chunks is a whole number of parts"),
+    "no whole number": (lambda: Parts(0), "chunks=0; chunks is a whole number of chunks"),
     "true": (lambda: Parts(True), "chunks=True"),
     "no divisor of the prompts": (
         lambda: Parts(3),

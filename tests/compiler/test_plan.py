@@ -204,7 +204,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused(name: str) -> None:
     attempt, message = WRONG[name]
     with pytest.raises(PlanError, match=message):
         attempt()

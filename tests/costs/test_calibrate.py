@@ -49,7 +49,7 @@ def test_lengths_that_hardly_vary_claim_one_number_only() -> None:
     assert sum(value > 0 for value in (decode.step_s, decode.sequence_s, decode.prefill_s, decode.start_s)) == 1
 
 
-def test_two_sizes_of_batch_tell_what_is_constant_from_what_grows() -> None:
+def test_two_batch_sizes_separate_the_constant_part_from_the_part_that_grows() -> None:
     same = Lengths((0.0, 1.0), (50.0, 50.0))
     loops = Loop(depth=1), Loop(depth=1, rows=Loop().rows // 2)
 
@@ -159,7 +159,7 @@ def profiled_on(cores: int, kept: float) -> Trace:
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.7, 1.0])
-def test_engines_of_two_widths_tell_what_a_wider_one_gains(kept: float) -> None:
+def test_engines_of_two_widths_show_what_a_wider_one_gains(kept: float) -> None:
     costs = costs_of([profiled_on(2, kept), profiled_on(1, kept)])
     decode = cost_of(costs, "rollout").decode
     assert decode is not None

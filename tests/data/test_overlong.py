@@ -68,7 +68,7 @@ def test_a_limit_of_the_data_set_is_below_the_room(folder: Path) -> None:
     assert len({*drawn(prompts, 2)}) == 4
 
 
-def test_a_launch_counts_anew(folder: Path) -> None:
+def test_a_second_launch_counts_again(folder: Path) -> None:
     prompts, rollout = launched(folder, rg.data.rows(DATA, overlong="drop"))
     for node in (prompts.node, rollout.node):
         node.operation.check(node)

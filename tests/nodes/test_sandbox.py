@@ -91,7 +91,7 @@ def test_the_files_of_this_process_can_be_neither_read_nor_made(tmp_path: Path) 
     assert "FileNotFoundError" in ran(f"open({str(secret)!r}).read()")
 
 
-def test_a_file_of_its_own_folder_can_be_written_up_to_a_limit_and_is_gone_afterwards() -> None:
+def test_a_file_in_its_own_folder_can_be_written_up_to_a_limit_and_is_gone_afterwards() -> None:
     assert ran("open('f', 'w').write('ab'); import os; (open('f').read(), os.getcwd())").startswith("('ab'")
     assert "File too large" in ran("open('g', 'wb').write(bytes(2 << 20))")
 

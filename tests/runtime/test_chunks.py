@@ -96,7 +96,7 @@ def test_parts_change_no_bit_where_the_next_batch_joins_the_tail(model: str) -> 
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
-def test_log_probs_of_parts_are_those_of_the_batch_in_every_bit(model: str, chunks: int) -> None:
+def test_log_probs_of_chunks_equal_those_of_the_batch_in_every_bit(model: str, chunks: int) -> None:
     whole, parts = digests.here(graph(model, 1, passes=True), 3), digests.here(graph(model, chunks, passes=True), 3)
     assert [step["digest/weights"] for step in parts] == [step["digest/weights"] for step in whole]
     assert [step["actor/ppo_kl"] for step in parts] == [step["actor/ppo_kl"] for step in whole]

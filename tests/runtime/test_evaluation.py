@@ -80,7 +80,7 @@ def graph(model: str, where: str, *, depth: int = 1, pipe: str = "", **settings:
     evaluations: list[rg.Output] = []
     if where != "nowhere":
         examined = (
-            rollouts if where == "in turns" else generator("evaluate", MeetingGenerator, pipe=pipe) if pipe else generator("evaluate")
+            rollouts if where == "time-shared" else generator("evaluate", MeetingGenerator, pipe=pipe) if pipe else generator("evaluate")
         )
         evaluations = [rg.evaluate(examined, DATA, weights, **{"reward": odd_length, **settings})]
     advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
@@ -93,7 +93,7 @@ def versions(steps: list[dict[str, float]]) -> dict[int, float]:
     return {index: step["val/version"] for index, step in enumerate(steps) if "val/version" in step}
 
 
-@pytest.mark.parametrize("where", ["in turns", "apart"])
+@pytest.mark.parametrize("where", ["time-shared", "apart"])
 def test_evaluation_changes_no_bit_of_the_training(model: str, where: str) -> None:
     plain, evaluated = digests.here(graph(model, "nowhere"), 5), digests.here(graph(model, where), 5)
     for name in ("digest/batch", "digest/weights", "actor/pg_loss"):
@@ -101,25 +101,29 @@ def test_evaluation_changes_no_bit_of_the_training(model: str, where: str) -> No
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_in_turns_it_sees_the_version_of_the_rollout_and_apart_the_one_that_the_step_publishes(model: str, depth: int) -> None:
+def test_a_time_shared_evaluation_sees_the_rollouts_version_and_one_apart_the_version_that_the_step_publishes(
+    model: str, depth: int
+) -> None:
     settings = {"every": 2, "steps": 5, "at_start": True}
-    in_turns = digests.here(graph(model, "in turns", depth=depth, **settings), 5)
+    time_shared = digests.here(graph(model, "time-shared", depth=depth, **settings), 5)
     apart = digests.here(graph(model, "apart", depth=depth, **settings), 5)
-    assert versions(in_turns) == {step: max(0, step - depth) for step in (0, 1, 3, 4)}
+    assert versions(time_shared) == {step: max(0, step - depth) for step in (0, 1, 3, 4)}
     assert versions(apart) == {0: 0, 1: 2, 3: 4, 4: 5}
 
 
 def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model: str) -> None:
-    in_turns = digests.here(graph(model, "in turns", depth=1, every=1), 4)
+    time_shared = digests.here(graph(model, "time-shared", depth=1, every=1), 4)
     apart = digests.here(graph(model, "apart", depth=1, every=1), 4)
-    seen = [{step["val/version"]: {k: v for k, v in step.items() if k.startswith("val/")} for step in steps} for steps in (in_turns, apart)]
+    seen = [
+        {step["val/version"]: {k: v for k, v in step.items() if k.startswith("val/")} for step in steps} for steps in (time_shared, apart)
+    ]
     assert seen[0].keys() & seen[1].keys() == {1.0, 2.0}
     assert all(seen[0][version] == seen[1][version] for version in (1.0, 2.0))
     assert seen[1][2.0] != seen[1][4.0]
 
 
 def test_metrics_are_those_of_each_source_and_of_all(model: str) -> None:
-    step = digests.here(graph(model, "in turns", every=1), 1)[0]
+    step = digests.here(graph(model, "time-shared", every=1), 1)[0]
     assert {name for name in step if "pass@" in name} == {f"val/{source}pass@{k}" for source in ("", "even/", "odd/") for k in (1, 2, 4)}
     assert step["val/acc/mean@4"] == step["val/pass@1"] == step["val/reward/mean@4"]
     assert step["val/acc/worst@4/mean"] <= step["val/acc/mean@4"] <= step["val/acc/best@4/mean"] <= step["val/pass@4"]
@@ -159,7 +163,7 @@ def test_an_evaluation_apart_that_takes_several_steps_holds_none_of_them_up(mode
 
 def test_a_reward_of_an_evaluation_that_fails_names_its_item(model: str) -> None:
     with pytest.raises(rg.RlgraphError, match=r"for response 4 \(prompt 1 of the data order: '1 \+ 2 ='\)"):
-        digests.here(graph(model, "in turns", every=1, reward=lambda response, answer: float("nan") if answer == "3" else 0.0), 1)
+        digests.here(graph(model, "time-shared", every=1, reward=lambda response, answer: float("nan") if answer == "3" else 0.0), 1)
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_anything_starts(model: str, tmp_path: Path) -> None:

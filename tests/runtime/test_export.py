@@ -148,7 +148,7 @@ def test_an_export_trains_again(trained: tuple[Path, dict[str, torch.Tensor]]) -
         assert len(list(job.steps(1))) == 1
 
 
-def test_the_card_tells_graph_settings_and_figures_and_no_folder_of_this_machine(
+def test_the_card_has_graph_settings_and_figures_and_no_folder_of_this_machine(
     trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, _ = trained

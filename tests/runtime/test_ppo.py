@@ -150,7 +150,7 @@ def test_old_log_probs_are_those_of_the_weights_at_the_start_of_the_update(model
     assert [abs(step["actor/ppo_kl"]) < 1e-6 for step in steps] == [True] * 4
 
 
-def test_a_rollout_in_parts_changes_neither_values_nor_what_is_learnt(model: Path) -> None:
+def test_a_rollout_in_chunks_changes_neither_values_nor_what_is_learnt(model: Path) -> None:
     whole, parts = here(ppo(model, depth=1), 3), here(ppo(model, depth=1, chunks=4), 3)
     for a, b in zip(whole, parts, strict=True):
         assert a["digest/tokens"] == b["digest/tokens"]

@@ -1,4 +1,4 @@
-"""Engines that have one pool in turns: what they take to wake and to sleep has a name, and is predicted; one is awake at a time."""
+"""Models that time-share a pool: waking and sleeping have names and are predicted, and one engine is awake at a time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ def step_s(spans: list[Span]) -> float:
     return (ends[-1] - ends[0]) / (STEPS - 1)
 
 
-def test_a_step_in_turns_takes_what_its_own_costs_foretell(clock: Clock) -> None:
+def test_a_time_shared_step_takes_what_its_own_costs_predict(clock: Clock) -> None:
     _, _, spans, costs = run(IN_TURNS)
     assert costs.sleep["generator"].wake_s == pytest.approx(0.125)
     assert (costs.sleep["policy"].sleep_s, costs.sleep["policy"].bytes) == (pytest.approx(1.0), 2 << 30)
@@ -82,7 +82,7 @@ def test_a_step_in_turns_takes_what_its_own_costs_foretell(clock: Clock) -> None
     assert {sleep.cost for sleep in told.sleeps} == {"measured"}
 
 
-def test_a_step_in_turns_takes_what_costs_side_by_side_and_those_of_its_turns_foretell(clock: Clock) -> None:
+def test_a_time_shared_step_takes_what_costs_of_two_pools_and_of_time_sharing_predict(clock: Clock) -> None:
     _, _, _, apart = run(Loop(depth=0))
     _, _, spans, _ = run(IN_TURNS)
     assert apart.sleep == {}

@@ -157,7 +157,7 @@ def test_a_batch_that_joins_shortens_a_step_where_generation_sets_it() -> None:
 
 
 @pytest.mark.parametrize(("more", "read_again"), [(WAYS[0], True), (WAYS[1], False), (WAYS[2], True), (WAYS[3], False), ({}, False)])
-def test_reading_again_is_said_to_be_left_out_where_no_cost_tells_it(more: dict[str, Any], read_again: bool) -> None:
+def test_reading_again_is_named_as_left_out_where_no_cost_has_it(more: dict[str, Any], read_again: bool) -> None:
     left_out = compiled(64, 2, 1, 0.1, decode=Decode(step_s=1e-2), **more).prediction.left_out
     assert len(left_out) == int(read_again)
     assert all("prefill_s" in text for text in left_out)

@@ -82,7 +82,7 @@ def test_a_critic_that_takes_longest_holds_up_the_put_of_the_rollout_and_not_its
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_so_many_steps_are_in_flight_that_stages_beside_the_loop_never_hold_it_up(depth: int) -> None:
+def test_enough_steps_are_in_flight_that_stages_beside_the_loop_never_hold_it_up(depth: int) -> None:
     names = [f"aside {index}" for index in range(8)]
     seconds = {"prompts": 0.0, "rollout": 0.5, "update": 0.5, "critic update": 0.1, **dict.fromkeys(names, 1.0)}
     plan = rg.compile(with_critic(depth, aside=8), rg.Cluster(cpus=16), rg.Costs(seconds))

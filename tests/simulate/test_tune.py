@@ -28,7 +28,7 @@ def test_of_plans_as_good_the_least_stale_comes_first() -> None:
     assert found.best.settings == {"depth": 1}
 
 
-def test_staleness_is_limited_and_what_was_left_out_is_told() -> None:
+def test_staleness_is_limited_and_the_result_says_what_was_left_out() -> None:
     found = rg.tune(build, rg.Cluster(gpus=4), costs(train_s=20.0), depth=range(4), max_staleness=1)
     assert {tuned.staleness for tuned in found} == {0, 1}
     assert found.left_out == {"staleness 2 is above max_staleness=1": 1, "staleness 3 is above max_staleness=1": 1}

@@ -231,7 +231,7 @@ class FsdpEngine:
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
             packed = pack_flat(batch, sequences, multiple=ranks.sharing) if self._flat else pack(batch, sequences)
-            yield (packed if ranks.context == 1 else packed.part(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
+            yield (packed if ranks.context == 1 else packed.shard(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
         self._on_progress(len(passes), len(passes))
 
     def trained(self) -> dict[str, torch.nn.Parameter]:

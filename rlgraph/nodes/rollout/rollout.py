@@ -155,7 +155,7 @@ class Generator(Model):
         agent: Agent | Program | Callable[..., Environment] | Callable[..., Awaitable[object]] | str | Sequence[str] | None = None,
         max_turns: Annotated[int, Range(least=1, rule="a whole number of turns, at least 1")] | None = None,
         concurrency: Count | None = None,
-        chunks: Annotated[int, Range(least=1, rule="a whole number of parts that a batch leaves in, at least 1")] = 1,
+        chunks: Annotated[int, Range(least=1, rule="a whole number of chunks in which a batch leaves, at least 1")] = 1,
         interrupt: Running | None = None,
         continuous: bool = False,
         refill: "Refill | None" = None,
@@ -329,8 +329,8 @@ class Rollout(Operation):
         decoder = self.decoder(context)
         loop = DecodeLoop(context, decoder, self.admission, lambda step: chained(self.tasks(context, self._drawn(context, step))))
         if self.chunks > 1:
-            return lambda step, columns: self.parts(context, loop, step, columns)  # type: ignore[return-value]
-        return lambda step, columns: next(self.parts(context, loop, step, columns))
+            return lambda step, columns: self.decoded(context, loop, step, columns)  # type: ignore[return-value]
+        return lambda step, columns: next(self.decoded(context, loop, step, columns))
 
     def decoder(self, context: Context) -> TaskDecoder:
         """Make what samples its responses: in one turn each, or in conversations."""
@@ -342,14 +342,14 @@ class Rollout(Operation):
         assert self.source is not None
         return self.source.batch(step, context.set_aside)
 
-    def parts(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
-        """Decode all parts of the batch together; yield them in the order of the data, each as soon as its last response is there."""
+    def decoded(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
+        """Decode all chunks of the batch together; yield them in the order of the data, each as soon as its last response is there."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        parts = self.tasks(context, columns)
+        chunks = self.tasks(context, columns)
         try:
-            loop.begin(step, chained(parts))
-            for rows, tasks in zip(self.shares(context, ids), parts, strict=True):
+            loop.begin(step, chained(chunks))
+            for rows, tasks in zip(self.shares(context, ids), chunks, strict=True):
                 sampled = loop.take(step, tasks)
                 yield self.packed(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
         except GeneratorExit:

@@ -15,7 +15,7 @@ def turn_metrics(
 ) -> dict[str, float]:
     """Count what happened in conversations, and clear `seconds`, those of the loop since the last batch. `more` names further counts.
 
-    Metrics are averaged over ranks and parts of a batch: a count is reported `share` times, so that the average is the total.
+    Metrics are averaged over ranks and chunks of a batch: a count is reported `share` times, so that the average is the total.
     """
     rows = max(len(sampled), 1)
     totals: dict[str, float] = defaultdict(float)
