@@ -105,18 +105,16 @@ def test_a_time_shared_evaluation_sees_the_rollouts_version_and_one_apart_the_ve
     model: str, depth: int
 ) -> None:
     settings = {"every": 2, "steps": 5, "at_start": True}
-    time_shared = digests.here(graph(model, "time-shared", depth=depth, **settings), 5)
+    shared = digests.here(graph(model, "time-shared", depth=depth, **settings), 5)
     apart = digests.here(graph(model, "apart", depth=depth, **settings), 5)
-    assert versions(time_shared) == {step: max(0, step - depth) for step in (0, 1, 3, 4)}
+    assert versions(shared) == {step: max(0, step - depth) for step in (0, 1, 3, 4)}
     assert versions(apart) == {0: 0, 1: 2, 3: 4, 4: 5}
 
 
 def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model: str) -> None:
-    time_shared = digests.here(graph(model, "time-shared", depth=1, every=1), 4)
+    shared = digests.here(graph(model, "time-shared", depth=1, every=1), 4)
     apart = digests.here(graph(model, "apart", depth=1, every=1), 4)
-    seen = [
-        {step["val/version"]: {k: v for k, v in step.items() if k.startswith("val/")} for step in steps} for steps in (time_shared, apart)
-    ]
+    seen = [{step["val/version"]: {k: v for k, v in step.items() if k.startswith("val/")} for step in steps} for steps in (shared, apart)]
     assert seen[0].keys() & seen[1].keys() == {1.0, 2.0}
     assert all(seen[0][version] == seen[1][version] for version in (1.0, 2.0))
     assert seen[1][2.0] != seen[1][4.0]
