@@ -215,7 +215,7 @@ def test_an_answer_is_what_the_last_mark_holds_else_the_whole_response() -> None
 def test_an_instruction_of_reasoning_gym_may_hold_braces() -> None:
     pytest.importorskip("reasoning_gym")
     plain, boxed = (
-        rg.scorers.reasoning_gym("chain_sum", size=2, instruction=text)[1]["prompt"]
+        rg.scorers.reasoning_gym("chain_sum", size=3, instruction=text)[1]["prompt"]
         for text in ("{question}", "{question} Write \\boxed{}.")
     )
     assert boxed == plain + " Write \\boxed{}."
