@@ -188,8 +188,14 @@ def vllm_lora(smoke: bool) -> dict[str, Any]:
             added.append(time.monotonic() - start)
         say(f"version {version}: added in {added[-1] * 1e3:.1f} ms")
     request = LoRARequest("adapter", version, "/nowhere")  # is there already
-    add = engine.llm.add_request
-    engine.llm.add_request = lambda *given, **named: add(*given, lora_request=request, **named)
+    core = engine.llm.engine_core
+    add = core.add_request
+
+    def add_with_adapter(made: Any) -> None:
+        made.lora_request = request
+        add(made)
+
+    core.add_request = add_with_adapter
     speed = decoded(engine, 8 if smoke else TOKENS)
     found = {
         "shape": shape,

@@ -18,6 +18,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -56,11 +57,16 @@ class Slow:
 
 
 class Timed:
-    """Counts the seconds in which an engine decodes."""
+    """Counts the steps of an engine, and the seconds in which it decodes."""
 
     def __init__(self, engine: VllmEngine) -> None:
-        self.seconds, self.decode = 0.0, engine.step
+        self.seconds, self.steps, self.decode = 0.0, 0, engine.step
         engine.step = self.step  # type: ignore[method-assign]
+
+    def taken(self) -> tuple[float, int]:
+        """Take the seconds and the steps since it was last asked."""
+        found, self.seconds, self.steps = (self.seconds, self.steps), 0.0, 0
+        return found
 
     def step(self, prefix: str = "") -> Any:
         start = time.perf_counter()
@@ -68,6 +74,7 @@ class Timed:
             return self.decode(prefix)
         finally:
             self.seconds += time.perf_counter() - start
+            self.steps += 1
 
 
 def decoded(engine: VllmEngine, name: str, prompts: list[list[int]], lengths: list[int]) -> float:
@@ -78,6 +85,34 @@ def decoded(engine: VllmEngine, name: str, prompts: list[list[int]], lengths: li
     while done < len(lengths):
         done += len(engine.step(name))
     return time.perf_counter() - start
+
+
+def figures(tokens: int, with_tools: float, without: float, slowest: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a step with tools took beside the same tokens without, and beside its slowest conversation alone; in seconds."""
+    return {
+        "tokens": tokens,
+        "with_tools": tokens / with_tools,
+        "without": tokens / without,
+        "ratio": without / with_tools,
+        "ratio_while_any_could_decode": without / (with_tools - metrics["agent/idle_s"]),
+        "step_over_bound": with_tools / max(without, slowest),
+        "slowest_alone_s": slowest,
+        "step_s": with_tools,
+        "idle_share": metrics["agent/idle_s"] / with_tools,
+        "turns_mean": metrics["agent/turns_mean"],
+        "seconds_p50": metrics["agent/seconds/p50"],
+        "seconds_p99": metrics["agent/seconds/p99"],
+    }
+
+
+def steps_of(with_tools: tuple[float, int], without: tuple[float, int]) -> dict[str, float]:
+    """How many decode steps the engine took, and the seconds of one, with tools and without."""
+    return {
+        "decode_steps": with_tools[1],
+        "decode_step_s": with_tools[0] / with_tools[1],
+        "decode_steps_without": without[1],
+        "decode_step_without_s": without[0] / without[1],
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -112,32 +147,17 @@ def main() -> None:
         for step in range(given.repeats + 1):
             batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
             numbers = [int(number) for number in batch["numbers"]]
-            timed.seconds, start = 0.0, time.perf_counter()
+            timed.taken()
+            start = time.perf_counter()
             columns, metrics = stage(step, batch)
-            with_tools, engine_s = time.perf_counter() - start, timed.seconds
+            with_tools, decoding = time.perf_counter() - start, timed.taken()
             lengths = columns["response_mask"].sum(-1).tolist()
             asked = [row[mask].tolist() for row, mask in zip(columns["prompts"], columns["prompt_mask"], strict=True)]
-            without = decoded(engine, f"plain {step}.", asked, lengths)
+            without, plain = decoded(engine, f"plain {step}.", asked, lengths), timed.taken()
             alone = decoded(engine, f"alone {step}.", asked[:1], [max(lengths)]) / max(lengths)
             slowest = max(Slow.waited[number] + alone * length for number, length in zip(numbers, lengths, strict=True))
-            open_s = with_tools - metrics["agent/idle_s"]
-            rows.append(
-                {
-                    "tokens": sum(lengths),
-                    "with_tools": sum(lengths) / with_tools,
-                    "without": sum(lengths) / without,
-                    "ratio": without / with_tools,
-                    "ratio_while_any_could_decode": without / open_s,
-                    "step_over_bound": with_tools / max(without, slowest),
-                    "slowest_alone_s": slowest,
-                    "step_s": with_tools,
-                    "engine_idle_while_any_could_decode": (open_s - engine_s) / open_s,
-                    "idle_share": metrics["agent/idle_s"] / with_tools,
-                    "turns_mean": metrics["agent/turns_mean"],
-                    "seconds_p50": metrics["agent/seconds/p50"],
-                    "seconds_p99": metrics["agent/seconds/p99"],
-                }
-            )
+            rows.append(figures(sum(lengths), with_tools, without, slowest, metrics) | steps_of(decoding, plain))
+            rows[-1]["engine_idle_while_any_could_decode"] = 1 - decoding[0] / (with_tools - metrics["agent/idle_s"])
         engine.close()
     found: dict[str, Any] = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
     for name in ("ratio", "step_over_bound"):

@@ -3,17 +3,17 @@
 import resource
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from generating import FREE, SEEDS, generated, slept
+from generating import DRAWN, FREE, SEEDS, generated, slept
 from safetensors.torch import load_file
 from stepping import stepped
 from tiny import VLLM_PROMPTS, changed
 
-from rlgraph.engines.api import GenerateEngine
+from rlgraph.engines.api import GenerateEngine, Request, Sampling
 
 THREADS = 1
 GIVEN = {"max_num_batched_tokens": 2000}  # to vLLM, by its user
@@ -29,6 +29,28 @@ def sglang(folder: Path, overlap: bool | None = None) -> GenerateEngine:
     from rlgraph.engines.sglang.engine import SglangEngine
 
     return SglangEngine(folder, max_context=64, dtype="float32", kv_cache_bytes=64 << 20, threads=THREADS, overlap=overlap)
+
+
+def differing(engine: Any) -> dict[str, list[str]]:
+    """Find where requests that were copied differ from what vLLM makes of each, by the way to sample."""
+    from msgspec.structs import asdict as fields
+
+    from rlgraph.engines.vllm.requests import CoreRequests
+
+    found: dict[str, list[str]] = {}
+    for name, sampling in {**DRAWN, "stops": Sampling(stop_token_ids=(5, 9)), "stops nowhere": FREE}.items():
+        maker = CoreRequests(engine.llm, (3, 4))
+        for row, prompt in enumerate(VLLM_PROMPTS):
+            request = Request(f"r{row}", prompt, replace(sampling, max_tokens=5 + row), 7 + row)
+            made = fields(maker.make(request, f"salt {row}"))
+            params, tasks = maker._params(request.sampling), engine.llm.get_supported_tasks()
+            params.seed, given = request.seed, {"prompt_token_ids": list(prompt), "cache_salt": f"salt {row}"}
+            whole = fields(engine.llm.input_processor.process_inputs(f"r{row}", given, params, supported_tasks=tasks))
+            made["sampling_params"], whole["sampling_params"] = fields(made["sampling_params"]), fields(whole["sampling_params"])
+            assert made.pop("request_id").startswith(whole.pop("request_id"))
+            assert made.pop("external_req_id") == f"r{row}"
+            found.setdefault(name, []).extend(key for key, value in made.items() if value != whole[key] and key != "arrival_time")
+    return found
 
 
 def copied(engine: Any, folder: Path) -> dict[str, bool]:
@@ -54,6 +76,7 @@ def main(engine: str, folder: Path, out: Path) -> None:
     found["cores"] = (time.process_time() - before) / (time.perf_counter() - started)
     found["stepped"] = stepped(made, weights)
     if engine == "vllm":
+        found["differing"] = differing(made)
         found["batched_tokens"] = made.llm.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
     else:
         made.load_weights(changed(weights, 1))

@@ -116,6 +116,12 @@ def test_arguments_of_the_user_replace_those_of_rlgraph(run: dict[str, Any]) -> 
     assert run["batched_tokens"] == 2000
 
 
+@pytest.mark.parametrize("run", VLLM, indirect=True)
+def test_a_request_that_was_copied_is_what_vllm_makes_of_it(run: dict[str, Any]) -> None:
+    assert not any(run["differing"].values())
+    assert len(run["differing"]) == len(DRAWN) + 2
+
+
 def test_a_response_ends_at_the_context(run: dict[str, Any]) -> None:
     assert run["context"] == 64
     assert len(run["at_context"]["tokens"]) == 4

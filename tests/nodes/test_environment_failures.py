@@ -57,6 +57,20 @@ async def exits(self: Sound) -> Any:
     sys.exit(3)
 
 
+class Panic(BaseException):
+    """As what a tokenizer written in Rust raises: no `Exception`."""
+
+
+async def panics(self: Sound) -> Any:
+    raise Panic("no memory")
+
+
+async def is_cancelled(self: Sound) -> Any:
+    waiting = asyncio.ensure_future(asyncio.Event().wait())
+    waiting.cancel()
+    await waiting
+
+
 async def hangs(self: Sound) -> Any:
     await asyncio.Event().wait()
 
@@ -92,6 +106,8 @@ async def of_no_role(self: Sound) -> Any:
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "raises": (raises, "errors"),
     "exits": (exits, "errors"),
+    "panics": (panics, "errors"),
+    "awaits what it has cancelled": (is_cancelled, "errors"),
     "hangs": (hangs, "timeouts"),
     "ignores its cancellation": (holds_on, "timeouts"),
     "returns text": (says_text, "errors"),

@@ -315,6 +315,23 @@ def test_calls_that_begin_together_do_not_look_like_one_that_blocks(monkeypatch:
     assert [call.failed for call in ended] == [None] * 10
 
 
+def test_calls_that_begin_together_wake_the_event_loop_once() -> None:
+    """Each time it wakes, its thread takes the interpreter's lock from the one that decodes."""
+    calls, ended = EnvironmentCalls(), []
+    hand, handed = calls._loop.call_soon_threadsafe, []
+
+    def counted(*given: Any) -> Any:
+        handed.append(given)
+        return hand(*given)
+
+    calls._loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+    for _ in range(100):
+        calls.begin(Call(None, "step"), lambda: asyncio.sleep(0.0, "said"), 10.0)
+    eventually(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
+    assert [call.value for call in ended] == ["said"] * 100
+    assert len(handed) == 1
+
+
 def test_time_is_not_asserted_but_a_program_waits_for_nobody(folder: Path) -> None:
     """Twenty sessions that each wait for all others to have begun end: none waits for another's answer."""
     begun: list[int] = []

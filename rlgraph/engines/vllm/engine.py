@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines import copy_plan
-from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, check_request, check_weights
 from rlgraph.engines.drafts import PromptLookup
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import is_head
@@ -23,6 +23,7 @@ from rlgraph.engines.lora.merging import MergedWeights, as_described
 from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import engine_arguments, fp8_weights, language_model
 from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
+from rlgraph.engines.vllm.requests import CoreRequests
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
 
@@ -100,7 +101,7 @@ class VllmEngine(GenerateEngine):
         self.copies: copy_plan.CopyPlan | None = None
         self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
-        self._shared = SharedWeights(self.llm.collective_rpc)  # with the ranks of a tensor-parallel engine
+        self._shared, self._requests = SharedWeights(self.llm.collective_rpc), CoreRequests(self.llm, self._summary.eos_token_ids)
         if self._summary.nested and not random_weights:
             self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
 
@@ -108,15 +109,14 @@ class VllmEngine(GenerateEngine):
         """Queue a request; see `GenerateEngine`."""
         check_request(request, self._names, self.context_length(), self._summary.vocab_size)
         # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
-        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._loads)}
-        name = self.llm.add_request(request.id, prompt, self._sampling_params(request.sampling, request.seed))
-        self._names[request.id] = name
-        self._running[name] = _Running(request)
+        made = self._requests.make(request, salt=str(self._loads))
+        self.llm.engine_core.add_request(made)
+        self._names[request.id] = made.request_id
+        self._running[made.request_id] = _Running(request)
 
     def decode(self) -> dict[str, Response]:
         """Run one decode step; see `GenerateEngine`."""
         finished: dict[str, Response] = {}
-        gone: list[str] = []
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
         for output in self.llm.engine_core.get_output().outputs:
             row = self._running.get(output.request_id)
@@ -128,10 +128,7 @@ class VllmEngine(GenerateEngine):
                 self.decodings += 1
                 row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
-                gone.append(output.request_id)
                 finished[row.request.id] = self._forget(output.request_id, FINISHES.get(str(output.finish_reason), "abort"))
-        if gone:
-            self.llm.output_processor.abort_requests(gone, internal=True)
         return finished
 
     def decode_metrics(self) -> dict[str, float]:
@@ -150,33 +147,13 @@ class VllmEngine(GenerateEngine):
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests and return their responses so far."""
         names = [self._names[request_id] for request_id in ids if request_id in self._names]
-        self.llm.abort_request(names, internal=True)
+        self.llm.engine_core.abort_requests(names)
         return {self._running[name].request.id: self._forget(name) for name in names}
 
     def _forget(self, name: str, finish: Finish = "abort") -> Response:
         row = self._running.pop(name)
         del self._names[row.request.id]
         return Response(row.tokens, row.log_probs, finish=finish)
-
-    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._summary.eos_token_ids)],
-            ignore_eos=sampling.ignore_eos,
-            seed=seed,
-            logprobs=0,
-            detokenize=False,
-            skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        params.stop_token_ids = frozenset(params.stop_token_ids)  # vLLM looks each new token up in it
-        return params
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""

@@ -8,9 +8,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -30,15 +29,30 @@ class Call:
     failed: Failure | None = None
     reason: str = ""
     seconds: float = 0.0
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A call that waits to be handed to the event loop."""
+
+    call: Call
+    function: Callable[[], Awaitable[Any]]
+    deadline_s: float
 
 
 class EnvironmentCalls:
-    """Runs calls, and returns those that have ended. `wake` is called from another thread when one has."""
+    """Runs calls, and returns those that have ended. `wake` is called from another thread when one has.
+
+    The event loop gets those that began between two decode steps together. It takes the interpreter's lock from the thread that decodes
+    each time it goes round, so a call is one task and one timer, and goes round as rarely as it can.
+    """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self._wake = wake
         self._ended: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._running: dict[Call, Future[None]] = {}
+        self._begun: list[_Begun] = []
+        self._running: dict[Call, None] = {}  # in the order in which they began
         self._loop, self._thread = _new_loop()
         self._asked = self._beat = time.monotonic()
 
@@ -46,19 +60,28 @@ class EnvironmentCalls:
         return len(self._running)
 
     def begin(self, call: Call, function: Callable[[], Awaitable[Any]], deadline_s: float) -> None:
-        """Start a call. It ends with what the function returns or raises, or at its deadline."""
+        """Queue a call for the next `send`. It ends with what the function returns or raises, or at its deadline."""
         if not self._running:
             self._asked = self._beat = time.monotonic()
-        self._running[call] = Future()  # before it may begin
-        self._running[call] = asyncio.run_coroutine_threadsafe(self._run(call, function, deadline_s), self._loop)
+        self._running[call] = None
+        self._begun.append(_Begun(call, function, deadline_s))
+
+    def send(self) -> None:
+        """Start the calls that have begun."""
+        if self._begun:
+            begun, self._begun = self._begun, []
+            self._loop.call_soon_threadsafe(self._start, begun)
 
     def cancel(self, kinds: Collection[str]) -> None:
         """Give up the calls of these kinds."""
-        for call in [call for call in self._running if call.kind in kinds]:
-            self._running.pop(call).cancel()
+        gone = [call for call in self._running if call.kind in kinds]
+        for call in gone:
+            del self._running[call]
+        self._loop.call_soon_threadsafe(_cancel, gone)
 
     def ended(self, wait_s: float) -> list[Call]:
         """Take the calls that have ended; wait up to `wait_s` for the first."""
+        self.send()
         found: list[Call] = []
         while self._running:
             try:
@@ -70,22 +93,39 @@ class EnvironmentCalls:
                 found.append(call)
         return found
 
-    async def _run(self, call: Call, function: Callable[[], Awaitable[Any]], deadline_s: float) -> None:
-        start = time.monotonic()
+    def _start(self, begun: Sequence[_Begun]) -> None:
+        """Make the tasks of calls; in the event loop."""
+        for one in begun:
+            if one.call in self._running:  # else it was given up
+                one.call.task = asyncio.get_running_loop().create_task(self._run(one))
+
+    async def _run(self, begun: _Begun) -> None:
+        call, start = begun.call, time.monotonic()
+        if call in self._running:  # else this loop was given up
+            self._beat = start  # of calls that begin together each takes its time before the loop hears of a heartbeat
+        timer = asyncio.get_running_loop().call_later(begun.deadline_s, self._late, begun, start)
+        value, raised = None, ""
         try:
-            call.value = await within(self._begun(call, function), deadline_s)
-        except _PastDeadline:
-            call.failed, call.reason = "timeouts", f"{call.kind} took longer than {deadline_s:g} s"
-        except Exception as error:  # noqa: BLE001 (a user's environment: whatever it raises ends its conversation alone)
-            call.failed, call.reason = "errors", f"{call.kind} raised {type(error).__name__}: {error!s:.300}"
+            value = await begun.function()
+        except BaseException as error:  # noqa: BLE001 (a user's environment: whatever it raises ends its conversation alone)
+            raised = f"{call.kind} raised {type(error).__name__}: {error!s:.300}"
+        timer.cancel()
+        call.task = None
+        if call.failed is None:  # else it is past its deadline, or this loop was given up
+            call.value, call.failed, call.reason = value, "errors" if raised else None, raised
+            self._end(call, start)
+
+    def _late(self, begun: _Begun, start: float) -> None:
+        """End a call at its deadline, and wait for nothing that ignores its cancellation."""
+        call = begun.call
+        call.failed, call.reason = "timeouts", f"{call.kind} took longer than {begun.deadline_s:g} s"
+        self._end(call, start)
+        _cancel([call])
+
+    def _end(self, call: Call, start: float) -> None:
         call.seconds = time.monotonic() - start
         self._ended.put(call)
         self._wake()
-
-    async def _begun(self, call: Call, function: Callable[[], Awaitable[Any]]) -> Any:
-        if call in self._running:  # else this loop was given up
-            self._beat = time.monotonic()  # of calls that begin together each takes its time before the loop hears of a heartbeat
-        return await _guarded(function)
 
     def _blocked(self) -> list[Call]:
         """Ask the event loop for a heartbeat. If it has given none for long, give it up, and end all its calls."""
@@ -97,7 +137,7 @@ class EnvironmentCalls:
             return []
         if now - self._asked <= BLOCKED_S:
             return []
-        lost, self._running = list(self._running), {}
+        lost, self._running, self._begun = list(self._running), {}, []
         self._loop, self._thread = _new_loop()
         self._asked = self._beat = now
         for call in lost:
@@ -131,12 +171,11 @@ async def within(awaited: Awaitable[T], deadline_s: float) -> T:
     return task.result()
 
 
-async def _guarded(function: Callable[[], Awaitable[Any]]) -> Any:
-    """Call the function. What would end the event loop, as `sys.exit`, becomes an error of this call."""
-    try:
-        return await function()
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+def _cancel(calls: Sequence[Call]) -> None:
+    """Cancel the tasks of calls; in their event loop."""
+    for call in calls:
+        if call.task is not None:
+            call.task.cancel()
 
 
 def _new_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

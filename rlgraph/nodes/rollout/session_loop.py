@@ -162,6 +162,7 @@ class SessionLoop(ConversationLoop):
             self.calls.begin(
                 Call(session, "session"), partial(program.session, client, self.rules.reads, task.item), program.conversation_s
             )
+        self.calls.send()
 
     def _receive(self) -> None:
         """Take the calls that have come; wait for one if nothing decodes."""

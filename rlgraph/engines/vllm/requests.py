@@ -1,0 +1,55 @@
+"""Requests as vLLM's core takes them: checked once for each way to sample, and copied for each request."""
+
+from copy import copy
+from itertools import count
+from typing import Any
+
+from rlgraph.engines.api import Request, Sampling
+
+
+class CoreRequests:
+    """Makes the requests of an engine's core. A response ends with one of the tokens `ends`, unless its sampling ignores these.
+
+    vLLM takes about as long to check a request as a small model takes for a decode step, and a conversation sends one for each turn. So
+    vLLM sees the first request of each way to sample. The others are copies of that, with a prompt, a length and a seed of their own;
+    their prompts are checked by the caller.
+    """
+
+    def __init__(self, llm: Any, ends: tuple[int, ...]) -> None:
+        self._llm, self._ends = llm, ends
+        self._checked: dict[tuple[object, ...], Any] = {}  # by way to sample
+        self._numbers = count()
+
+    def make(self, request: Request, salt: str) -> Any:
+        """Make vLLM's `EngineCoreRequest`, under a name that no other has. It shares prefixes with requests of the same `salt`."""
+        sampling = request.sampling
+        way = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.ignore_eos)
+        if way not in self._checked:
+            prompt, tasks = {"prompt_token_ids": list(request.prompt)}, self._llm.get_supported_tasks()
+            self._checked[way] = self._llm.input_processor.process_inputs(request.id, prompt, self._params(sampling), supported_tasks=tasks)
+        made = copy(self._checked[way])
+        made.sampling_params = params = copy(made.sampling_params)
+        params.max_tokens, params.seed = sampling.max_tokens, request.seed
+        made.request_id, made.external_req_id = f"{request.id}-{next(self._numbers)}", request.id
+        made.prompt_token_ids, made.cache_salt = list(request.prompt), salt
+        return made
+
+    def _params(self, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)],
+            ignore_eos=sampling.ignore_eos,
+            seed=0,  # replaced; a request with a seed is sampled by a generator of its own
+            logprobs=0,
+            detokenize=False,
+            skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        params.stop_token_ids = frozenset(params.stop_token_ids)  # vLLM looks each new token up in it
+        return params
