@@ -5,6 +5,8 @@ openenv_VERSION := 0.10.0
 verifiers_VERSION := 0.4.0
 smolagents_VERSION := 1.26.0
 smolagents_EXTRAS := [openai]
+langgraph_VERSION := 1.2.24
+langgraph_BESIDE := langchain-openai==1.7.4
 READY := .venv/.ready
 # Three tests at a time: they wait for processes to start more than they compute. Those start from compiled files: some hundred interpreters.
 TESTS = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 40 --durations-min 5 $(PYTEST)
@@ -36,13 +38,13 @@ test-sglang: .venv-sglang/.ready
 	.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# The adapters of packages whose pins exclude ours, and an agent of smolagents, each in an environment of its own.
-test-environments: $(READY) .venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready
-	$(BIN)/python -m pytest -m "apart or smolagents" tests/nodes/test_environment_servers.py tests/nodes/test_agent_frameworks.py $(PYTEST)
+# The adapters of packages whose pins exclude ours, and agents of smolagents and LangGraph, each in an environment of its own.
+test-environments: $(READY) .venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready .venv-langgraph/.ready
+	$(BIN)/python -m pytest -m "apart or smolagents or langgraph" tests/nodes/test_environment_servers.py tests/nodes/test_agent_frameworks.py $(PYTEST)
 
-.venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready: .venv-%/.ready: Makefile
+.venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready .venv-langgraph/.ready: .venv-%/.ready: Makefile
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet '$*$($*_EXTRAS)==$($*_VERSION)'
+	.venv-$*/bin/python -m pip install --quiet '$*$($*_EXTRAS)==$($*_VERSION)' $($*_BESIDE)
 	touch $@
 
 # On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
@@ -72,4 +74,4 @@ oracle: .venv-oracle/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-sglang .venv-openenv .venv-verifiers .venv-smolagents runs
+	rm -rf .venv .venv-sglang .venv-openenv .venv-verifiers .venv-smolagents .venv-langgraph runs

@@ -22,8 +22,9 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["sglang"] = "SGLang is not installed; `make test-sglang` runs them"
     if "apart" in markers and not all((ROOT / name).exists() for name in (".venv-openenv", ".venv-verifiers")):
         found["apart"] = "the environments of other packages are not made; `make test-environments` runs them"
-    if "smolagents" in markers and not (ROOT / ".venv-smolagents").exists():
-        found["smolagents"] = "the environment of smolagents is not made; `make test-environments` runs them"
+    for framework in ("smolagents", "langgraph"):
+        if framework in markers and not (ROOT / f".venv-{framework}").exists():
+            found[framework] = f"the environment of {framework} is not made; `make test-environments` runs them"
     if "slurm" in markers and not shutil.which("slurmd"):
         found["slurm"] = "SLURM is not installed: apt-get install slurmd slurmctld slurm-client"
     if "without_slurm" in markers and shutil.which("slurmd"):

@@ -29,3 +29,20 @@ def test_an_agent_of_smolagents_calls_its_tool_and_every_turn_is_trained(tmp_pat
         [CALL % ("final_answer", '"answer": "42"') + "<|im_end|>"],
     ]
     assert rolled.metrics["agent/refused_calls"] == rolled.metrics["agent/errors"] == 0
+
+
+@pytest.mark.langgraph
+def test_a_graph_of_langgraph_goes_on_in_one_sequence(tmp_path: Path) -> None:
+    """It sends back what the model has written as the endpoint answered it, so its turns are one conversation."""
+    asks, answers = CALL % ("add", '"a": 40, "b": 2'), "It is 42."
+
+    def script(text: str) -> str:
+        return answers if "<tool_response>" in text else asks
+
+    folder = model_with(tmp_path / "qwen2_5", "qwen2_5", context=8192)
+    command = [str(ROOT / ".venv-langgraph" / "bin" / "python"), str(ROOT / "tests" / "langgraph_program.py"), "{prompt}", "{answer}"]
+    data = [{"prompt": "40 + 2 = ?", "answer": "42"}]
+    rolled = Rolled(folder, script, data, agent=rg.Program(command, sequences=2), max_context=6000)
+    assert rolled.columns["rewards"].tolist() == [1.0] * 2
+    assert sorted(rolled.written(row) for row in range(2)) == [[], [asks + "<|im_end|>", answers + "<|im_end|>"]]
+    assert rolled.metrics["agent/refused_calls"] == rolled.metrics["agent/errors"] == 0
