@@ -77,11 +77,11 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     >>> rg.compile(graph, rg.Cluster(cpus=2), rg.Costs({"prompts": 0.25, "brevity": 0.5})).prediction.step_s
     0.75
 
-    Pure: no Ray, no GPU, no clock, milliseconds. Without `costs`, they are estimated from the models' config.json and the cluster's kind
-    of GPU; if that is impossible they are nominal, and every number says so.
+    Pure: no Ray, no GPU, no clock. It takes milliseconds. Without `costs`, costs are estimated from the models' config.json and the
+    cluster's kind of GPU. If that is impossible they are nominal, and every number says so.
 
-    A PlanWarning says so if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
-    Another one names comparisons of groups of one response, or of greedy responses, which give no learning signal.
+    A PlanWarning tells if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
+    Another one names comparisons that give no learning signal: of groups of one response, or of greedy responses.
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """

@@ -131,7 +131,7 @@ class IPO(PairLoss):
         >>> IPO(beta=0.2).reads
         ('preferences', 'ref_log_probs')
 
-    Source: Azar et al., 2023, 2310.12036; that r is a mean over tokens is its authors' word. Oracle: TRL's `loss_type="ipo"`.
+    Source: Azar et al., 2023, 2310.12036; its authors confirm that r is a mean over tokens. Oracle: TRL's `loss_type="ipo"`.
     """
 
     beta: Positive = 0.1

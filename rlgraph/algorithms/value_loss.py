@@ -16,7 +16,7 @@ from rlgraph.settings import Count, Positive
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The critic's loss: half the squared error of the values, or of values clipped to `clip` around the old ones where that is larger.
+    """The critic's loss: half the squared error of the values, or that of values clipped to `clip` around the old, if that is larger.
 
         >>> columns = {"returns": torch.tensor([[1.0]]), "values": torch.tensor([[0.0]]), "response_mask": torch.tensor([[True]])}
         >>> float(ValueLoss(clip=0.5)(torch.tensor([[1.0]]), columns, Totals(tokens=1, rows=1))[0])  # clipped to 0.5, so half of 0.5^2

@@ -25,7 +25,7 @@ class Chat:
 
     * `system`: the first message of every conversation that has no system message of its own.
     * `enable_thinking`: passed to the template, as Qwen 3's reads it. None: as the template decides.
-    * `template_kwargs`: what else the template reads, as `{"date_string": "1 Jan 2025"}`. A row's `chat_template_kwargs` replace them.
+    * `template_kwargs`: further arguments of the template: `{"date_string": "1 Jan 2025"}`. A row's `chat_template_kwargs` replace them.
     * `tools`: JSON schemas of the tools that the template describes to the model. A row's `tools` replace them.
     * `continue_final`: a conversation that ends with an assistant's message has the model continue that message.
 

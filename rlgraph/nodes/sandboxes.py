@@ -21,7 +21,7 @@ SLACK_S = 10.0  # beside the seconds of a run, for the sandbox to answer
 
 @dataclass(frozen=True)
 class Executed:
-    """What code has printed, and why it `failed`; empty where it did not.
+    """The output of code, and why it `failed` (empty if it did not).
 
     >>> Executed("4\\n").failed
     ''
@@ -47,7 +47,7 @@ class Sandbox(Protocol):
     >>> asyncio.run(Echo().exec("1 + 1")).output
     '1 + 1'
 
-    Code that fails is no error of the sandbox: `exec` returns what was printed and why it failed. `read` and `write` raise
+    Failing code is no error of the sandbox: `exec` returns the output and the reason. `read` and `write` raise
     `rg.ToolError` for a file that cannot be read or written, and all raise it where the sandbox itself is gone.
     """
 
@@ -78,9 +78,9 @@ class LocalSandbox:
     >>> asyncio.run(example())  # doctest: +SKIP
     '6\\n'
 
-    Each run is a fresh process: files stay, variables do not. A run that is killed costs its own work alone. Its files are in memory,
+    Each run is a fresh process: files stay, variables do not. A killed run loses only its own work. Files are in memory,
     `limits.file_bytes` together. `packages` are folders from which code may import, beside what is installed. It starts at the first
-    call. Raises GraphError for a name in `accept_missing` that is no layer, and for packages that are no folder that all may read.
+    call. Raises GraphError for a name in `accept_missing` that is no layer, and for packages that are not folders which everyone may read.
     """
 
     limits: Limits = field(default_factory=Limits)

@@ -17,7 +17,7 @@ _asked: "list[Profile]" = []  # by the command line, for the first run that this
 
 @dataclass(frozen=True)
 class Profile:
-    """What `rg.record(…, profile=)` profiles by torch.profiler: steps `first` to `last`, both included, of workers.
+    """Choose the steps and workers that `rg.record(…, profile=)` profiles by torch.profiler: steps `first` to `last`, both included.
 
     >>> import rlgraph as rg
     >>> rg.Profile(steps=(3, 5), workers="policy")  # for rg.record(job, 100, "runs/math", profile=…)
@@ -26,7 +26,7 @@ class Profile:
     `workers` are names of workers, models or nodes; all workers without it. The files go to `profiles/` of the run's folder, named by
     worker and steps, and the report links them: a trace, a table of operators, and for workers with GPUs the history of CUDA's memory.
     `memory=True` asks for that history, `False` does without; `stacks` adds Python's stacks to the trace and `shapes` those of tensors,
-    which make it larger. Profiled steps are slower.
+    which make the trace larger. Profiled steps are slower.
 
     Raises PlanError for steps out of order, and from `rg.record` for a worker that is not there, steps that the run does not reach, and
     `memory=True` where no worker has a GPU.

@@ -13,15 +13,15 @@ Factor = Annotated[float, Range(least=1)]
 
 @dataclass(frozen=True)
 class ClusterSite:
-    """What a rehearsal knows of a cluster beside its counts. By default nothing fails, nobody is slow, and costs say what moving takes.
+    """Describe a cluster for a rehearsal, besides its counts. By default nothing fails, no host is slow, and costs say what moving takes.
 
-    A host's link carries `bandwidth` bytes a second each way, after `latency_s`. What crosses it then takes the time of its bytes,
+    A host's link carries `bandwidth` bytes a second each way, after `latency_s`. Data that crosses it takes the time of its bytes,
     instead of the `receive_s` of the costs. A version goes to each generator by itself, as rlgraph sends it, or, `relayed`, to each
     host once and on from there.
 
     A GPU fails once in `gpu_mtbf_s` seconds on average and a host once in `host_mtbf_s` (mean time between failures); the whole run
     then starts again, which takes `restart_s` from the failure to the first step, and goes on from its last checkpoint. A checkpoint
-    holds the trainer up for `checkpoint_s`. At each step a share `stragglers` of the hosts takes `slow_down` times as long.
+    stops the trainer for `checkpoint_s`. At each step a share `stragglers` of the hosts takes `slow_down` times as long.
 
     Raises PlanError for a number that cannot be, and for one that has no effect without another.
 

@@ -69,16 +69,16 @@ class Agent:
 
     * `deadline_s`: seconds of one call of `reset`, `step` or `close`.
     * `conversation_s`: seconds of a whole conversation. None: no limit.
-    * `output_characters`: characters of the messages of one turn. What is beyond is cut off.
-    * `most_cost`: what a conversation may cost. It ends after the turn at which the `cost` of its turns has reached it. None: no limit.
-    * `warm`: the environments of so many conversations more than `concurrency` are made and reset ahead, while they wait for their place.
+    * `output_characters`: characters of the messages of one turn. Longer text is cut off.
+    * `most_cost`: the most that a conversation may cost. It ends after the turn at which its turns' `cost` reaches this. None: no limit.
+    * `warm`: how many environments beyond `concurrency` are made and reset ahead, while their conversations wait for a place.
     * `shared`: one environment for all responses to a prompt. Its methods get the number of the response in its group as a last argument.
     * `calls`: the format in which the model writes calls of tools, parsed to `said.tool_calls`: "hermes", "llama3_json", "pythonic",
       "qwen3_coder", "vllm:NAME" for a parser of vLLM, or a function of the text and the tools' schemas. None: nothing is parsed.
     * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
     * `pool`: the host cores that environments take. None: those of the generator's process.
 
-    An environment that raises, hangs or returns what it must not ends its conversation (`finish_reasons` 3), and the run goes on.
+    An environment that raises, hangs or returns a wrong value ends its conversation (`finish_reasons` 3), and the run goes on.
     Raises GraphError for a class without the three async methods, or whose parameters are not names.
     """
 

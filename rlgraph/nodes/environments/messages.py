@@ -68,13 +68,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to a turn of the model.
+    """The answer of an environment to a turn of the model.
 
     >>> Turn([Message("user", "Too low.")], reward=-0.1).done
     False
 
     The model reads `messages` next, unless the conversation is `done`. `reward` is for the turn that is answered. `info` holds numbers
-    for the metrics: they are summed over a conversation, and averaged over conversations. `cost` is what the answer has cost, in a unit
+    for the metrics: they are summed over a conversation, and averaged over conversations. `cost` is the cost of the answer, in a unit
     of your own: see `rg.Agent(most_cost=…)`.
 
     Raises GraphError for a reward that is no finite number, and for messages that are none.

@@ -33,7 +33,7 @@ class AgentClient:
     >>> AgentClient("http://127.0.0.1:8000/v1", "secret", seed=7).base_url
     'http://127.0.0.1:8000/v1'
 
-    `seed` is the session's own, for what the program draws itself.
+    `seed` is the session's own, for random draws of the program.
     """
 
     base_url: str
@@ -69,7 +69,7 @@ class Program:
 
     `run` is an async function, or a command as text or a list. The function gets an `rg.AgentClient` as `client`; its other parameters
     name fields of the prompt. A command gets fields in braces, `["python", "agent.py", "{prompt}"]`, and `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY` in its environment. It runs in a process of its own, and what it has started ends with it.
+    `OPENAI_API_KEY` in its environment. It runs in a process of its own, and the processes that it starts end with it.
 
     * `sequences`: the rows of a session. Where the program edits its history, a session has several branches, and those in which the
       model wrote most are kept; rows that a session does not fill have no tokens. All rows of a session have its reward.
@@ -79,8 +79,8 @@ class Program:
     * `calls`: the format in which the model writes calls of the tools of a request, as for `rg.Agent`.
     * `keep_thinking`: earlier turns stay as the model has written them. False: where the template changes them, a branch begins.
     * `pool`: the host cores that programs take. None: those of the generator's process.
-    * `env`: what a command gets of the worker's environment beside PATH, HOME and a few others: names, as "HF_TOKEN", or variables with
-      their values, as "MODE=fast".
+    * `env`: variables of the worker's environment that a command gets besides PATH, HOME and a few others: names, as "HF_TOKEN", or
+      names with their values, as "MODE=fast".
 
     Raises GraphError for a function that is not async or has no parameter `client`, for a command whose braces name no field, and for
     an `env` of a function, which sees all that the worker does.

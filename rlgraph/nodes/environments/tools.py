@@ -127,10 +127,10 @@ class Tools:
     * `calls`: the format of calls: "hermes" (Qwen 2.5 and 3), "llama3_json", "pythonic", "qwen3_coder", "vllm:NAME" for a parser of
       vLLM, or a function of a turn's text and the tools' schemas that returns `rg.ToolCall`s. The launch refuses a format in which the
       model's template does not write calls.
-    * `output_characters`: characters of a result. What is beyond is cut off.
+    * `output_characters`: characters of a result. Longer text is cut off.
     * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
 
-    As many calls of `rg.tools.python` run at once as the pool has cores; calls of other tools wait for nobody.
+    As many calls of `rg.tools.python` run at once as the pool has cores; calls of other tools do not wait.
 
     Raises GraphError for no tool, a tool that is not async, two tools of one name, or a pool of GPUs.
     """

@@ -27,11 +27,11 @@ class Retry:
     (True, True)
 
     * `times`: further calls after one that failed.
-    * `backoff_s`: seconds before the first of them; each next pause is twice as long, up to `most_s`, and all are longer by up to
-      `jitter` of themselves, so that calls that failed together do not come back together. `seed` decides by how much.
+    * `backoff_s`: seconds before the first of them. Each next pause is twice as long, up to `most_s`. A random share of up to `jitter`,
+      drawn by `seed`, makes each pause longer, so that calls that failed together do not come back together.
     * `default`: the score of a response whose calls all failed. None: they end the run with the error of the last.
 
-    An `RlgraphError` that the function raises ends the run at once: by it a function says that no call can succeed. A call that misses
+    An `RlgraphError` that the function raises ends the run at once: it means that no further call can succeed. A call that misses
     its deadline is left alone if it runs on a thread, and cancelled if it is async.
     """
 

@@ -88,24 +88,25 @@ def reward(
     `def right(responses, answers)` is called once with the columns of all responses and returns one number for each;
     `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
     Calls for single responses run `concurrency` at a time (16, or as the scorer says), on threads or, if async, in one event loop.
-    A function may tell the answer it found too, which `rg.evaluate` uses: see `rg.scorers.Score`.
+    A function may also return the answer that it found, for `rg.evaluate`: see `rg.scorers.Score`.
 
     `responses` and `prompts` are texts, or token ids if the parameter is annotated `torch.Tensor`. `answers` is the field `answer` of
     the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for those of greedy
     responses, or a name of your own for an estimator of several rewards, as `rg.algorithms.GDPO(keys=("right", "brief"))`.
 
-    In a rollout with `chunks` the function gets each part as it arrives; a part holds whole groups. Give `by_group=False` for a
+    In a rollout with `chunks` the function gets each chunk as it arrives; a chunk holds whole groups. Give `by_group=False` for a
     function that compares responses to different prompts: it then gets the whole batch.
 
     A reward farther than `outliers` standard deviations from the mean of the earlier ones gives a warning and counts in
     `guards/reward_outliers`. It is used as it is. None looks for no outliers.
 
     `retries=rg.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls a response, and
-    `critic/rewards/defaults`, the share of responses that got the default. Without it, or if all calls fail and there is no default:
+    `critic/rewards/defaults`, the share of responses that got the default.
 
-    A call that raises, takes longer than `deadline_s` or returns no finite number ends the run with an error that names the
-    response and its prompt. Raises GraphError for a parameter whose column no input carries, a function without parameters, or a
-    column of another kind.
+    Without `retries`, or if all calls fail and there is no default, a call that raises, takes longer than `deadline_s` or returns no
+    finite number ends the run with an error that names the response and its prompt.
+
+    Raises GraphError for a parameter whose column no input carries, a function without parameters, or a column of another kind.
     """
     check_column(name, writes)
     where = f"node '{name}'"

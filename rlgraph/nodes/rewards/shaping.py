@@ -24,7 +24,7 @@ Coefficient: TypeAlias = Annotated[float, Range(least=0, rule="a number of at le
 def kl_shaped_rewards(
     *inputs: Output, coef: Coefficient | FixedKL | AdaptiveKL, estimator: KlEstimator = "k1", name: str = "shaped"
 ) -> Output:
-    """Declare token rewards [B, T]: the reward on the last token, less `coef` times the KL of each token to the reference.
+    """Declare token rewards [B, T]: the reward on the last token, minus `coef` times the KL of each token to the reference.
 
     >>> import rlgraph as rg
     >>> pool, prompts = rg.Pool("gpu"), rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], 1)

@@ -70,9 +70,9 @@ def evaluate(
     A step's metrics wait for its evaluation, and those of later steps follow it.
 
     Metrics (docs/evaluation.md): `val/version` of the weights; `val/acc/mean@n` of n samples; verl's
-    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward tells answers, as `rg.scorers.math_verify` does; the unbiased
+    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, as `rg.scorers.math_verify` does; the unbiased
     `val/pass@k`; `val/reward/mean@n`. An answer is right if its reward is at least `passes`. If items have the field `source`, each
-    source has its own, as `val/gsm8k/acc/mean@4`. An evaluation with a `name` of its own has it in front: `val/NAME/acc/mean@4`.
+    source has metrics of its own, such as `val/gsm8k/acc/mean@4`. With a `name` of its own an evaluation writes `val/NAME/acc/mean@4`.
     `chat` is that of `rg.prompts`.
 
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would

@@ -29,11 +29,11 @@ class Guards:
     * `nonfinite`: a loss or a gradient that is NaN or infinite. `empty`: a batch without a token to learn from. "skip" leaves the
       weights as they are for that optimizer step, "stop" ends the job; `patience` skipped steps in a row end it either way.
       An empty mini-batch of a batch that has tokens, as a filter may leave it, is skipped and counted, and does not use up patience.
-    * `warn_kl` and `stop_kl`: the most distance of the policy from the one that sampled, the size of `actor/ppo_kl` in nats a token.
-    * `warn_mismatch` and `stop_mismatch`: the most distance of the engine's log-probs from the trainer's, the mean of
+    * `warn_kl` and `stop_kl`: the largest distance between the policy and the sampling one: the size of `actor/ppo_kl`, in nats a token.
+    * `warn_mismatch` and `stop_mismatch`: the largest distance between the engine's log-probs and the trainer's: the mean of
       |old_log_probs - rollout_log_probs| over the tokens. The update measures it if it is given both columns.
 
-    A limit of None is none. Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`,
+    None means no limit. Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`,
     `guards/warnings` (of this step), and with mini-batches `guards/empty_mini_batches`. Raises GraphError for a value out of its range.
     """
 

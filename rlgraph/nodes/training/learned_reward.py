@@ -29,7 +29,7 @@ from rlgraph.settings import Count, Name, checked
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LearnedReward(TrainedModel):
-    """A model that learns rewards from pairs, and gives them. `path` is a folder in Hugging Face format.
+    """A model that learns rewards from pairs, and scores responses with them. `path` is a folder in Hugging Face format.
 
     >>> import rlgraph as rg
     >>> judge = rg.LearnedReward("tiny", pool=rg.Pool("train"))

@@ -27,7 +27,7 @@ class Reference(TrainedModel):
 
     `log_probs` uses the weights of the folder. `old_log_probs` uses those of a feedback edge; `path` is then the policy's folder.
     With `trainer="vllm"`, `max_context` bounds prompt and response together, in tokens (None: the model's own bound): vLLM keeps room for
-    keys and values of so many.
+    keys and values of that many tokens.
     """
 
     role: ClassVar[str] = "reference"
