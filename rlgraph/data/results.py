@@ -9,7 +9,7 @@ from rlgraph.errors import DataError, shown
 
 
 class Results:
-    """What a curriculum knows of the steps whose rewards are known: exact means, the same in a run that was killed and resumed.
+    """The results of the steps whose rewards are known, for a curriculum: exact means, the same in a run that was killed and resumed.
 
     >>> results = Results({"easy": 1, "hard": 2})
     >>> results.learn(["easy", "hard", "hard"], [0, 1, 0], [1.0, 0.0, 0.5])

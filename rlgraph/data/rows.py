@@ -24,7 +24,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Overlong:
-    """What becomes of a prompt of more than `most` tokens, or than a rollout has room for."""
+    """The treatment of a prompt of more than `most` tokens, or more than a rollout has room for."""
 
     policy: Policy = "error"
     most: Count | None = None

@@ -12,7 +12,7 @@ State: TypeAlias = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and how to mend it. A `problem` stops some graph from running, a `warning` none."""
+    """One check: its subject, its result, and how to fix it. A `problem` stops some graph from running, a `warning` stops none."""
 
     name: str
     state: State

@@ -91,7 +91,7 @@ class SampleSource(msgspec.Struct, frozen=True):
 
 
 class SampleRequest(msgspec.Struct, tag=True, frozen=True):
-    """Which rows the workers send to the recorder: a share of each step, drawn by the seed, at most `most`."""
+    """The rows that the workers send to the recorder: a share of each step, drawn by the seed, at most `most`."""
 
     share: float
     most: int | None
@@ -100,7 +100,7 @@ class SampleRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProfileRequest(msgspec.Struct, tag=True, frozen=True):
-    """Which workers write profiles of which steps, and into which folder."""
+    """The workers that write profiles, of which steps, and the folder of the profiles."""
 
     first: int
     last: int
@@ -177,7 +177,7 @@ class DescribeShards(msgspec.Struct, tag=True, frozen=True):
 
 
 class ShardsDescribed(msgspec.Struct, tag=True, frozen=True):
-    """What a worker holds of its model, after `step` steps."""
+    """The shards that a worker holds of its model, after `step` steps."""
 
     worker: str
     step: int

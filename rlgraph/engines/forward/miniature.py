@@ -61,7 +61,7 @@ def _built(config: Any, shrink: Callable[[Any], dict[str, Any]], implementation:
 
 
 def _draw(model: Any) -> None:
-    """Draw every parameter anew: what begins as 0 or 1, like sinks, biases and norms, is to have an effect."""
+    """Draw every parameter at random, so that those that begin as 0 or 1, like sinks, biases and norms, have an effect."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

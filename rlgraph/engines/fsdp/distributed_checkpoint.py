@@ -160,7 +160,7 @@ def read(folder: Path, state: State) -> None:
 
 
 def _other(name: str, known: Collection[str]) -> str:
-    """Say what a checkpoint is of that has no tensor of this name."""
+    """Describe a checkpoint that has no tensor of this name."""
     place, _, moment = name.rpartition(".")
     if f"{place}.{CODES[0]}" in known and moment == "exp_avg":
         return f"its moments are of 8 bits: write rg.AdamW(moments='8bit'). {BLOCKS}"

@@ -58,7 +58,7 @@ class MegatronRanks:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells what its pass gave: one of those that computed the head."""
+        """Whether this rank reports the results of its pass: it is one of those that computed the head."""
         return self.is_last and self.tensor_rank == 0
 
     def close(self) -> None:

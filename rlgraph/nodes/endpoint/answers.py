@@ -11,7 +11,7 @@ from rlgraph.nodes.endpoint.requests import ChatRequest
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model has written for one request. `texts` are its tokens one by one; `prompt` is what it read."""
+    """The answer of the model to one request. `texts` are its tokens one by one; `prompt` is what it read."""
 
     id: str
     request: ChatRequest

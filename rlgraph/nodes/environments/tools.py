@@ -27,7 +27,7 @@ _SLOTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphor
 
 
 class KeptByTools(Protocol):
-    """What a conversation keeps for its tools between calls."""
+    """The objects that a conversation keeps for its tools between calls."""
 
     async def close(self) -> None: ...
 

@@ -42,7 +42,7 @@ log = logging.getLogger("rlgraph.agents")
 
 @dataclass(frozen=True)
 class SessionRules:
-    """What a rollout says of its sessions; as `TurnRules`, for programs. `describes` says that the template reads tools."""
+    """The settings of a rollout for its sessions: `TurnRules` for programs. `describes` says that the template reads tools."""
 
     program: Program
     reads: Mapping[str, str]

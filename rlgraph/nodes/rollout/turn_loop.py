@@ -39,7 +39,7 @@ log = logging.getLogger("rlgraph.agents")
 
 @dataclass(frozen=True)
 class TurnRules:
-    """What a rollout says of its conversations.
+    """The settings of a rollout for its conversations.
 
     `reads` names the column of each parameter of the environment; `chat` makes the conversation of a prompt's item. Of `prefix` are the
     ids of requests. A prompt has at most `most_prompt` tokens; a longer one is cut where `cut_prompts`, else its conversation fails.

@@ -17,7 +17,7 @@ COLUMNS = ("step", "row", "prompt", "response", "reward", "advantage", "finish",
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a sink is told at the start: the run's `name` and `folder`, its settings as text, and how far it was if it resumed.
+    """The facts that a sink gets at the start: the run's `name` and `folder`, its settings as text, and how far it was if it resumed.
 
     `finished` steps are in the checkpoint from which the run goes on; 0 for a new run. `first` is the first step that the sink is given:
     an earlier one, if some of these steps had not come to it. `id` is the same for all parts of one run, and `resumed` says whether the

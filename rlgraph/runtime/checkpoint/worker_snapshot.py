@@ -38,7 +38,7 @@ OnSaved = Callable[[Saved | NotSaved], None]
 
 @dataclass
 class Fired:
-    """What a checkpoint may need of a step whose nodes have fired: its metrics, the columns of open batches, and recorded rows."""
+    """The data of a fired step that a checkpoint may need: its metrics, the columns of open batches, and recorded rows."""
 
     metrics: Mapping[str, float]
     columns: Mapping[str, Sequence[Columns]]  # by node, the chunks of its batch

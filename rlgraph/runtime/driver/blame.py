@@ -15,7 +15,7 @@ from rlgraph.runtime.worker.heartbeat import Heartbeat
 
 @dataclass(frozen=True)
 class Wait:
-    """What a worker waits for: a message of a channel or a version of weights from the workers `of`, or room that they must make."""
+    """The wait of a worker: for a message of a channel or a version of weights from the workers `of`, or room that they must make."""
 
     end: PlannedChannel | PlannedLoop
     of: tuple[str, ...]

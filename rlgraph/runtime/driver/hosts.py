@@ -49,7 +49,7 @@ class HostAgent(Protocol):
 
 @dataclass(frozen=True)
 class Clock:
-    """What to add to a moment of another host to have it by the driver's clock, and by how much that may be wrong, in seconds."""
+    """The offset from another host's clock to the driver's, and the possible error of this offset, in seconds."""
 
     ahead_s: float = 0.0
     slack_s: float = 0.0

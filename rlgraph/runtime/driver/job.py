@@ -89,7 +89,7 @@ class Job:
         return self.session.pids
 
     def under_way(self) -> str:
-        """What the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
+        """Describe what the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
         return self.session.under_way()
 
     def __enter__(self) -> "Job":

@@ -10,7 +10,7 @@ from rlgraph.runtime.worker.heartbeat import Heartbeat
 
 @dataclass
 class PoisonPrompts:
-    """What the deaths so far have shown. `probe` is the (node, step) that the next session tries prompt by prompt."""
+    """The evidence of the deaths so far. `probe` is the (node, step) that the next session tries prompt by prompt."""
 
     graph: Graph
     plan: Plan

@@ -71,7 +71,7 @@ class Dispatch(Protocol):
     def stop(self) -> None: ...
 
     def kill(self, actor: Any) -> None:
-        """End a worker, whatever it does."""
+        """Kill a worker."""
 
 
 class Actors:

@@ -333,7 +333,7 @@ class WorkerGroup:
         return f"worker '{worker}' runs nodes {list(nodes)}, reads channels {reads} and writes {writes}"
 
     def states(self) -> Mapping[str, Heartbeat]:
-        """What each worker does now."""
+        """The current activity of each worker."""
         return self._hosts.states(self._names) if self._hosts else {}
 
     def stacks(self, workers: Collection[str]) -> Mapping[str, str]:

@@ -30,7 +30,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported: the model, the steps that its weights have seen, the model card, and the form of an
+    """The source of an export: the model, the steps that its weights have seen, the model card, and the form of an
     adapter."""
 
     model: TrainedEntry

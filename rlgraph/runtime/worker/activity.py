@@ -17,7 +17,7 @@ WORKS: frozenset[ActivityKind] = frozenset(("fire", "publish", "load", "wake", "
 
 @dataclass(frozen=True)
 class Activity:
-    """What a worker began last: of which `node`, on which `edge` (a channel or a feedback edge), with which `version` of the weights.
+    """The activity that a worker began last: its `node`, its `edge` (a channel or a feedback edge), and its `version` of the weights.
 
     `idle` lies between two steps; `open`, `connect` and `load_engine` before the first. `take` waits for a message, `put` for room,
     `receive` for a version. `export` lies between two steps. `probe` fires a node for one prompt alone, whose number in the batch is

@@ -22,7 +22,7 @@ COUNTS = struct.Struct("<ii32s")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a worker began last: the step, the activity, the seconds since then, and its progress: `done` of `total` `unit`."""
+    """A worker's state: the step, the activity it began last, the seconds since then, and its progress: `done` of `total` `unit`."""
 
     step: int
     activity: Activity

@@ -45,7 +45,7 @@ class ProcessEnvironments:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """What `rg.Agent` reads: a parameter for each field."""
+        """The signature that `rg.Agent` reads: a parameter for each field."""
         return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self.fields])
 
     def __call__(self, **given: Any) -> "ProcessEnvironment":

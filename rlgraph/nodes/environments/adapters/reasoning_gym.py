@@ -57,4 +57,4 @@ class Trying:
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""

@@ -57,4 +57,4 @@ class ScoredTask:
         return {"reward": float(trace.reward), "done": True, "info": metrics}
 
     async def close(self):
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""
