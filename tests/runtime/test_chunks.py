@@ -83,7 +83,7 @@ def test_every_step_says_which_share_of_its_responses_was_cut_off(model: str, ch
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
-def test_parts_change_no_bit_of_the_batch_the_loss_and_the_weights(model: str, chunks: int) -> None:
+def test_chunks_change_no_bit_of_the_batch_the_loss_and_the_weights(model: str, chunks: int) -> None:
     whole, parts = digests.here(graph(model, 1), 4), digests.here(graph(model, chunks), 4)
     names = ("digest/batch", "digest/weights", "actor/pg_loss", "actor/grad_norm", "critic/rewards/max", "critic/rewards/min")
     assert [[step[name] for name in names] for step in parts] == [[step[name] for name in names] for step in whole]
