@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -134,3 +135,29 @@ def test_an_agent_that_cannot_be_declared_is_refused() -> None:
     ):
         with pytest.raises(GraphError, match=says):
             wrong()
+
+
+def test_as_many_calls_of_python_run_at_once_as_the_pool_has_cores_and_other_tools_wait_for_nobody() -> None:
+    running, most = {"python": 0, "look": 0}, {"python": 0, "look": 0}
+
+    async def counted(name: str) -> None:
+        running[name] += 1
+        most[name] = max(most[name], running[name])
+        await asyncio.sleep(0.02)
+        running[name] -= 1
+
+    async def run(code: str, **limits: object) -> None:
+        await counted("python")
+
+    async def look() -> None:
+        await counted("look")
+
+    given = rg.Tools([replace(rg.tools.python, function=run), look], pool=rg.Pool("two cores", cpus=2))
+    calls = [rg.ToolCall("python", {"code": "1"}), rg.ToolCall("look", {})] * 6
+
+    async def all_at_once() -> list[rg.Turn]:
+        return await asyncio.gather(*(ToolCalls(given).step(rg.Message("assistant", "", tool_calls=(call,))) for call in calls))
+
+    turns = asyncio.run(all_at_once())
+    assert [turn.info["failures"] for turn in turns] == [0] * 12
+    assert most == {"python": 2, "look": 6}
