@@ -12,7 +12,7 @@ import small_gpu_rows
 import staleness_tables
 from accuracy_rows import ACCURATE, PREDICTED
 from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
-from exact_rows import EXACT
+from exact_rows import EXACT, EXACT_ON_GPUS
 from figures import Figure, ms, percent, seconds, share, times
 from gpu_rows import ON_GPUS, PEERS, generation, training, weights
 from learning_rows import LEARNING
@@ -68,7 +68,7 @@ HEAD = ("what", "measured", "beside it", "script")
 def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
-              "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": ON_GPUS}  # fmt: skip
+              "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS]}  # fmt: skip
     found = (
         scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | exact_learning.tables() | small_gpu_rows.tables()
     )
