@@ -70,7 +70,7 @@ def length_and_letters(response: str, prompt: str, answer: str) -> float:
 
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_parts_change_no_bit_of_a_small_loop(chunks: int, depth: int) -> None:
+def test_chunks_change_no_bit_of_a_small_loop(chunks: int, depth: int) -> None:
     assert fake_bits(chunks, depth) == fake_bits(1, depth)
 
 
@@ -90,7 +90,7 @@ def test_chunks_change_no_bit_of_the_batch_the_loss_and_the_weights(model: str, 
     assert [step["critic/rewards/mean"] for step in parts] == pytest.approx([step["critic/rewards/mean"] for step in whole])
 
 
-def test_parts_change_no_bit_where_the_next_batch_joins_the_tail(model: str) -> None:
+def test_chunks_change_no_bit_where_the_next_batch_joins_the_tail(model: str) -> None:
     whole, parts = digests.here(graph(model, 1, continuous=True), 4), digests.here(graph(model, 2, continuous=True), 4)
     assert [(step["digest/batch"], step["digest/weights"]) for step in parts] == [(s["digest/batch"], s["digest/weights"]) for s in whole]
 
