@@ -37,7 +37,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     """
     row = _mapping(where, row)
     if not {"chosen", "rejected"} <= set(row):
-        raise DataError(f"{where} has the fields {shown(list(row))}; a pair has 'chosen' and 'rejected', and mostly 'prompt'")
+        raise DataError(f"{where} has the fields {shown(list(row))}; a pair has 'chosen' and 'rejected', and usually 'prompt'")
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{where} has chosen and rejected {shown(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
     if "prompt" in row:

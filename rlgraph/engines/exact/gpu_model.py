@@ -28,6 +28,6 @@ def exchange(head: Any) -> None:
     backbone = backbone_of(model)
     layers = layers_of(backbone)
     if fused_norms.install(model, norm_forward) < 2 * len(layers) + 1:
-        raise DataError(f"{type(model).__name__} has norms that are no plain RMS norms, which exact=True does not have; leave it out")
+        raise DataError(f"{type(model).__name__} has norms other than plain RMS norms, which exact=True does not support; leave it out")
     gpu_rotation.install(layers[0].self_attn)
     backbone.rotary_emb = gpu_rotation.TableRotation(backbone.rotary_emb, model.config.get_text_config())

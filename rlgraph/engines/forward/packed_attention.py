@@ -90,7 +90,7 @@ def attend_padded(
         )[0]
         return out, None
     if position_bias is not None:
-        raise DataError(f"{type(module).__name__}: rlgraph has no attention with a soft cap or sinks, and a position_bias")
+        raise DataError(f"{type(module).__name__}: rlgraph has no attention with both a position_bias and a soft cap or sinks")
     if attention_mask is None:
         attention_mask = _causal(query.shape[2], key.shape[2], None, query.device)
     return _remembered(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
@@ -125,7 +125,7 @@ def attend(
         return attend_apart(module, query, key, value, context_group, softcap=softcap, s_aux=s_aux, **more, **others), None
     _refuse(module, others)
     if cu_seq_lens_q is None:
-        raise DataError(f"{type(module).__name__} does not hand on to its attention where sequences begin")
+        raise DataError(f"{type(module).__name__} does not pass the starts of sequences on to its attention")
     if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query.shape[-1]):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux)[None], None
     parts = []
@@ -155,7 +155,7 @@ def attend_apart(
     fewer heads of keys than ranks, or they do not divide, each is sent more than once.
     """
     if s_aux is not None:
-        raise DataError(f"{type(module).__name__} has attention sinks, which ranks that share a row do not have; use context_parallel=1")
+        raise DataError(f"{type(module).__name__} has attention sinks, which ranks that share a row do not support; use context_parallel=1")
     copies = ranks_in(group) // gcd(key.shape[1], ranks_in(group))
     key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
     query, key, value = (whole_heads(x, group) for x in (query, key, value))
@@ -177,7 +177,7 @@ def attend_half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torc
 def _refuse(module: Any, settings: dict[str, Any]) -> None:
     unknown = sorted(name for name, value in settings.items() if name not in WITHOUT_EFFECT and value is not None and value is not False)
     if unknown or settings.get("dropout"):
-        raise DataError(f"{type(module).__name__} asks its attention for {unknown or ['dropout']}, which rlgraph does not have")
+        raise DataError(f"{type(module).__name__} asks its attention for {unknown or ['dropout']}, which rlgraph does not support")
 
 
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:

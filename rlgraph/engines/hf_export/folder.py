@@ -43,9 +43,7 @@ def check_target(folder: str | Path) -> Path:
     """
     target = Path(os.path.abspath(folder))
     if os.path.lexists(target):
-        raise ExportError(
-            f"export('{folder}'): there is something of this name; an export replaces nothing: give another name, or remove it"
-        )
+        raise ExportError(f"export('{folder}'): this name exists; an export replaces nothing: give another name, or remove what is there")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
