@@ -193,6 +193,16 @@ def test_a_merge_is_rounded_once_and_the_thousandth_has_no_drift(tied: Path) -> 
     assert all(torch.equal(off[each], base[each].float()) for each in base)  # the undo is exact
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(96, 64), (33, 65)])
+def test_a_merge_has_the_bits_of_a_sum_into_new_memory_and_leaves_the_base(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    base = torch.randn(shape, generator=drawn).to(dtype)
+    a, b, before = torch.randn(8, shape[1], generator=drawn), torch.randn(shape[0], 8, generator=drawn), base.clone()
+    assert torch.equal(merged(base, a, b, 0.7, dtype), torch.addmm(base.float(), b, a, alpha=0.7).to(dtype))
+    assert torch.equal(base, before)
+
+
 def test_an_adapter_of_another_model_or_of_unknown_targets_is_refused(make: Any, tied: Path) -> None:
     with pytest.raises(DataError, match="of two models"):
         BaseWeights(tied).with_adapter({"x.lora_A.weight": torch.zeros(2, 3), "x.lora_B.weight": torch.zeros(3, 2)}, 1.0, torch.float32)
