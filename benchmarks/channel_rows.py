@@ -13,6 +13,8 @@ def hop(transport: str, size: int, form: str = "{:.1f} ms", file: str = HOPS) ->
 
 MIB, BY_RAY = 1 << 20, "rlgraph ray"
 PEERS_OF_HOPS = ("native edge", "native edge, zero-copy", "Ray object store", "Ray object store, zero-copy", "torch.multiprocessing queue")
+NATIVE = "edge of Ray's Compiled Graphs"
+PEERS_IN_WORDS = {"native edge": NATIVE, "native edge, zero-copy": f"{NATIVE}, zero-copy"}
 HOP_SIZES = (
     ("1 KiB", 1 << 10, "{:.2f} ms"),
     ("1 MiB", MIB, "{:.2f} ms"),
@@ -21,7 +23,8 @@ HOP_SIZES = (
 )
 CHANNELS = [
     *(
-        Row("16 MiB from worker to worker", hop("rlgraph shm", 16 * MIB), "benchmarks/channels.py", peer, hop(peer, 16 * MIB))
+        Row("16 MiB from worker to worker", hop("rlgraph shm", 16 * MIB), "benchmarks/channels.py",
+            PEERS_IN_WORDS.get(peer, peer), hop(peer, 16 * MIB))
         for peer in PEERS_OF_HOPS
     ),
     *(
@@ -34,10 +37,10 @@ CHANNELS = [
     Row("1 KiB there and back", ms(HOPS, "round_trips", {"transport": "rlgraph shm"}, "median_s", form="{:.2f} ms"),
         "benchmarks/channels.py", "torch queue", ms(HOPS, "round_trips", {"transport": "torch.multiprocessing queue"}, "median_s")),
     Row("share of a core that a waiting worker uses", percent(HOPS, "waiting", "rlgraph shm"), "benchmarks/channels.py",
-        "native edge", percent(HOPS, "waiting", "native edge", form="{:.0f} %")),
+        NATIVE, percent(HOPS, "waiting", "native edge", form="{:.0f} %")),
     Row("share of a core that a waiting worker uses, `transport=\"ray\"`", percent(HOPS_BY_RAY, "waiting", BY_RAY),
-        "benchmarks/channels.py", "native edge", percent(HOPS_BY_RAY, "waiting", "native edge", form="{:.0f} %")),
+        "benchmarks/channels.py", NATIVE, percent(HOPS_BY_RAY, "waiting", "native edge", form="{:.0f} %")),
     Row("an empty step of 4 workers", ms("dispatch_cpu.json", "empty step, Compiled Graph", "median_s", form="{:.2f} ms"),
-        "benchmarks/dispatch.py", "plain actor calls",
+        "benchmarks/dispatch.py", "Ray's plain actor calls",
         ms("dispatch_cpu.json", "empty step, plain actor calls", "median_s", form="{:.2f} ms")),
 ]  # fmt: skip
