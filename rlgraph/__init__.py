@@ -104,6 +104,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.recording.samples import Samples
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
+    from rlgraph.runtime.driver.warm import warm
     from rlgraph.simulate.site import ClusterSite
 
     facade: Facade = api  # mypy compares the two
@@ -231,6 +232,7 @@ __all__ = [
     "stepwise",
     "tools",
     "tune",
+    "warm",
     "watch",
 ]
 
@@ -352,6 +354,7 @@ _NAMES = {
     "shaped_rewards": "rlgraph.nodes.rewards.shaping",
     "stepwise": "rlgraph.nodes.stepwise",
     "tune": "rlgraph.api",
+    "warm": "rlgraph.runtime.driver.warm",
     "watch": "rlgraph.api",
 }
 

@@ -209,6 +209,7 @@ def launch(
     encrypt: bool = False,
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
+    from rlgraph.runtime.driver.forked_dispatch import chosen_dispatch
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.sendable import check_sendable
@@ -222,12 +223,8 @@ def launch(
         raise PlanError(
             f"the plan is for {plan.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() instead"
         )
-    dispatch_name = dispatch or ("calls" if plan.cluster.hosts > 1 else "compiled_graph")
-    if dispatch_name == "compiled_graph" and plan.cluster.hosts > 1:
-        raise PlanError(
-            f"dispatch='compiled_graph' and {plan.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
-            "launch with dispatch='calls'"
-        )
+    plan = plan if transport is None else with_transport(plan, transport)
+    dispatch_name = chosen_dispatch(plan, dispatch)
     if wait_for_hosts_s is not None and plan.cluster.hosts == 1:
         raise PlanError(
             f"launch(wait_for_hosts_s={wait_for_hosts_s:g}): the plan runs on this host alone and waits for no other; leave it out, or "
@@ -236,7 +233,6 @@ def launch(
     recovery = _recovery(checkpoint, every, keep, restarts, fresh, export_every)
     if export_every is not None:
         chosen(trained_models(graph, plan), None, "launch(export_every=)")
-    plan = plan if transport is None else with_transport(plan, transport)
     if encrypt:
         check_encrypted(plan)
     links = Links(wait_for_hosts_s or 0.0, encrypt)

@@ -48,7 +48,8 @@ class EngineSpec(Estimates):
     that need a GPU, with the reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It
     `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
     policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
-    computes its log-probs to the bit. See `Estimates` for the other fields.
+    computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.warm` then
+    keeps a process of its own for it, from which workers are forked, so it may open no GPU. See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -65,6 +66,7 @@ class EngineSpec(Estimates):
     merges_adapters: bool = False
     samples_exactly: bool = False
     check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
+    prepare: Callable[[], None] | None = None
 
     def takes(self, setting: str) -> bool:
         """Whether the engine takes this optional setting."""
@@ -97,7 +99,7 @@ class TrainerSpec(Estimates):
     that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before anything starts;
     unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores` is for a teacher
     or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
-    Ranks of an engine for `any_vocabulary` share one that they do not divide.
+    Ranks of an engine for `any_vocabulary` share one that they do not divide. `prepare` is as that of an `EngineSpec`.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
     memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.
@@ -117,6 +119,7 @@ class TrainerSpec(Estimates):
     whole_vocabulary: bool = True
     any_vocabulary: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
+    prepare: Callable[[], None] | None = None
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights
     memory_estimate: Callable[[Workload], Need] = fully_sharded

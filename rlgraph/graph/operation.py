@@ -4,7 +4,7 @@ Compiler and runtime read these attributes and no others: an attribute that is n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -217,6 +217,8 @@ class ModelTraits:
     `tensor_parallel` ranks share the model's matrices, `context_parallel` ranks the tokens of a row, and `pipeline_parallel` ranks the
     layers: together they compute one pass. `expert_parallel` ranks of those with the same layers share the experts of a mixture.
     With `any_vocabulary` ranks that share matrices need not divide the vocabulary.
+
+    `prepare` imports what its engine needs into a warm process from which its workers are forked; None if that of other nodes will do.
     """
 
     dtype: str | None = None
@@ -246,6 +248,7 @@ class ModelTraits:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     any_vocabulary: bool = False
+    prepare: Callable[[], None] | None = None
 
     @property
     def sharing(self) -> int:

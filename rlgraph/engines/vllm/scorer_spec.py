@@ -8,6 +8,7 @@ from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import TrainerSpec
 from rlgraph.engines.vllm import engine_arguments
+from rlgraph.engines.vllm.imports import import_vllm
 
 LONGEST = 32_768.0
 
@@ -40,4 +41,5 @@ SPEC = TrainerSpec(
     loading_bytes=compute_weights,
     memory_estimate=memory,
     shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
+    prepare=import_vllm,
 )

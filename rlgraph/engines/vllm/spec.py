@@ -6,6 +6,7 @@ from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.engines.vllm import engine_arguments
+from rlgraph.engines.vllm.imports import import_vllm
 from rlgraph.engines.vllm.user_arguments import check_arguments
 
 
@@ -42,4 +43,5 @@ SPEC = EngineSpec(
     samples_exactly=True,
     check_arguments=check_arguments,
     shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
+    prepare=import_vllm,
 )

@@ -138,6 +138,7 @@ class Generator(Model):
             merges_adapters=self.spec.merges_adapters,
             samples_exactly=self.spec.samples_exactly,
             estimates=self.spec,
+            prepare=self.spec.prepare,
         )
 
     def load(self, context: Any) -> Any:

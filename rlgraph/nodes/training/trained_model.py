@@ -169,6 +169,7 @@ class TrainedModel(Model):
             pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.expert_parallel,
             any_vocabulary=self.spec.any_vocabulary,
+            prepare=self.spec.prepare,
         )
 
     def load(self, context: Any) -> Any:

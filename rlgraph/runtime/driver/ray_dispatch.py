@@ -238,10 +238,16 @@ def _asking(actor: Any) -> Ask:
     return ask
 
 
+def pickled(value: Any) -> bytes:
+    """Pickle a value as it is sent to a worker: what has no module that others can import is sent by value."""
+    found: bytes = cloudpickle.dumps(value)
+    return found
+
+
 def sendable(value: Any) -> bool:
     """Tell whether a value can be sent to a worker."""
     try:
-        cloudpickle.dumps(value)
+        pickled(value)
     except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
         return False
     return True

@@ -1,0 +1,20 @@
+"""What the engines on torch and transformers import, for a process from which workers are forked."""
+
+from importlib import import_module
+
+MODULES = (
+    "rlgraph.engines.forward.self_test",
+    "rlgraph.engines.fsdp.engine",
+    "rlgraph.engines.fsdp.rendezvous",
+    "rlgraph.engines.hf_models.tokenizer",
+    "rlgraph.engines.transformers.engine",
+    "rlgraph.engines.transformers.scorer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def import_transformers() -> None:
+    """Import what trainers on FSDP2, engines on transformers and tokenizers need; it opens no GPU."""
+    for module in MODULES:
+        import_module(module)

@@ -1,0 +1,257 @@
+"""Jobs launched inside of `rg.warm()`: each worker is forked from a process that has imported what it needs, and begins as a new one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fakes
+import forked
+import pytest
+from digests import ITEMS, DigestPolicy, bits, here, odd_tokens
+
+import rlgraph as rg
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.errors import NodeError, PlanError, RlgraphError, WorkerDied
+from rlgraph.runtime.driver import warm as warm_module
+from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.warm import Warm
+
+GONE_S = 30.0
+TESTS = Path(fakes.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    with rg.warm() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def grpo(model: str, engine: str, depth: int = 1) -> rg.Graph:
+    context = {"max_context": 64} if engine == "vllm" else {}
+    generator = rg.Generator(
+        model, pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32", **context
+    )
+    policy = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+    weights = rg.feedback("weights", depth=depth)
+    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
+    step = policy.update(rollout, rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss(clip_high=0.28))
+    weights.close(step.weights)
+    return rg.Graph("tiny", step.metrics)
+
+
+def launched(graph: rg.Graph, steps: int = 3) -> tuple[list[dict[str, float]], set[int]]:
+    """Launch a plan; return the metrics of its steps that no clock is in, digests of weights included, and the parents of its workers."""
+    with rg.compile(graph, rg.Cluster(cpus=2)).launch() as job:
+        found = [bits(step) for step in job.steps(steps)]
+        return found, {parent(pid) for pid in job.pids.values()}
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_every_bit(warm: Warm, model: str) -> None:
+    graph = grpo(model, "transformers")
+    first, parents = launched(graph)
+    assert first == here(graph, 3)
+    assert launched(grpo(model, "transformers", depth=0))[0] != first  # another job in between
+    assert launched(graph) == (first, parents)
+    assert parents <= set(warm.pids)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_started_anew(model: str) -> None:
+    graph = grpo(model, "vllm")
+    plan = rg.compile(graph, rg.Cluster(cpus=2))
+    with plan.launch() as job:
+        first = [bits(step) for step in job.steps(3)]
+        assert parent(job.pids["generator"]) != parent(job.pids["policy"])  # vLLM changes torch for its whole process
+    assert launched(graph)[0] == first
+    with Job(graph, plan, dispatch_name="forked", deadline_s=240.0) as job:  # whose worker imports vLLM itself
+        assert [bits(step) for step in job.steps(3)] == first
+
+
+COUNTED: list[int] = []
+
+
+@rg.node(reads="values group_ids", writes="rewards", by_group=True)
+def leaves_behind(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+    """Reward as `fakes.score` does, and change the process."""
+    before = {
+        "left/counted": float(len(COUNTED)),
+        "left/variable": float("LEFT_BEHIND" in os.environ),
+        "left/threads": float(len(left_threads())),
+    }
+    COUNTED.append(1)
+    os.environ["LEFT_BEHIND"] = "yes"
+    threading.Thread(target=time.sleep, args=(60,), name="left behind", daemon=True).start()
+    rewards, metrics = fakes.score.function(batch)
+    return rewards, {**metrics, **before}
+
+
+def left_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "left behind"]
+
+
+@pytest.mark.usefixtures("warm")
+def test_nothing_that_a_job_leaves_in_its_processes_is_there_in_the_next_one() -> None:
+    graph = fakes.vector_loop(1, middle=leaves_behind)
+    first, _ = launched(graph)
+    assert [step["left/counted"] for step in first] == [0.0, 1.0, 2.0]
+    assert launched(graph)[0] == first
+
+
+@rg.node(reads="values group_ids", writes="rewards", by_group=True)
+def fails(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+    raise ZeroDivisionError("on purpose")
+
+
+def test_a_job_that_fails_or_is_killed_ends_its_workers_alone_and_the_next_one_runs(warm: Warm) -> None:
+    graph = fakes.vector_loop(1)
+    expected, _ = launched(graph)
+    processes = warm.pids
+    with pytest.raises(NodeError, match="on purpose"):
+        launched(fakes.vector_loop(1, middle=fails))
+    with rg.compile(graph, rg.Cluster(cpus=2)).launch() as job:
+        pids = list(job.pids.values())
+        next(iter(job.steps(1)))
+        os.kill(job.pids["policy"], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="'policy'"):
+            list(job.steps(5))
+    assert not any(forked.alive(pid) for pid in pids)
+    assert warm.pids == processes
+    assert launched(graph)[0] == expected
+
+
+def test_a_killed_worker_is_replaced_and_the_steps_go_on(warm: Warm, tmp_path: Path) -> None:
+    graph = fakes.vector_loop(1)
+    expected, _ = launched(graph, 8)
+    found = []
+    with rg.compile(graph, rg.Cluster(cpus=2)).launch(checkpoint=tmp_path / "checkpoints", every=2, restarts=1) as job:
+        for step in job.steps(8):
+            found.append(bits(step))
+            if step.index == 4:
+                os.kill(job.pids["generator"], signal.SIGKILL)
+    assert found == expected
+
+
+def test_a_template_that_died_is_started_again(warm: Warm) -> None:
+    expected, parents = launched(fakes.vector_loop(1))
+    for pid in parents:
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda pid=pid: not forked.alive(pid))
+    again, others = launched(fakes.vector_loop(1))
+    assert again == expected
+    assert not others & parents
+
+
+@rg.node(reads="values group_ids", writes="rewards", by_group=True)
+def says_where(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
+    rewards, _ = fakes.score.function(batch)
+    print("the worker's own words", flush=True)
+    return rewards, {"folder": float(len(os.getcwd())), "known": float("ASKED_FOR" in os.environ), "path": float(sys.path[0] == "first")}
+
+
+def test_a_worker_has_the_folder_the_path_the_variables_and_the_output_of_its_launch(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    graph = fakes.vector_loop(1, middle=says_where)
+    launched(graph)
+    capfd.readouterr()
+    before = warm.pids
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("first")
+    (step, *_), parents = launched(graph)
+    assert parents <= set(before)
+    assert (step["folder"], step["known"], step["path"]) == (len(str(tmp_path)), 0.0, 1.0)
+    assert "the worker's own words" in capfd.readouterr().out
+    monkeypatch.setenv("ASKED_FOR", "1")
+    (step, *_), parents = launched(graph)
+    assert step["known"] == 1.0
+    assert not parents & set(before)  # what is imported may read variables
+
+
+def test_the_processes_that_are_kept_are_few(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_module, "MOST_TEMPLATES", 1)
+    monkeypatch.setenv("ASKED_FOR", "another")
+    before = warm.pids
+    launched(fakes.vector_loop(1))
+    assert len(warm.pids) == 1
+    assert not any(forked.alive(pid) for pid in set(before) - set(warm.pids))
+
+
+@pytest.mark.usefixtures("warm")
+def test_what_warm_processes_cannot_serve_is_refused_before_anything_starts() -> None:
+    graph = fakes.vector_loop(1)
+    plan = rg.compile(graph, rg.Cluster(cpus=2))
+    with pytest.raises(PlanError, match=r"launch\(dispatch='calls'\) inside of rg.warm\(\)"):
+        plan.launch(dispatch="calls")
+    with pytest.raises(PlanError, match=r"a transport that needs Ray inside of rg.warm\(\)"):
+        plan.launch(transport="ray")
+    with pytest.raises(PlanError, match=r"a plan of 2 hosts inside of rg.warm\(\)"):
+        rg.compile(graph, rg.Cluster(cpus=4, hosts=2)).launch()
+    with pytest.raises(RlgraphError, match=r"rg.warm\(\) inside of rg.warm\(\)"), rg.warm():
+        pass
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+import fakes, rlgraph as rg
+from rlgraph.errors import RlgraphError
+
+plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s={train_s}), rg.Cluster(cpus=2))
+with rg.warm() as warm:
+    late = plan.launch()
+    with plan.launch() as job:
+        for step in job.steps({steps}):
+            print("has", *warm.pids, *job.pids.values(), flush=True)
+try:
+    late.__enter__()
+except RlgraphError as error:
+    print(error, flush=True)
+"""
+
+
+def program(steps: int, train_s: float) -> "subprocess.Popen[str]":
+    code = PROGRAM.format(tests=str(TESTS), steps=steps, train_s=train_s)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later() -> None:
+    said, errors = program(steps=2, train_s=0.1).communicate(timeout=200)
+    *rows, last = said.splitlines()
+    assert "cannot be started: the block of rg.warm() has been left" in last, errors
+    pids = {int(pid) for row in rows for pid in row.split()[1:]}
+    assert len(pids) >= 5
+    assert not any(forked.alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_program_that_is_ended_leaves_no_process_and_no_folder(number: int) -> None:
+    with program(steps=1000, train_s=20.0) as running:  # the trainer is in the middle of a firing
+        assert running.stdout is not None
+        pids = [int(pid) for pid in running.stdout.readline().split()[1:]]
+        assert len(pids) >= 5
+        os.kill(running.pid, number)
+        assert wait_until(lambda: not any(map(forked.alive, pids)))
