@@ -11,6 +11,8 @@ MODULES = (
     "rlgraph.engines.transformers.scorer",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "transformers.modeling_layers",
+    "transformers.processing_utils",
 )
 
 

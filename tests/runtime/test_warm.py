@@ -224,8 +224,8 @@ plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s={train_s}), rg.Cl
 with rg.warm() as warm:
     late = plan.launch()
     with plan.launch() as job:
-        for step in job.steps({steps}):
-            print("has", *warm.pids, *job.pids.values(), flush=True)
+        print("has", *warm.pids, *job.pids.values(), flush=True)
+        list(job.steps({steps}))
 try:
     late.__enter__()
 except RlgraphError as error:
@@ -247,11 +247,12 @@ def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(
     assert not any(forked.alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_program_that_is_ended_leaves_no_process_and_no_folder(number: int) -> None:
-    with program(steps=1000, train_s=20.0) as running:  # the trainer is in the middle of a firing
+@pytest.mark.parametrize(("number", "train_s"), [(signal.SIGKILL, 60.0), (signal.SIGTERM, 0.1)])
+def test_a_program_that_is_ended_leaves_no_process(number: int, train_s: float) -> None:
+    with program(steps=1000, train_s=train_s) as running:
         assert running.stdout is not None
         pids = [int(pid) for pid in running.stdout.readline().split()[1:]]
         assert len(pids) >= 5
+        time.sleep(1.0)  # the trainer is in the middle of a firing, which SIGTERM waits for
         os.kill(running.pid, number)
         assert wait_until(lambda: not any(map(forked.alive, pids)))

@@ -12,6 +12,7 @@ MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "rlgraph.engines.vllm.engine",
 )
+ON_CPU = ("vllm.v1.worker.cpu_worker",)  # those of a GPU are imported by the worker, which may open it
 
 
 def import_vllm() -> None:
@@ -19,5 +20,5 @@ def import_vllm() -> None:
     gpu = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # to ask torch would open it
     for name, value in engine_arguments.environment(gpu, os.environ).items():
         os.environ.setdefault(name, value)
-    for module in MODULES:
+    for module in (*MODULES, *(() if gpu else ON_CPU)):
         import_module(module)

@@ -183,7 +183,13 @@ def warm() -> Iterator[Warm]:
     The first launch starts a process that imports PyTorch and transformers, and one that imports vLLM where the plan has it. Workers are
     forked from them, so they begin in milliseconds, and as clean as new ones: no state of a job is left for the next, whether it ended
     or failed, and the results are the same bits. Modules of your own are imported anew at each launch. Other environment variables,
-    threads or GPUs get processes of their own. The jobs run without Ray, on this host.
+    threads or GPUs get processes of their own. The jobs run without Ray, on this host. Nothing starts before the first launch, and a thread
+    that the program starts is not in the block.
+
+    >>> import rlgraph as rg
+    >>> with rg.warm() as processes:
+    ...     processes.pids
+    ()
 
     Raises RlgraphError inside of another such block. In the block a launch raises PlanError for a plan of several hosts, for a
     `dispatch=`, and for a `transport=` that needs Ray.
