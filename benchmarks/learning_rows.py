@@ -41,11 +41,19 @@ def stale(what: str, file: str, script: str) -> list[Row]:
     return [Row(f"{what}: age of the oldest token, in versions", count(file, "staleness/max", reduce="max"), script, "bound 2")]
 
 
+def again(what: str, field: str, form: str) -> list[Row]:
+    """The row of a plan that a program launches again, warm and on Ray."""
+    warm, ray = (seconds("launches_cpu.json", "medians", kind, field, form=form) for kind in ("warm, later", "on Ray, later"))
+    return [Row(f"SmolLM2, launched again by a program inside of `rg.warm()`: {what}", warm, "benchmarks/launches.py", "on Ray", ray)]
+
+
 LEARNING = [
     *learned("`make demo`: SmolLM2 learns to add, one step off", "one_step_off_cpu.jsonl", "recipes/one_step_off.py"),
     *map(until_learned, ("all instructions", "AVX2 alone")),
     Row("SmolLM2, one step off: from the command to the end of the first step", seconds("start_cpu.json", "median_s", form="{:.0f} s"),
         "benchmarks/start.py"),
+    *again("until all workers are ready", "ready_s", form="{:.1f} s"),
+    *again("CPU seconds to the end of the first step", "cpu_s", form="{:.0f}"),
     *learned("PPO with a critic", "ppo_cpu.jsonl", "recipes/ppo.py"),
     *learned("calls of a calculator, beside other work", "tools_cpu.jsonl", "recipes/tools.py"),
     Row("the same: failed calls a step, of 32, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
