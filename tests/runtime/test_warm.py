@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import fakes
 import forked
+import programs
 import pytest
 from digests import ITEMS, DigestPolicy, bits, here, odd_tokens
 
@@ -23,7 +23,6 @@ from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.warm import Warm
 
 GONE_S = 30.0
-TESTS = Path(fakes.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -214,43 +213,23 @@ def test_what_warm_processes_cannot_serve_is_refused_before_anything_starts() ->
         pass
 
 
-PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
-import fakes, rlgraph as rg
-from rlgraph.errors import RlgraphError
-
-plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s={train_s}), rg.Cluster(cpus=2))
-with rg.warm() as warm:
-    late = plan.launch()
-    with plan.launch() as job:
-        print("has", *warm.pids, *job.pids.values(), flush=True)
-        list(job.steps({steps}))
-try:
-    late.__enter__()
-except RlgraphError as error:
-    print(error, flush=True)
-"""
+def program(folder: Path, steps: int, train_s: float) -> programs.Program:
+    return programs.Program(str(Path(__file__).with_name("warm_program.py")), str(steps), str(train_s), cwd=folder)
 
 
-def program(steps: int, train_s: float) -> "subprocess.Popen[str]":
-    code = PROGRAM.format(tests=str(TESTS), steps=steps, train_s=train_s)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later() -> None:
-    said, errors = program(steps=2, train_s=0.1).communicate(timeout=200)
-    *rows, last = said.splitlines()
-    assert "cannot be started: the block of rg.warm() has been left" in last, errors
-    pids = {int(pid) for row in rows for pid in row.split()[1:]}
+def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(tmp_path: Path) -> None:
+    with program(tmp_path, steps=2, train_s=0.1) as running:
+        said = running.end()
+    has, last = said.stdout.splitlines()
+    assert "cannot be started: the block of rg.warm() has been left" in last, said.stderr
+    pids = [int(pid) for pid in has.split()[1:]]
     assert len(pids) >= 5
-    assert not any(forked.alive(pid) for pid in pids)
+    assert not any(map(forked.alive, pids))
 
 
 @pytest.mark.parametrize(("number", "train_s"), [(signal.SIGKILL, 60.0), (signal.SIGTERM, 0.1)])
-def test_a_program_that_is_ended_leaves_no_process(number: int, train_s: float) -> None:
-    with program(steps=1000, train_s=train_s) as running:
-        assert running.stdout is not None
+def test_a_program_that_is_ended_leaves_no_process(number: int, train_s: float, tmp_path: Path) -> None:
+    with program(tmp_path, steps=1000, train_s=train_s) as running:
         pids = [int(pid) for pid in running.stdout.readline().split()[1:]]
         assert len(pids) >= 5
         time.sleep(1.0)  # the trainer is in the middle of a firing, which SIGTERM waits for
