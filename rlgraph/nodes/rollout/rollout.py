@@ -61,8 +61,7 @@ class Generator(Model):
     * `engine`: "vllm", "sglang", "transformers", or an `EngineSpec` of your own.
     * `max_context`: most tokens of prompt and response together. None: as the model's configuration says.
     * `tensor_parallel`: the GPUs that one engine spans. A pool of more GPUs runs several engines.
-    * `max_sequences`: responses that an engine decodes at once. None: as many as the graph asks for, at most 1024 on a GPU and 256 on
-      a CPU.
+    * `max_sequences`: responses that an engine decodes at once. None: what the graph asks for, at most 1024 on a GPU, 256 on a CPU.
     * `memory`: the share of a GPU's memory that engines and arriving versions take. None: 0.9, or 0.45 in a pool that others share.
     * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
       shorter than the engine's own work between two of them.
