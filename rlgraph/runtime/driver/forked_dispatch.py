@@ -11,7 +11,7 @@ from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, pickled
 from rlgraph.runtime.driver.warm import ForkedWorker, here
 from rlgraph.runtime.driver.worker_environment import worker_environment
 from rlgraph.runtime.worker.spec import WorkerSpec
-from rlgraph.runtime.worker.template import Order
+from rlgraph.runtime.worker.template import ForkOrder
 
 WARM = "warm"  # its name
 
@@ -44,7 +44,7 @@ class ForkedProcesses:
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> ForkedWorker:
         variables = worker_environment(spec)
         path = tuple(variables["PYTHONPATH"].split(os.pathsep))
-        order = Order(os.getcwd(), path, pickled(spec), driver)
+        order = ForkOrder(os.getcwd(), path, pickled(spec), driver)
         prepare = spec.model.traits.prepare if spec.model is not None else None
         worker = self._warm.fork(spec.worker.name, order, variables, prepare)
         self._workers.append(worker)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rlgraph.engines.imports import import_transformers
 from rlgraph.errors import RlgraphError, WorkerDied
-from rlgraph.runtime.worker.template import PID_BYTES, Order
+from rlgraph.runtime.worker.template import PID_BYTES, ForkOrder
 
 OTHERWISE = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}  # variables that are not read by imports; a worker gets its own path
 MOST_TEMPLATES = 6  # processes that are kept; each takes some hundred MB
@@ -43,7 +43,7 @@ class Template:
             )
         return cls(process, mine)
 
-    def fork(self, name: str, order: Order) -> "ForkedWorker":
+    def fork(self, name: str, order: ForkOrder) -> "ForkedWorker":
         """Ask for a worker, which comes once the process has imported; it writes where this program does."""
         told, tells = os.pipe2(os.O_CLOEXEC)
         with tempfile.TemporaryFile() as given:
@@ -133,7 +133,7 @@ class Warm:
         self._templates: dict[tuple[str, frozenset[tuple[str, str]]], Template] = {}
         self.ended = False
 
-    def fork(self, name: str, order: Order, variables: Mapping[str, str], prepare: Callable[[], None] | None) -> ForkedWorker:
+    def fork(self, name: str, order: ForkOrder, variables: Mapping[str, str], prepare: Callable[[], None] | None) -> ForkedWorker:
         """Fork a worker from the process that has its environment and its imports, which is started if there is none."""
         if self.ended:
             raise RlgraphError(f"worker '{name}' cannot be started: the block of rg.warm() has been left; start the job inside of it")

@@ -33,7 +33,7 @@ PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent end
 GPU = "/dev/nvidia"
 
 
-class Order(NamedTuple):
+class ForkOrder(NamedTuple):
     """What a worker is started with. `spec` is pickled: what it names is found once `path` is."""
 
     folder: str
@@ -100,7 +100,7 @@ def be(fds: Sequence[int]) -> None:
         os.dup2(output, 1)
         os.dup2(errors, 2)
         with open(given, "rb") as file:
-            order: Order = pickle.load(file)
+            order: ForkOrder = pickle.load(file)
         for fd in (output, errors, reply):
             os.close(fd)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -117,7 +117,7 @@ def be(fds: Sequence[int]) -> None:
     os._exit(0)
 
 
-def serve(order: Order) -> None:
+def serve(order: ForkOrder) -> None:
     """Take step after step, each on the driver's word alone."""
     from rlgraph.runtime.worker.process import Process
 
