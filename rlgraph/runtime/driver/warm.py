@@ -1,7 +1,6 @@
 """Warm processes: they have imported what workers need, and live from one launch of the program to the next."""
 
 import os
-import pickle
 import select
 import signal
 import socket
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+import msgspec
 
 from rlgraph.engines.imports import import_transformers
 from rlgraph.errors import RlgraphError, WorkerDied
@@ -47,7 +48,7 @@ class Template:
         """Ask for a worker, which comes once the process has imported; it writes where this program does."""
         told, tells = os.pipe2(os.O_CLOEXEC)
         with tempfile.TemporaryFile() as given:
-            pickle.dump(order, given)
+            given.write(msgspec.msgpack.encode(order))
             given.flush()
             given.seek(0)
             try:

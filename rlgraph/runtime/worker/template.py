@@ -15,7 +15,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+
+import msgspec
 
 NODES = (
     "ray.cloudpickle",
@@ -33,7 +34,7 @@ PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent end
 GPU = "/dev/nvidia"
 
 
-class ForkOrder(NamedTuple):
+class ForkOrder(msgspec.Struct, frozen=True):
     """What a worker is started with. `spec` is pickled: what it names is found once `path` is."""
 
     folder: str
@@ -100,7 +101,7 @@ def be(fds: Sequence[int]) -> None:
         os.dup2(output, 1)
         os.dup2(errors, 2)
         with open(given, "rb") as file:
-            order: ForkOrder = pickle.load(file)
+            order = msgspec.msgpack.decode(file.read(), type=ForkOrder)
         for fd in (output, errors, reply):
             os.close(fd)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -121,7 +122,7 @@ def serve(order: ForkOrder) -> None:
     """Take step after step, each on the driver's word alone."""
     from rlgraph.runtime.worker.process import Process
 
-    worker = Process(pickle.loads(order.spec), order.driver)
+    worker = Process(pickle.loads(order.spec), order.driver)  # of its own program, which Ray would have sent it
     worker.prepare()
     step = worker.spec.resume.step - 1 if worker.spec.resume else -1
     while not worker.stopped:
