@@ -142,10 +142,6 @@ class GenerateEngine(ABC):
         """
         return None  # an engine that holds no device memory of note has nothing to do
 
-    def sleep_until_loaded(self) -> int | None:
-        """Do as `sleep`, where new weights are loaded before the engine does anything else: it may give up those that they replace."""
-        return self.sleep()
-
     def wake(self) -> None:  # noqa: B027
         """Take the device memory back, so that the engine can load weights and decode when this returns."""
 

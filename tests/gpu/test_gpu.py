@@ -56,12 +56,6 @@ def test_more_sequences_than_tokens_of_the_context_start_and_repeat(alone: Alone
 
 @pytest.mark.gpu
 @pytest.mark.vllm
-def test_an_engine_that_sleeps_until_weights_are_loaded_has_those_of_one_that_saved_all(alone: Alone) -> None:
-    assert alone("sleep_here.py").splitlines()[-1] == "equal"
-
-
-@pytest.mark.gpu
-@pytest.mark.vllm
 def test_versions_of_fp8_weights_have_the_bits_of_the_loader(alone: Alone) -> None:
     assert alone("fp8_here.py").splitlines()[-1] == "equal"
 

@@ -21,7 +21,7 @@ from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import is_head
 from rlgraph.engines.lora.merging import MergedWeights, as_described
 from rlgraph.engines.vllm import drafts as vllm_drafts
-from rlgraph.engines.vllm import engine_arguments, fp8_weights, kept_memory, language_model
+from rlgraph.engines.vllm import engine_arguments, fp8_weights, language_model
 from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
 from rlgraph.engines.vllm.requests import CoreRequests
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
@@ -100,7 +100,7 @@ class VllmEngine(GenerateEngine):
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
         self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None
-        self._kept, self._checked = kept_memory.KeptMemory(), dict[str, torch.Tensor]()  # `_checked` were found to be the model's weights
+        self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._shared, self._requests = SharedWeights(self.llm.collective_rpc), CoreRequests(self.llm, self._summary.eos_token_ids)
         if self._summary.nested and not random_weights:
             self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
@@ -108,7 +108,6 @@ class VllmEngine(GenerateEngine):
     def submit(self, request: Request) -> None:
         """Queue a request; see `GenerateEngine`."""
         check_request(request, self._names, self.context_length(), self._summary.vocab_size)
-        self._check_whole()
         # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
         made = self._requests.make(request, salt=str(self._loads))
         self.llm.engine_core.add_request(made)
@@ -186,17 +185,13 @@ class VllmEngine(GenerateEngine):
 
         The copies are under way when this returns; they are done before this thread's next decode step begins.
         """
-        replaced = frozenset(weights.changed if isinstance(weights, MergedWeights) else weights)
         if self.copies is None:
             self.copies = copy_plan.record(self.model(), weights)
         elif isinstance(weights, MergedWeights):
-            for name in (*weights.changed, *(self._kept.lacking - replaced)):  # one at a time: no second model of merged ones is there
+            for name in weights.changed:  # one at a time: no second model of merged matrices is in memory
                 self.copies.replay_one(name, weights[name])
         else:
             self.copies.replay(weights)
-        if replaced != self._kept.replaced:  # what is kept may hold what the last load wrote, and the next will not
-            self._kept.clear()
-        self._kept.replaced, self._kept.lacking = replaced, frozenset()
 
     def catch_up(self) -> None:
         """Collect the tokens of decode steps under way, which the old weights compute."""
@@ -217,7 +212,6 @@ class VllmEngine(GenerateEngine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._check_whole()
         asked = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=top_k, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -237,25 +231,7 @@ class VllmEngine(GenerateEngine):
         self.llm.sleep(level=1)
         self._shared.give_back()
         self._asleep = {"weights", "kv_cache"}
-        self._kept.pinned_bytes = self._own_bytes
-        return self._kept.pinned_bytes
-
-    def sleep_until_loaded(self) -> int | None:
-        """Free the memory as `sleep` does, and save none of the weights that each load writes; see `GenerateEngine`."""
-        if self._on_cpu or self.copies is None or self._kept.lacking:
-            return self.sleep()
-        spans = kept_memory.to_keep(self.model().parameters(), (c.to for c in self.copies.copies if c.name in self._kept.replaced))
-        if spans is None:
-            return self.sleep()
-        self.catch_up()
-        kept = self._kept.keep(spans)
-        self.llm.sleep(level=2)
-        self._asleep, self._kept.lacking = {"weights", "kv_cache"}, self._kept.replaced
-        return max(kept, self._kept.pinned_bytes)
-
-    def _check_whole(self) -> None:
-        if self._kept.lacking:
-            raise RuntimeError("the engine slept until new weights are loaded, and is to decode without them; load weights first")
+        return self._own_bytes
 
     def wake(self) -> None:
         """Take the device memory back."""
@@ -266,8 +242,6 @@ class VllmEngine(GenerateEngine):
         if tag in self._asleep:
             self.llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
-            if tag == "weights" and self._kept.lacking:
-                self._kept.restore()
 
     def model(self) -> Any:
         """The PyTorch module of vLLM, in an engine of one process."""

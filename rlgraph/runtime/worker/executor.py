@@ -19,7 +19,6 @@ from rlgraph.compiler.events import fire_event
 from rlgraph.compiler.plan import ChannelEnd, PlannedChannel, PlannedLoop
 from rlgraph.compiler.schedule import Sampled, Span
 from rlgraph.compiler.time_sharing import TimeSlice
-from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.hf_models.hub import offline
 from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
@@ -223,21 +222,8 @@ class Worker:
             return
         self.on_enter(step, Activity("sleep", time_slice.firings[-1][0]))
         with self.recorder.span(time_slice.sleep, "sleep", step) as moved:
-            engine = self.context.engine
-            loads = isinstance(engine, GenerateEngine) and self._loads_next(*time_slice.firings[-1], step)
-            moved.append((engine.sleep_until_loaded() if loads else engine.sleep()) or 0)
+            moved.append(self.context.engine.sleep() or 0)
         self.awake = False
-
-    def _loads_next(self, name: str, chunk: int, step: int) -> bool:
-        """Whether the engine loads weights before anything else that it does after a firing."""
-        at = self.spec.firings.index((name, chunk)) + 1
-        for name, chunk, step in (*((*f, step) for f in self.spec.firings[at:]), *((*f, step + 1) for f in self.spec.firings)):
-            if chunk == 0 and self.weights.loads_before(name, step):
-                return True
-            node = self.spec.node(name)
-            if node.due is None or node.due(step):
-                return False
-        return False
 
     def _probe(self, node: NodeSpec, step: int, columns: Columns) -> None:
         """Fire a node that has killed its worker at this step for one prompt after another, and drop the results."""

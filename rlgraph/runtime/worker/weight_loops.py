@@ -70,13 +70,6 @@ class WeightLoops:
         """List the edges whose weights load before a node: the first that uses them, as all nodes of a step use one version."""
         return [loop for loop in self.loops if loop.reader is not None and node == self._first_user(loop)]
 
-    def loads_before(self, node: str, step: int) -> bool:
-        """Whether a version is loaded before a node at a later step, whatever arrives until then."""
-        return any(
-            self.context.version < step - loop.plan.depth if loop.plan.due is None else loop.plan.carries(step)
-            for loop in self.loaded_before(node)
-        )
-
     def _first_user(self, loop: Loop) -> str | None:
         return next((node.name for node in self.spec.nodes if node.name in loop.plan.readers), None)
 
