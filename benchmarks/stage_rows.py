@@ -52,5 +52,5 @@ STAGES = [
     *rollouts("rollout_cpu.json", "a tiny model"),
     *turns("tool_rollouts_smollm2_cpu.json", "SmolLM2's shape, turns of 43 tokens"),
     *turns("tool_rollouts_long_turns_cpu.json", "SmolLM2's shape, turns of 170 tokens"),
-    *turns("tool_rollouts_cpu.json", "a tiny model, turns of 43 tokens"),
+    *turns("tool_rollouts_cpu.json", "a tiny model, turns of 43 tokens, beside other work"),
 ]  # fmt: skip
