@@ -1,8 +1,5 @@
-"""Runs of adapters that learn: a row for each rate, and several runs at once."""
+"""Runs of adapters that learn: a row for each rate."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,14 +38,3 @@ def test_a_setting_in_which_runs_differ_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "lr=1e-4"])
     with pytest.raises(SystemExit, match="lr=1e-4: runs differ in rank, lr, seed, out; use --rates"):
         adapters_learning.main()
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_runs_at_once_add_to_one_file(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--smoke", "--work", str(tmp_path), "--at-once", "3", "--rates", "5e-5,2e-4"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr + "".join(log.read_text() for log in tmp_path.glob("*.log"))
-    held = json.loads((tmp_path / adapters_learning.FILE).read_text())
-    assert {(run["settings"]["rank"], run["settings"]["lr"]) for run in held["runs"].values()} == {(0, 5e-6), (32, 5e-5), (32, 2e-4)}
-    assert all(len(run["reward"]) == 2 for run in held["runs"].values())

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -160,3 +163,35 @@ def test_the_table_by_updates_has_each_seed_and_the_largest_fall() -> None:
     keys = [{"depth": 8, "correction": "disabled", "seed": seed} for seed in (0, 1)]
     runs = {named(key): run | {"key": key} for key, run in zip(keys, (falling, steady), strict=True)}
     assert staleness_tables.by_updates(runs).splitlines()[2:] == ["| `disabled` | 8 | 1, – | 0.700, 0.800 | 0.560 | 0.26 |"]
+
+
+AT_ONCE = """
+import learning_runs as runs
+
+given = runs.parser("", "none.json").parse_intermixed_args()
+results = runs.Results(given.json, {"length": 1})
+for key, _ in runs.runs_to_do(results, [{"seed": seed} for seed in range(3)], given):
+    if f"fail={key['seed']}" in given.settings:
+        raise SystemExit("it fails")
+    results.keep(runs.named(key), {"key": key})
+print(sorted(results.runs))
+"""
+
+
+def at_once(folder: Path, *settings: str) -> "subprocess.CompletedProcess[str]":
+    program = folder / "program.py"
+    program.write_text(AT_ONCE)
+    command = [sys.executable, str(program), "--json", str(folder / "runs.json"), "--work", str(folder), "--at-once", "3", *settings]
+    path = os.pathsep.join([str(Path(learning_runs.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=200, check=False)
+
+
+def test_runs_at_once_add_to_one_file_and_those_that_fail_are_named(tmp_path: Path) -> None:
+    failed = at_once(tmp_path, "fail=1")
+    assert failed.returncode == 1
+    assert str(tmp_path / "seed=1.log") in failed.stderr
+    assert "it fails" in (tmp_path / "seed=1.log").read_text()
+    assert set(json.loads((tmp_path / "runs.json").read_text())["runs"]) == {"seed=0", "seed=2"}
+    done = at_once(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "['seed=0', 'seed=1', 'seed=2']" in done.stdout
