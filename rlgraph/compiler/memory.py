@@ -97,11 +97,7 @@ def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sle
 
 def _in_turns(need: Need, sleep: SleepCost | None) -> Need:
     """Count moments that go to the host while another model has the GPU as there only while their own trainer runs."""
-    moments = need.stays.get("optimizer", 0)
-    if not moments or sleep is None or not sleep.bytes:
-        return need
-    stays = {what: size for what, size in need.stays.items() if what != "optimizer"}
-    return Need(stays, {"optimizer": moments, **need.runs}, need.least + moments)
+    return need if sleep is None or not sleep.bytes else need.while_it_runs("optimizer")
 
 
 def _with(need: Need, more: Mapping[str, int]) -> Need:

@@ -93,6 +93,12 @@ class Need:
     runs: Mapping[str, int]
     least: int
 
+    def while_it_runs(self, part: str) -> "Need":
+        """Make the need of a model whose `part` does not stay, but is there while its nodes run."""
+        size = self.stays.get(part, 0)
+        stays = {what: held for what, held in self.stays.items() if what != part}
+        return Need(stays, {part: size, **self.runs}, self.least + size) if size else self
+
 
 def paged(work: Workload) -> Need:
     """Estimate the memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
@@ -111,10 +117,7 @@ def paged(work: Workload) -> Need:
 
 def fully_sharded(work: Workload) -> Need:
     """Estimate the memory of a rank that holds a shard of float32 weights, gradients and moments, and gathers a layer at a time."""
-    need = _ranks(work, MASTER)
-    gradients = need.stays.get("gradients", 0)  # which an optimizer step frees
-    stays = {what: size for what, size in need.stays.items() if what != "gradients"}
-    return Need(stays, {"gradients": gradients, **need.runs}, need.least + gradients) if gradients else need
+    return _ranks(work, MASTER).while_it_runs("gradients")  # an optimizer step frees them
 
 
 def model_parallel(work: Workload) -> Need:
