@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-T = TypeVar("T")
 BLOCKED_S = 30.0  # without a heartbeat of the event loop, until it is given up
 BEAT_S = 1.0  # between two heartbeats
 
@@ -147,28 +146,6 @@ class EnvironmentCalls:
 
     def _heard(self) -> None:
         self._beat = time.monotonic()
-
-
-class _PastDeadline(TimeoutError):
-    """A call missed its deadline."""
-
-
-async def within(awaited: Awaitable[T], deadline_s: float) -> T:
-    """Await something for `deadline_s` seconds. Unlike `asyncio.wait_for` it does not wait for a task that ignores its cancellation.
-
-    Raises TimeoutError at the deadline.
-    """
-    task = asyncio.ensure_future(awaited)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=deadline_s)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    if not done:
-        task.cancel()
-        task.add_done_callback(lambda late: late.cancelled() or late.exception())  # so that asyncio does not report it
-        raise _PastDeadline
-    return task.result()
 
 
 def _cancel(calls: Sequence[Call]) -> None:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
@@ -14,13 +14,13 @@ from rlgraph.graph.nodes import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.environments.agent import Agent, check_format
 from rlgraph.nodes.environments.calculator import calculated
-from rlgraph.nodes.environments.calls import within
 from rlgraph.nodes.environments.messages import Message, ToolCall, Turn, call_id
 from rlgraph.nodes.environments.schemas import schema_of
 from rlgraph.nodes.sandbox import Limits, ToolError
 from rlgraph.nodes.sandboxes import LocalSandbox
 from rlgraph.settings import Count, Name, Seconds
 
+T = TypeVar("T")
 MOST_CALLS = 8  # of one turn
 NO_DEADLINE_S = 1e9  # each call of a tool has a deadline of its own
 _SLOTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]" = WeakKeyDictionary()
@@ -236,11 +236,11 @@ class ToolCalls:
     async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
         if not isinstance(tool, Python):
             kept = [] if tool.keeps is None else [self._kept_for(tool.keeps)]
-            return await within(tool.function(*kept, **arguments), self.tools.deadline_s)
+            return await _within(tool.function(*kept, **arguments), self.tools.deadline_s)
         async with slots(self.tools.pool):
             if tool.keep_files:
                 return await self._ran(tool, **arguments)
-            return await within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
+            return await _within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
 
     def _kept_for(self, make: Callable[[], KeptByTools]) -> KeptByTools:
         if make not in self._kept:
@@ -251,7 +251,7 @@ class ToolCalls:
         """Run code in the sandbox of this conversation."""
         if self._sandbox is None:
             self._sandbox = LocalSandbox(tool.limits, tool.accept_missing)
-        done = await within(self._sandbox.exec(code), self.tools.deadline_s)
+        done = await _within(self._sandbox.exec(code), self.tools.deadline_s)
         if done.failed:
             raise ToolError(f"{done.output}\n{done.failed}".strip())
         return done.output
@@ -265,3 +265,21 @@ def slots(pool: Pool) -> asyncio.Semaphore:
     """Find or make the semaphore of a pool's cores in the running event loop."""
     mine = _SLOTS.setdefault(asyncio.get_running_loop(), {})
     return mine.setdefault(pool.name, asyncio.Semaphore(pool.cpus or 1))
+
+
+async def _within(awaited: Awaitable[T], deadline_s: float) -> T:
+    """Await something for `deadline_s` seconds. Unlike `asyncio.wait_for` it does not wait for a task that ignores its cancellation.
+
+    Raises TimeoutError at the deadline.
+    """
+    task = asyncio.ensure_future(awaited)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=deadline_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        task.add_done_callback(lambda late: late.cancelled() or late.exception())  # so that asyncio does not report it
+        raise TimeoutError
+    return task.result()
