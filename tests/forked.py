@@ -5,7 +5,6 @@ The server that they are forked from has imported torch and transformers once, w
 
 import multiprocessing
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import Plan
 from rlgraph.errors import WorkerDied
 from rlgraph.graph.nodes import Graph
-from rlgraph.runtime.driver.hosts import FoundHosts, LocalHostAgent
+from rlgraph.runtime.driver.forked_dispatch import WithoutTicks
+from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
-from rlgraph.runtime.worker.process import Process
+from rlgraph.runtime.worker import process
 from rlgraph.runtime.worker.spec import WorkerSpec
 
 server = multiprocessing.get_context("forkserver")
@@ -48,60 +48,31 @@ server.set_forkserver_preload(PRELOADED)
 
 def serve(pickled: bytes, driver: str) -> None:
     """Be a worker until the driver says stop."""
-    worker = Process(cloudpickle.loads(pickled), driver)
-    worker.prepare()
-    step = worker.spec.resume.step - 1 if worker.spec.resume else -1
-    while not worker.stopped:
-        worker.step(step)
-        step += 1
+    process.serve(cloudpickle.loads(pickled), driver)
 
 
-class Forked:
-    """A `Dispatch` whose ticks are the driver's word alone."""
+class Forked(WithoutTicks):
+    """A `Dispatch` to processes that are forked from a server."""
 
     def __init__(self) -> None:
         self.processes: dict[str, Any] = {}
 
-    def begin(self, hosts: int, *, stores: bool = False) -> None:
-        pass
-
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         return FoundHosts([(f"node{i}", f"127.0.0.{i + 1}") for i in range(plan.cluster.hosts)] if plan.cluster.hosts > 1 else ())
 
-    def host_agent(self, host: str, folder: str) -> LocalHostAgent:
-        return LocalHostAgent(folder)
-
-    def folders(self) -> Sequence[str]:
-        return ()
-
-    def end(self) -> None:
-        pass
-
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
-        process = server.Process(target=serve, args=(cloudpickle.dumps(spec), driver), daemon=True)
-        process.start()
-        self.processes[spec.worker.name] = process
-        return process
+        forked = server.Process(target=serve, args=(cloudpickle.dumps(spec), driver), daemon=True)
+        forked.start()
+        self.processes[spec.worker.name] = forked
+        return forked
 
     def check(self) -> None:
-        for name, process in self.processes.items():
-            if process.exitcode is not None:
-                raise WorkerDied(f"worker '{name}' could not be started: exit status {process.exitcode}")
-
-    def start(self, actors: Sequence[Any], window: int) -> None:
-        pass
-
-    def tick(self, step: int) -> None:
-        pass
-
-    def report(self, step: int) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
+        for name, forked in self.processes.items():
+            if forked.exitcode is not None:
+                raise WorkerDied(f"worker '{name}' could not be started: exit status {forked.exitcode}")
 
     def kill(self, actor: Any) -> None:
-        actor.kill()
+        super().kill(actor)
         actor.join()
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from rlgraph.compiler.channels import lies_in_ray
 from rlgraph.compiler.plan import Plan
@@ -16,15 +17,8 @@ from rlgraph.runtime.worker.template import ForkOrder
 WARM = "warm"  # its name
 
 
-class ForkedProcesses:
-    """A `Dispatch` to the warm processes of `rg.warm()`."""
-
-    def __init__(self) -> None:
-        warm = here()
-        if warm is None:
-            raise RlgraphError("a job that was launched inside of rg.warm() starts its workers there too, and the block has been left")
-        self._warm = warm
-        self._workers: list[ForkedWorker] = []
+class WithoutTicks:
+    """What a `Dispatch` has in common whose workers are of this host, and step on the driver's word alone: nothing starts or ticks them."""
 
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         pass
@@ -41,6 +35,32 @@ class ForkedProcesses:
     def host_agent(self, host: str, folder: str) -> HostAgent:
         return LocalHostAgent(folder)
 
+    def start(self, actors: Sequence[Any], window: int) -> None:
+        pass
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def report(self, step: int) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def kill(self, actor: Any) -> None:
+        actor.kill()
+
+
+class ForkedProcesses(WithoutTicks):
+    """A `Dispatch` to the warm processes of `rg.warm()`."""
+
+    def __init__(self) -> None:
+        warm = here()
+        if warm is None:
+            raise RlgraphError("a job that was launched inside of rg.warm() starts its workers there too, and the block has been left")
+        self._warm = warm
+        self._workers: list[ForkedWorker] = []
+
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> ForkedWorker:
         variables = worker_environment(spec)
         path = tuple(variables["PYTHONPATH"].split(os.pathsep))
@@ -54,21 +74,6 @@ class ForkedProcesses:
         for worker in self._workers:
             if worker.ended():
                 raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; what it wrote says why")
-
-    def start(self, actors: Sequence[ForkedWorker], window: int) -> None:
-        pass
-
-    def tick(self, step: int) -> None:
-        pass
-
-    def report(self, step: int) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def kill(self, actor: ForkedWorker) -> None:
-        actor.kill()
 
 
 DISPATCHES[WARM] = ForkedProcesses

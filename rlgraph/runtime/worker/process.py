@@ -253,3 +253,13 @@ class Process:
                 if self.progress is not None:
                     self.progress.close()
                 self.control.close()
+
+
+def serve(spec: WorkerSpec, driver: str) -> None:
+    """Be a worker without Ray until the driver says stop: step after step, each on the driver's word alone."""
+    worker = Process(spec, driver)
+    worker.prepare()
+    step = spec.resume.step - 1 if spec.resume else -1
+    while not worker.stopped:
+        worker.step(step)
+        step += 1

@@ -109,25 +109,15 @@ def be(fds: Sequence[int]) -> None:
             sys.modules["numpy"].random.seed()  # as in a process of its own; Python's own generator does so by itself
         os.chdir(order.folder)
         sys.path[:] = order.path
-        serve(order)
+        from rlgraph.runtime.worker.process import serve
+
+        serve(pickle.loads(order.spec), order.driver)  # of its own program, which Ray would have sent it
     except BaseException:  # noqa: BLE001 (the outer edge of a process)
         traceback.print_exc()
         os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def serve(order: ForkOrder) -> None:
-    """Take step after step, each on the driver's word alone."""
-    from rlgraph.runtime.worker.process import Process
-
-    worker = Process(pickle.loads(order.spec), order.driver)  # of its own program, which Ray would have sent it
-    worker.prepare()
-    step = worker.spec.resume.step - 1 if worker.spec.resume else -1
-    while not worker.stopped:
-        worker.step(step)
-        step += 1
 
 
 if __name__ == "__main__":
