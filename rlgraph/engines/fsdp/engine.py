@@ -195,8 +195,8 @@ class FsdpEngine:
                 rows, whole = {**rows, CHOSEN: whole[2]}, whole[: 1 + loss.needs_entropy]
             value, metrics = self._head.loss(loss, whole, rows, totals)
             balance, more = self._routing.loss(micro_batch.real, len(micro_batch.targets) / max(totals.tokens, 1))
+            found.append({self._head.loss_name: value.item()} | metrics | more)  # before the backward pass, which this would wait for
             (value if balance is None else value + balance).backward()
-            found.append({self._head.loss_name: value.item()} | metrics | more)
         metrics = {self._head.loss_name: 0.0} | summed(found, self._ranks.data, self._device, self._ranks.data_group)
         metrics |= self._routing.metrics(self._add_up)
         return self._step(metrics, totals.tokens > 0, guard)
